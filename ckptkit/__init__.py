@@ -1,0 +1,43 @@
+"""ckptkit: converts and manages checkpoints of PyTorch distributed training. Importing it imports no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ckptkit.errors import CkptError
+    from ckptkit.formats import open_layout
+    from ckptkit.ops.consolidate import Consolidated, consolidate
+    from ckptkit.ops.inspect import Inspected, inspect
+    from ckptkit.runs import Run
+
+__all__ = [
+    "CkptError",
+    "Consolidated",
+    "Inspected",
+    "Run",
+    "__version__",
+    "consolidate",
+    "inspect",
+    "open_layout",
+]
+
+_HOMES = {
+    "CkptError": "ckptkit.errors",
+    "Consolidated": "ckptkit.ops.consolidate",
+    "Inspected": "ckptkit.ops.inspect",
+    "Run": "ckptkit.runs",
+    "consolidate": "ckptkit.ops.consolidate",
+    "inspect": "ckptkit.ops.inspect",
+    "open_layout": "ckptkit.formats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `import ckptkit` itself must cost nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

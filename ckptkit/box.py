@@ -1,0 +1,127 @@
+"""Boxes: rectangular regions of a tensor's index space. Integers only; knows no bytes and no files."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements `start[d] <= index[d] < start[d] + size[d]` for every axis `d`. No axes: one element."""
+
+    start: Shape
+    size: Shape
+
+    @property
+    def stop(self) -> Shape:
+        """The first index past the box on every axis."""
+        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """How many elements it holds."""
+        return prod(self.size)
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same elements, counted from the corner of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
+
+
+def whole(shape: Shape) -> Box:
+    """The box of a whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The elements in both boxes, or None if there are none."""
+    start = tuple(map(max, a.start, b.start))
+    size = tuple(min(x, y) - s for x, y, s in zip(a.stop, b.stop, start, strict=True))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
+class BoxIndex:
+    """Finds which of many boxes meet a given one without trying them all.
+
+    Boxes are sorted along the axis on which they differ most; `furthest[i]` is the largest stop among
+    the first `i + 1`, so a query is two bisections and a scan of the boxes between.
+    """
+
+    __slots__ = ("_axis", "_boxes", "_furthest", "_order", "_starts")
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        ndim = len(boxes[0].start) if boxes else 0
+        self._boxes = boxes
+        self._axis = max(range(ndim), key=lambda d: len({box.start[d] for box in boxes}), default=None)
+        if self._axis is None:
+            return
+        axis = self._axis
+        self._order = sorted(range(len(boxes)), key=lambda i: boxes[i].start[axis])
+        self._starts = [boxes[i].start[axis] for i in self._order]
+        stops = (boxes[i].start[axis] + boxes[i].size[axis] for i in self._order)
+        self._furthest = list(accumulate(stops, max))
+
+    def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
+        """The position of each box that meets `wanted`, with what they share, in order of start."""
+        for i in self._candidates(wanted):
+            shared = intersect(self._boxes[i], wanted)
+            if shared is not None:
+                yield i, shared
+
+    def _candidates(self, wanted: Box) -> Iterable[int]:
+        if self._axis is None:
+            return range(len(self._boxes))
+        low = wanted.start[self._axis]
+        high = low + wanted.size[self._axis]
+        first = bisect_left(self._furthest, low + 1)
+        return self._order[first : bisect_left(self._starts, high)]
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
+    """Two boxes that share elements, and what they share; None if no two do. Empty boxes share nothing."""
+    index = BoxIndex(boxes)
+    for i, box in enumerate(boxes):
+        for j, shared in index.meeting(box):
+            if i != j:
+                return i, j, shared
+    return None
+
+
+def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
+    """The position of a box that does not lie inside a tensor of `shape`; None if all do."""
+    for i, box in enumerate(boxes):
+        inside = len(box.start) == len(box.size) == len(shape) and all(
+            a >= 0 and n >= 0 and a + n <= end for a, n, end in zip(box.start, box.size, shape, strict=True)
+        )
+        if not inside:
+            return i
+    return None
+
+
+def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
+    """Where disjoint boxes leave a tensor of `shape` uncovered: `(axis, start, stop)` of a slab with a hole.
+
+    Compares, slab by slab along each axis, how many elements of a cross-section are covered.
+    """
+    if sum(box.numel for box in boxes) == prod(shape):
+        return None
+    for axis, extent in enumerate(shape):
+        section = prod(shape) // extent
+        change: dict[int, int] = {0: 0, extent: 0}
+        for box in boxes:
+            if box.numel:
+                area = box.numel // box.size[axis]
+                change[box.start[axis]] = change.get(box.start[axis], 0) + area
+                stop = box.start[axis] + box.size[axis]
+                change[stop] = change.get(stop, 0) - area
+        cuts = sorted(change)
+        covered = accumulate(change[cut] for cut in cuts)
+        holes = [(a, b) for a, b, area in zip(cuts, cuts[1:], covered, strict=False) if area != section]
+        if holes and holes != [(0, extent)]:
+            return axis, holes[0][0], holes[0][1]
+    return (0, 0, shape[0]) if shape else (0, 0, 1)

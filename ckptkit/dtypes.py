@@ -1,0 +1,78 @@
+"""Dtypes: the one list of element types a checkpoint can hold. Converts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptkit.errors import Usage
+
+Kind = Literal["float", "small_float", "int", "bool", "complex", "quantized"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type under torch's name.
+
+    `itemsize` is bytes per element as torch counts elements (two 4-bit numbers are one element of one byte).
+    `small_float` marks floats of 8 bits and fewer: numbers that mean little without their scales, so no cast touches
+    them. `quantized` ones keep their scales beside the bytes, where no writer of ours can put them.
+    """
+
+    name: str
+    itemsize: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return self.name
+
+
+DTYPES: dict[str, DType] = {
+    dtype.name: dtype
+    for dtype in (
+        DType("float64", 8, "float"),
+        DType("float32", 4, "float"),
+        DType("float16", 2, "float"),
+        DType("bfloat16", 2, "float"),
+        DType("float8_e4m3fn", 1, "small_float"),
+        DType("float8_e5m2", 1, "small_float"),
+        DType("float8_e4m3fnuz", 1, "small_float"),
+        DType("float8_e5m2fnuz", 1, "small_float"),
+        DType("float8_e8m0fnu", 1, "small_float"),
+        DType("float4_e2m1fn_x2", 1, "small_float"),
+        DType("int64", 8, "int"),
+        DType("int32", 4, "int"),
+        DType("int16", 2, "int"),
+        DType("int8", 1, "int"),
+        DType("uint64", 8, "int"),
+        DType("uint32", 4, "int"),
+        DType("uint16", 2, "int"),
+        DType("uint8", 1, "int"),
+        DType("bool", 1, "bool"),
+        DType("complex128", 16, "complex"),
+        DType("complex64", 8, "complex"),
+        DType("complex32", 4, "complex"),
+        DType("quint8", 1, "quantized"),
+        DType("qint8", 1, "quantized"),
+        DType("qint32", 4, "quantized"),
+    )
+}
+
+SHORT_NAMES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "double": "float64",
+    "float": "float32",
+    "half": "float16",
+}
+
+
+def parse_dtype(name: str) -> DType:
+    """The dtype that a user calls `name`: torch's name, with or without `torch.`, or a short form like `bf16`."""
+    plain = name.removeprefix("torch.").lower()
+    dtype = DTYPES.get(SHORT_NAMES.get(plain, plain))
+    if dtype is None:
+        raise Usage(f"unknown dtype `{name}`", hint=f"one of {', '.join(DTYPES)}")
+    return dtype

@@ -1,0 +1,124 @@
+"""Errors: what can go wrong, as a tree. Knows exit codes; prints nothing and exits nowhere.
+
+CkptError
+├── Usage         the request contradicts itself                              exit 2
+├── NotACheckpoint  no format claims this path                                exit 3
+├── Corrupt       the files contradict themselves: gap, overlap, short, CRC   exit 3
+├── Unsupported   valid, but beyond us; named, never skipped in silence       exit 3
+├── Mismatch      two layouts do not fit: missing tensor, other shape         exit 3
+├── IOFailure     the operating system said no                                exit 4
+│   └── NoRoom    not enough disk for the plan                                exit 4
+├── Occupied      the destination exists, or the run is in use                exit 5
+└── Unsafe        a path that leaves its directory, a link, a device          exit 5
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+
+class CkptError(Exception):
+    """Something is wrong with a checkpoint or a request, said in one line.
+
+    `path` is the file at fault, `tensor` the tensor, `hint` what to do about it.
+    """
+
+    code = "error"
+    exit_code = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = None if path is None else Path(path)
+        self.tensor = tensor
+        self.hint = hint
+
+    def blame(self, *, path: str | os.PathLike[str] | None = None, tensor: str | None = None) -> Self:
+        """Fill in the file and the tensor at fault where they were not known yet."""
+        if self.path is None and path is not None:
+            self.path = Path(path)
+        self.tensor = self.tensor or tensor
+        return self
+
+    def to_json(self) -> dict[str, str | None]:
+        """The error as `--json` prints it: code, message, path, tensor, hint."""
+        path = None if self.path is None else str(self.path)
+        return {"code": self.code, "message": self.message, "path": path, "tensor": self.tensor, "hint": self.hint}
+
+
+class Usage(CkptError):
+    """The request contradicts itself or names what is not there."""
+
+    code, exit_code = "usage", 2
+
+
+class NotACheckpoint(CkptError):
+    """No format claims this path."""
+
+    code, exit_code = "not_a_checkpoint", 3
+
+
+class Corrupt(CkptError):
+    """The files contradict themselves: a gap, an overlap, a short file, a bad CRC."""
+
+    code, exit_code = "corrupt", 3
+
+
+class Unsupported(CkptError):
+    """Valid, but beyond us."""
+
+    code, exit_code = "unsupported", 3
+
+
+class Mismatch(CkptError):
+    """Two layouts do not fit: a tensor is missing or has another shape."""
+
+    code, exit_code = "mismatch", 3
+
+
+class IOFailure(CkptError):
+    """The operating system refused to read or write."""
+
+    code, exit_code = "io", 4
+
+
+class NoRoom(IOFailure):
+    """There is not enough disk for the plan."""
+
+    code = "no_room"
+
+
+class Occupied(CkptError):
+    """The destination exists, or somebody else is working on it."""
+
+    code, exit_code = "occupied", 5
+
+
+class Unsafe(CkptError):
+    """A path that leaves its directory, a link, a device, or a source inside the destination."""
+
+    code, exit_code = "unsafe", 5
+
+
+@contextmanager
+def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an `OSError` inside the block into an `IOFailure` (or `NoRoom`) that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        kind = NoRoom if full else IOFailure
+        reason = error.strerror or str(error)
+        raise kind(reason[:1].lower() + reason[1:], path=error.filename or path) from error

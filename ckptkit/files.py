@@ -1,0 +1,141 @@
+"""Files: opening and reading what a stranger named, safely. Knows offsets and lengths; no tensor, no format."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import OrderedDict
+from pathlib import Path
+from typing import Self
+
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
+
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def check_name(name: str, root: Path) -> None:
+    """Raise `Unsafe` unless `name`, found in a checkpoint at `root`, is the plain name of a file in it."""
+    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+        raise Unsafe(f"the checkpoint refers to `{name!a}`, which is not a plain file name", path=root)
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read the regular file `path`; links, devices, pipes and directories are `Unsafe`."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+    except FileNotFoundError as error:
+        raise Corrupt("the file is missing", path=path, hint="a shard was lost or never copied here") from error
+    except OSError as error:
+        if path.is_symlink():
+            hint = "copy the file itself into the checkpoint"
+            raise Unsafe("the file is a symbolic link", path=path, hint=hint) from error
+        raise IOFailure((error.strerror or str(error)).lower(), path=path) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Unsafe("not a regular file", path=path)
+    return fd
+
+
+def file_size(path: Path) -> int:
+    """Bytes in the regular file `path`."""
+    fd = open_regular(path)
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The whole of a file that is not supposed to be large; more than `limit` bytes is `Corrupt`."""
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise Corrupt(f"{size} bytes, more than the {limit} such a file may have", path=path)
+        return read_at(fd, size, 0, path)
+    finally:
+        os.close(fd)
+
+
+def read_at(fd: int, length: int, offset: int, path: Path) -> bytes:
+    """Exactly `length` bytes at `offset`; fewer is `Corrupt`."""
+    buffer = bytearray(length)
+    read_into(fd, memoryview(buffer), offset, path)
+    return bytes(buffer)
+
+
+def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill `buffer` from `offset`; a file that ends before is `Corrupt`."""
+    done = 0
+    with translate_os_errors(path):
+        while done < len(buffer):
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+            if count == 0:
+                end = os.fstat(fd).st_size
+                raise Corrupt(f"the file ends at byte {end}, but {offset + len(buffer)} are needed", path=path)
+            done += count
+
+
+def write_from(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Write the whole of `buffer` at `offset`."""
+    done = 0
+    with translate_os_errors(path):
+        while done < len(buffer):
+            done += os.pwrite(fd, buffer[done:], offset + done)
+
+
+class Opened:
+    """Files of one directory, open as long as they are in use: the least recently used is closed for the next.
+
+    Not shared between threads.
+    """
+
+    __slots__ = ("_fds", "_limit", "_root", "_writable")
+
+    def __init__(self, root: Path, *, writable: bool = False, limit: int = 64) -> None:
+        self._root = root
+        self._writable = writable
+        self._limit = limit
+        self._fds: OrderedDict[str, int] = OrderedDict()
+
+    def fd(self, name: str) -> int:
+        """The descriptor of file `name`."""
+        fd = self._fds.get(name)
+        if fd is None:
+            if len(self._fds) >= self._limit:
+                _, oldest = self._fds.popitem(last=False)
+                self._close(oldest)
+            path = self._root / name
+            if self._writable:
+                with translate_os_errors(path):
+                    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            else:
+                fd = open_regular(path)
+            self._fds[name] = fd
+        else:
+            self._fds.move_to_end(name)
+        return fd
+
+    def _close(self, fd: int) -> None:
+        with translate_os_errors(self._root):  # some file systems report a failed write only here
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file."""
+        while self._fds:
+            self._close(self._fds.popitem()[1])
+
+
+def recognise(head: bytes) -> str | None:
+    """A hint on what a file really is whose first bytes are not what they should be."""
+    if head.startswith(b"version https://git-lfs"):
+        return "this is a Git LFS pointer, not the file itself: run `git lfs pull`"
+    if head and not any(head):
+        return "the file starts with zeros: it was allocated but never written, as after a crash or on a bad mount"
+    return None

@@ -1,0 +1,148 @@
+"""Layouts: where every byte of a checkpoint lies. Opens no file and names no format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from ckptkit.box import Box, Shape, find_gap, find_outside, find_overlap, whole
+from ckptkit.dtypes import DType
+from ckptkit.errors import Corrupt
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor is, not where: element type and shape."""
+
+    dtype: DType
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes, row-major and without padding."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
+
+    Row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
+    recorded over those bytes, None where none was. While `wrapper` is set the bytes are still inside an
+    envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it.
+    """
+
+    box: Box
+    path: str
+    offset: int
+    length: int
+    dtype: DType
+    strides: Shape | None = None
+    crc32: int | None = None
+    wrapper: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and the chunks that tile it. Where a chunk's dtype is another, its numbers are to be converted."""
+
+    spec: Spec
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """An entry that is no tensor: `length` opaque bytes at `offset` of file `path`. Nobody opens them."""
+
+    path: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file that a checkpoint to be written needs: its size, and the bytes that are known before any tensor's."""
+
+    name: str
+    nbytes: int
+    head: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One checkpoint: its tensors and blobs by name, and the format and directory they lie in.
+
+    `keys` gives, for a name that a producer flattened from a nested dict, the recorded way to it
+    (`("model", "layers.0.weight")`); other names are their own one-step way. `world_size` is the number of ranks that
+    wrote it, where that shows.
+    """
+
+    root: Path
+    format: str
+    tensors: Mapping[str, StoredTensor]
+    blobs: Mapping[str, Blob] = field(default_factory=dict)
+    keys: Mapping[str, KeyPath] = field(default_factory=dict)
+    world_size: int | None = None
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What each tensor is."""
+        return {name: tensor.spec for name, tensor in self.tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.spec.nbytes for tensor in self.tensors.values())
+
+    def key(self, name: str) -> KeyPath:
+        """The recorded way to `name` through the producer's nested dict."""
+        return self.keys.get(name, (name,))
+
+
+def check_cover(layout: Layout) -> None:
+    """Raise `Corrupt` unless each tensor's chunks lie inside it, do not overlap and leave no gap."""
+    for name, tensor in layout.tensors.items():
+        shape = tensor.spec.shape
+        if len(tensor.chunks) == 1 and tensor.chunks[0].box == whole(shape):
+            continue
+        boxes = [chunk.box for chunk in tensor.chunks]
+        outside = find_outside(shape, boxes)
+        if outside is not None:
+            chunk = tensor.chunks[outside]
+            raise Corrupt(
+                f"a chunk at {list(chunk.box.start)} of size {list(chunk.box.size)} lies outside shape {list(shape)}",
+                path=layout.root / chunk.path,
+                tensor=name,
+            )
+        overlap = find_overlap(boxes)
+        if overlap is not None:
+            one, other, shared = overlap
+            raise Corrupt(
+                f"two chunks overlap: {list(shared.size)} elements at {list(shared.start)} "
+                f"are in `{tensor.chunks[one].path}` and in `{tensor.chunks[other].path}`",
+                path=layout.root,
+                tensor=name,
+            )
+        gap = find_gap(shape, boxes)
+        if gap is not None:
+            axis, start, stop = gap
+            covered = sum(box.numel for box in boxes)
+            raise Corrupt(
+                f"chunks cover {covered} of {prod(shape)} elements of shape {list(shape)}; "
+                f"a gap lies at {start}:{stop} of axis {axis}",
+                path=layout.root,
+                tensor=name,
+                hint="a shard is missing, or not every rank had finished when the checkpoint was written",
+            )
