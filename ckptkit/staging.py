@@ -1,0 +1,215 @@
+"""Staging: output is made in a hidden directory beside its destination and renamed into place when whole.
+
+At every moment the destination is absent, old and whole, or new and whole. Knows files and renames; no tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptkit.errors import IOFailure, NoRoom, Occupied, Unsafe, translate_os_errors
+from ckptkit.files import write_from
+
+OWNER = ".ckptkit-owner"
+_RENAME_EXCHANGE = 2  # <linux/fs.h>
+_AT_FDCWD = -100
+_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def staging_path(dst: Path) -> Path:
+    """The hidden sibling in which `dst` is made; one name, so that a later run finds what a dead one left."""
+    return dst.parent / f".{dst.name}.ckptkit.tmp"
+
+
+class Stage:
+    """An output directory in the making: write into `path`, then `commit` or `discard`.
+
+    Holds a lock on an owner file for as long as it lives, so a second run on the same destination is `Occupied`
+    while the first is alive, and takes its leavings away when it is not.
+    """
+
+    def __init__(self, dst: Path, *, overwrite: bool = False, sync: bool = True) -> None:
+        self.dst = dst.absolute()
+        self.path = staging_path(self.dst)
+        self.overwrite = overwrite
+        self.sync = sync
+        check_destination(self.dst, overwrite)
+        with translate_os_errors(self.dst):
+            self.dst.parent.mkdir(parents=True, exist_ok=True)
+            self._owner = take_over(self.path)
+
+    def commit(self) -> None:
+        """Make the destination what `path` holds, durably. A failed fsync is never tried again."""
+        with translate_os_errors(self.path):
+            (self.path / OWNER).unlink()
+            if self.sync:
+                sync_tree(self.path)
+            replaced = move_into_place(self.path, self.dst, self.overwrite)
+            if self.sync:
+                sync_path(self.dst.parent)
+            os.close(self._owner)
+        if replaced:
+            shutil.rmtree(self.path, ignore_errors=True)  # the next run would take it for what a dead one left
+
+    def discard(self) -> None:
+        """Remove what was made. The destination is as it was."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            os.close(self._owner)
+
+
+@contextmanager
+def staging(dst: Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
+    """A directory to write into, which becomes `dst` when the block ends well and vanishes when it does not."""
+    stage = Stage(dst, overwrite=overwrite, sync=sync)
+    try:
+        yield stage.path
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise
+
+
+def check_destination(dst: Path, overwrite: bool) -> None:
+    """Raise `Occupied` if something is at `dst` that may not be replaced; an empty directory may."""
+    if dst.is_symlink():
+        raise Unsafe("the destination is a symbolic link", path=dst, hint="name the directory that it points to")
+    if dst.exists() and not dst.is_dir():
+        raise Occupied("the destination is a file", path=dst)
+    with translate_os_errors(dst):
+        if dst.is_dir() and any(dst.iterdir()) and not overwrite:
+            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+
+
+def take_over(path: Path) -> int:
+    """Make the staging directory `path`, or take it over, emptied, from a dead owner; returns the lock on it."""
+    with suppress(FileExistsError):
+        path.mkdir()
+    owner = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(owner)
+        raise Occupied("another run is writing this destination", path=path, hint="wait for it to end") from error
+    except OSError as error:
+        if error.errno not in (*_NOT_HERE, errno.ENOLCK):
+            raise
+    if not is_same_file(owner, path / OWNER):  # the owner before committed while we waited for nothing
+        os.close(owner)
+        raise Occupied("another run has just written this destination", path=path)
+    for leftover in path.iterdir():
+        if leftover.name != OWNER:
+            remove(leftover)
+    return owner
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """True if `path` still is the file open as `fd`."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory with all it holds; a link is removed, not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def move_into_place(path: Path, dst: Path, overwrite: bool) -> bool:
+    """Rename directory `path` to `dst`. True if something was there before, which now is at `path`."""
+    if not overwrite or not dst.exists() or not any(dst.iterdir()):
+        try:
+            os.rename(path, dst)  # replaces nothing but an empty directory
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise Occupied("the destination came into being meanwhile", path=dst) from error
+        return False
+    exchange(path, dst)
+    return True
+
+
+def exchange(a: Path, b: Path) -> None:
+    """Swap two directories in one step; where the system cannot, in three, between which `b` is absent."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        if libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _NOT_HERE:
+            raise OSError(code, os.strerror(code), str(b))
+    aside = a.with_suffix(".old")
+    os.rename(b, aside)
+    os.rename(a, b)
+    os.rename(aside, a)
+
+
+def sync_tree(root: Path) -> None:
+    """Force every file and directory below `root`, and `root` itself, to the disk."""
+    for directory, _, files in os.walk(root, topdown=False):
+        for name in files:
+            sync_path(Path(directory, name))
+        sync_path(Path(directory))
+
+
+def sync_path(path: Path) -> None:
+    """Force one file or directory to the disk; file systems that cannot sync a directory are let off."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _NOT_HERE):
+            raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
+    finally:
+        os.close(fd)
+
+
+def check_room(path: Path, nbytes: int) -> None:
+    """Raise `NoRoom` if the file system of `path` (or of its nearest parent) has fewer than `nbytes` bytes free."""
+    free = free_bytes(path)
+    if free < nbytes:
+        raise NoRoom(
+            f"{nbytes} bytes are needed and {free} are free", path=path, hint="free some space, or write elsewhere"
+        )
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free for us on the file system that `path` is or will be on."""
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    with translate_os_errors(path):
+        return shutil.disk_usage(there).free
+
+
+def create_file(path: Path, size: int, head: bytes) -> None:
+    """Create a file of `size` bytes that starts with `head`; the disk's room for the rest is reserved, not filled."""
+    with translate_os_errors(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            reserve(fd, size)
+            write_from(fd, memoryview(head), 0, path)
+        finally:
+            os.close(fd)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Give an empty file its size, and its blocks where the file system can: running out of disk then shows at once."""
+    try:
+        if size:
+            os.posix_fallocate(fd, 0, size)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _NOT_HERE:
+            raise
+        os.ftruncate(fd, size)
