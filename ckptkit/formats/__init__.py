@@ -1,0 +1,85 @@
+"""Formats: the protocols that each keeps, the table of all, and the way from a path to its layout.
+
+A format is one file here and one line in `FORMATS`. It imports no other format, and nothing imports it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
+
+from ckptkit.errors import NotACheckpoint, Unsupported, translate_os_errors
+from ckptkit.layout import Layout, NewFile, Spec
+
+# the word that users type, and the class, imported when first needed; `open_layout` asks in this order
+FORMATS = {
+    "dcp": "ckptkit.formats.dcp:Dcp",
+    "hf": "ckptkit.formats.hf:HuggingFace",
+}
+
+
+class Reader(Protocol):
+    """A format that can be read."""
+
+    name: str
+
+    def detect(self, path: Path) -> bool:
+        """True if `path` looks like mine. Cheap: file names, never data."""
+
+    def is_complete(self, path: Path) -> bool:
+        """True if what `detect` saw has been written to its end."""
+
+    def read(self, path: Path) -> Layout:
+        """Where every chunk of the checkpoint at `path` lies. Opens no tensor data, checks that nothing is missing."""
+
+    def locate(self, layout: Layout) -> Layout:
+        """The layout with the bytes of each chunk found inside the envelope they may be wrapped in."""
+
+
+@runtime_checkable
+class Writer(Reader, Protocol):
+    """A format that can also be written: by its reader, once its files have been made."""
+
+    def arrange(self, specs: Mapping[str, Spec], *, max_shard_size: int) -> tuple[NewFile, ...]:
+        """The files of a checkpoint with tensors of `specs`: final names, final sizes, everything but the data."""
+
+
+@cache
+def get_format(name: str) -> Reader:
+    """The format that users call `name`."""
+    module, _, attribute = FORMATS[name].partition(":")
+    return cast(Reader, getattr(import_module(module), attribute)())
+
+
+def get_writer(name: str) -> Writer:
+    """The format `name`, to write. Raises `Unsupported` for one that can only be read."""
+    found = get_format(name)
+    if not isinstance(found, Writer):
+        raise Unsupported(f"ckptkit reads `{name}`, but does not write it")
+    return found
+
+
+def detect_format(path: Path) -> Reader | None:
+    """The first format that claims `path`, or None."""
+    with translate_os_errors(path):
+        return next((reader for reader in map(get_format, FORMATS) if reader.detect(path)), None)
+
+
+def open_layout(path: Path) -> Layout:
+    """The layout of the checkpoint at `path`, in whatever format. Raises `NotACheckpoint` if none claims it."""
+    reader = detect_format(path)
+    if reader is None:
+        looked_for = "DCP's `.metadata`, `*.safetensors` with its index"
+        what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
+        raise NotACheckpoint(what, path=path, hint=f"looked for: {looked_for}")
+    with translate_os_errors(path):
+        return reader.read(path)
+
+
+def locate(layout: Layout) -> Layout:
+    """The layout with every chunk's bytes found; what a plan needs."""
+    with translate_os_errors(layout.root):
+        return get_format(layout.format).locate(layout)

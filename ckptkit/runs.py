@@ -1,0 +1,99 @@
+"""Runs: a training directory and the checkpoints in it; which is complete, which is the latest. Reads no tensor."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.errors import NotACheckpoint, Unsupported, translate_os_errors
+from ckptkit.formats import detect_format
+
+# ckpt-5, checkpoint-5, step-5, step_5, global_step5, iter_0000005
+_NAME = re.compile(r"(?:ckpt|checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint of a run: its directory and its step."""
+
+    path: Path
+    step: int
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every part of it has been written to its end."""
+        return bool(parts := find_parts(self.path)) and all(map(is_complete, parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training directory."""
+
+    root: Path
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of `step` lies or will lie."""
+        return self.root / f"ckpt-{step}"
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The complete checkpoints, oldest first."""
+        if not self.root.is_dir():
+            return []
+        with translate_os_errors(self.root):
+            found = [
+                Checkpoint(path, step)
+                for path in self.root.iterdir()
+                if path.is_dir() and (step := step_of(path)) is not None
+            ]
+        return sorted((ckpt for ckpt in found if ckpt.is_complete), key=lambda ckpt: (ckpt.step, ckpt.path.name))
+
+    def latest(self) -> Checkpoint | None:
+        """The complete checkpoint with the highest step, or None."""
+        return max(self.checkpoints(), key=lambda ckpt: ckpt.step, default=None)
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint directory's name, None if it is not named like one."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def is_complete(path: Path) -> bool:
+    """True if `path` is a checkpoint that was written to its end."""
+    reader = detect_format(path)
+    return reader is not None and reader.is_complete(path)
+
+
+def find_parts(path: Path) -> list[Path]:
+    """`path` itself if it is a checkpoint, or else the directories in it that are: model and optimizer apart."""
+    if detect_format(path) is not None:
+        return [path]
+    return sorted(part for part in path.iterdir() if part.is_dir() and detect_format(part) is not None)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a user means by `path`: itself, the model's part of it, or the latest complete one of a run.
+
+    Raises `NotACheckpoint` if there is none, `Unsupported` if it has several parts and none is plainly the model's.
+    """
+    if not path.is_dir() or detect_format(path) is not None:
+        return path
+    latest = Run(path).latest()
+    if latest is not None:
+        path = latest.path
+    parts = [part for part in find_parts(path) if not part.name.startswith("optim")]
+    if len(parts) == 1:
+        return parts[0]
+    if parts:
+        names = ", ".join(part.name for part in parts)
+        raise Unsupported(f"several checkpoints are in this directory: {names}", path=path, hint="name one of them")
+    unfinished = sorted(child.name for child in path.iterdir() if child.is_dir() and step_of(child) is not None)
+    if unfinished:
+        message = f"a run without a complete checkpoint; unfinished: {', '.join(unfinished)}"
+        raise NotACheckpoint(message, path=path)
+    raise NotACheckpoint(
+        "no checkpoint in any known format, and no run with one",
+        path=path,
+        hint="looked for: DCP's metadata, safetensors, and directories like ckpt-500 or checkpoint-500",
+    )
