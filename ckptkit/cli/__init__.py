@@ -1,0 +1,72 @@
+"""The command line: options, tables and exit codes. The only room that prints, and the one place where errors end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from ckptkit import __version__
+from ckptkit.cli.consolidate import consolidate
+from ckptkit.cli.inspect import inspect
+from ckptkit.cli.output import print_error
+from ckptkit.cli.train import smoke, train
+from ckptkit.errors import CkptError
+
+app = typer.Typer(
+    name="ckptkit",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (consolidate, inspect, train, smoke):
+    app.command()(command)
+
+
+def print_version(wanted: bool) -> None:
+    """Answer `--version`."""
+    if wanted:
+        typer.echo(f"ckptkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Checkpoints of PyTorch distributed training: consolidate, inspect, train.
+
+    Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, damaged or beyond us;
+    4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
+    """
+
+
+class Interrupted(BaseException):
+    """A signal that asks us to stop; what was begun is taken back on the way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    """Handle a signal."""
+    raise Interrupted(number)
+
+
+def main() -> None:
+    """Run the command line; every error of ours ends here."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    try:
+        app()
+    except CkptError as error:
+        print_error(error, as_json="--json" in sys.argv)
+        sys.exit(error.exit_code)
+    except Interrupted as stop:
+        typer.echo("interrupted", err=True)
+        sys.exit(stop.exit_code)

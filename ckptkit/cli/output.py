@@ -1,0 +1,125 @@
+"""Output: the tables, notes, bars and JSON of every command. Data goes to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from ckptkit.errors import CkptError, Usage
+
+_quiet = False
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGTP", start=1)
+    for suffix, base in (("B", 1000), ("", 1000), ("iB", 1024))
+}
+
+
+def be_quiet(wanted: bool) -> None:
+    """Silence notes and bars from now on, if `wanted`."""
+    global _quiet  # noqa: PLW0603 - one terminal, one voice
+    _quiet = _quiet or wanted
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="No notes, no bars.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def note(text: str) -> None:
+    """A line to stderr, for whoever is watching."""
+    if not _quiet:
+        typer.echo(visible(text), err=True)
+
+
+def say(text: str = "") -> None:
+    """A line to stdout."""
+    typer.echo(visible(text))
+
+
+def print_json(value: Any) -> None:
+    """One JSON object to stdout."""
+    typer.echo(json.dumps(value))
+
+
+def print_error(error: CkptError, *, as_json: bool) -> None:
+    """An error as one line with file and tensor, and its hints; or as JSON."""
+    if as_json:
+        print_json({"error": error.to_json()})
+        return
+    where = [f"{error.path}" if error.path else "", f"tensor `{error.tensor}`" if error.tensor else ""]
+    typer.echo(visible(": ".join(["error", *filter(None, where), error.message])), err=True)
+    if error.hint:
+        typer.echo(visible(f"hint: {error.hint}"), err=True)
+
+
+def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
+    """Rows in columns no wider than the terminal: where they do not fit, the last column goes on in further lines."""
+    cells = [[visible(str(cell)) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    room = max(24, terminal_width() - sum(widths[:-1]) - 2 * len(widths[:-1]))
+    for row in cells:
+        start = "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
+        last = row[-1]
+        pieces = [last[at : at + room] for at in range(0, len(last), room)] or [""]
+        for i, piece in enumerate(pieces):
+            typer.echo(f"{start if i == 0 else ' ' * len(start)}  {piece}".rstrip())
+
+
+def terminal_width() -> int:
+    """Columns of the terminal; plenty where the output goes to a file."""
+    return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 200
+
+
+def visible(text: str) -> str:
+    """Text in which nothing moves the cursor: what a checkpoint calls its tensors is not ours to trust."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextmanager
+def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes, rate and time on a terminal; silent elsewhere. Give it (bytes more, bytes in all)."""
+    from tqdm import tqdm
+
+    silent = _quiet or not sys.stderr.isatty()
+    with tqdm(desc=verb, unit="B", unit_scale=True, disable=silent, leave=False) as bar:
+
+        def tell(nbytes: int, total: int) -> None:
+            bar.total = total
+            bar.update(nbytes)
+
+        yield tell
+
+
+def format_bytes(nbytes: float) -> str:
+    """`1.6 GB`: three digits, decimal units as disks and the Hub count them."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if nbytes < 1000 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in `5GB`, `512MiB`, `1000`."""
+    number = text.rstrip("BiKMGTPbkmgtp").strip()
+    unit = text[len(number) :].strip()
+    factor = _UNITS.get(unit) or _UNITS.get(unit.upper().replace("IB", "iB"))
+    try:
+        size = int(float(number) * (factor or 0))
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise Usage(f"`{text}` is no size", hint="write it like 5GB or 512MiB")
+    return size
+
+
+def count(number: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`, `3 entries`."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number:,} {noun if number == 1 else plural}"

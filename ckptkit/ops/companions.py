@@ -1,0 +1,99 @@
+"""Companions: config, tokenizer and the other small files that make weights a model; found, and the config mended."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt, NotACheckpoint, Usage
+from ckptkit.files import read_small
+from ckptkit.layout import Spec
+
+CONFIG = "config.json"
+FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """The small files found in `found_in`, by name, as bytes; `config` parsed, None if there is none."""
+
+    found_in: Path | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+
+
+def find_companions(checkpoint: Path, base: str | None) -> Companions:
+    """The companions in `base` (a directory or Hub id) if given, else in the checkpoint or the run that it is of."""
+    if base is not None:
+        found = read_companions(resolve_base(base))
+        if found is None:
+            raise NotACheckpoint("no config.json of a model in the base", path=base)
+        return found
+    inside = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    for place in (inside, inside / "huggingface", inside.parent, inside.parent / "huggingface", inside.parent.parent):
+        found = read_companions(place)
+        if found is not None:
+            return found
+    return Companions()
+
+
+def read_companions(place: Path) -> Companions | None:
+    """The companions in one directory, None if it has no config.json that names a model."""
+    if not (place / CONFIG).is_file():
+        return None
+    try:
+        config = json.loads(read_small(place / CONFIG, _LIMIT))
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not valid JSON ({error})", path=place / CONFIG) from error
+    if not isinstance(config, dict) or not ("model_type" in config or "architectures" in config):
+        return None
+    files = {name: read_small(place / name, _LIMIT) for name in FILES if (place / name).is_file()}
+    return Companions(place, files, config)
+
+
+def resolve_base(base: str) -> Path:
+    """The directory that `base` names: itself, or the companions of a Hub repository, downloaded or from the cache."""
+    if Path(base).is_dir():
+        return Path(base)
+    if base.startswith((".", "/")) or base.count("/") != 1:
+        raise Usage(f"`{base}` is neither a directory nor a Hub id like `org/model`")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(base, allow_patterns=list(FILES)))
+    except Exception as error:  # the hub raises its own, its HTTP client's and the system's
+        raise Usage(f"the Hub gave no `{base}`: {error}", hint="check the id, or give a local directory") from error
+
+
+def mend_config(config: dict[str, Any], specs: Iterable[Spec]) -> bytes:
+    """`config.json` with the dtype that the weights really have, and architectures without FSDP1's prefix."""
+    mended = dict(config)
+    nbytes: Counter[str] = Counter()
+    for spec in specs:
+        if spec.dtype.kind == "float":
+            nbytes[spec.dtype.name] += spec.nbytes
+    if nbytes:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        mended[key] = nbytes.most_common(1)[0][0]
+    if isinstance(config.get("architectures"), list):
+        mended["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
+    return (json.dumps(mended, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

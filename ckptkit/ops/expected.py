@@ -1,0 +1,137 @@
+"""Expectations: the tensors, with their shapes, that a config.json calls for. Arithmetic on the config; no model code.
+
+The families here are Llama's and those that vary it by a norm, a bias or a fused projection; names and shapes are those
+of transformers' own classes, which the tests compare with. Of other models ckptkit knows what the base's weights show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.box import Shape
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+# shapes in letters: hidden, intermediate, vocabulary, query and key width, width of one head
+_BLOCK = {
+    "self_attn.q_proj.weight": "qh",
+    "self_attn.k_proj.weight": "kh",
+    "self_attn.v_proj.weight": "kh",
+    "self_attn.o_proj.weight": "hq",
+    "mlp.gate_proj.weight": "ih",
+    "mlp.up_proj.weight": "ih",
+    "mlp.down_proj.weight": "hi",
+    "input_layernorm.weight": "h",
+    "post_attention_layernorm.weight": "h",
+}
+_QKV_BIAS = {"self_attn.q_proj.bias": "q", "self_attn.k_proj.bias": "k", "self_attn.v_proj.bias": "k"}
+_ATTENTION_BIAS = {**_QKV_BIAS, "self_attn.o_proj.bias": "h"}
+_MLP_BIAS = {"mlp.gate_proj.bias": "i", "mlp.up_proj.bias": "i", "mlp.down_proj.bias": "h"}
+_HEAD_NORMS = {"self_attn.q_norm.weight": "d", "self_attn.k_norm.weight": "d"}
+_FEEDFORWARD_NORMS = {"pre_feedforward_layernorm.weight": "h", "post_feedforward_layernorm.weight": "h"}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a model type differs from Llama."""
+
+    more: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    head_dim: int | None = None  # where the config gives none: None for hidden size over heads
+    is_tied: bool = False  # where the config says nothing
+
+
+_FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "granite": Family(),
+    "smollm3": Family(is_tied=True),
+    "qwen2": Family(_QKV_BIAS),
+    "qwen3": Family(_HEAD_NORMS, head_dim=128),
+    "gemma": Family(head_dim=256, is_tied=True),
+    "gemma2": Family(_FEEDFORWARD_NORMS, head_dim=256, is_tied=True),
+    "gemma3_text": Family({**_HEAD_NORMS, **_FEEDFORWARD_NORMS}, head_dim=256, is_tied=True),
+    "olmo2": Family(
+        {
+            "self_attn.q_norm.weight": "q",
+            "self_attn.k_norm.weight": "k",
+            "post_feedforward_layernorm.weight": "h",
+        },
+        without=("input_layernorm.weight",),
+    ),
+    "phi3": Family(
+        {"self_attn.qkv_proj.weight": "ph", "mlp.gate_up_proj.weight": "jh"},
+        without=tuple(
+            f"{name}_proj.weight" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+        ),
+    ),
+}
+
+
+def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
+    """Shape by name of every tensor of the model that `config` describes; None for a model type not known here."""
+    family = _FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    try:
+        sizes = letter_sizes(config, family)
+        layers = int(config["num_hidden_layers"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    block = {name: letters for name, letters in {**_BLOCK, **family.more}.items() if name not in family.without}
+    if config.get("attention_bias"):
+        block |= _ATTENTION_BIAS
+    if config.get("mlp_bias"):
+        block |= _MLP_BIAS
+    names = {EMBEDDING: "vh", "model.norm.weight": "h", HEAD: "vh"}
+    names |= {f"model.layers.{i}.{name}": letters for i in range(layers) for name, letters in block.items()}
+    return {name: tuple(sizes[letter] for letter in letters) for name, letters in names.items()}
+
+
+def letter_sizes(config: Mapping[str, Any], family: Family) -> dict[str, int]:
+    """The numbers that the letters of the shapes stand for."""
+    hidden, heads, inner = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    key_heads = int(config.get("num_key_value_heads") or heads)
+    head = int(config.get("head_dim") or family.head_dim or hidden // heads)
+    query, key = heads * head, key_heads * head
+    return {
+        "h": hidden,
+        "i": inner,
+        "j": 2 * inner,
+        "v": int(config["vocab_size"]),
+        "q": query,
+        "k": key,
+        "p": query + 2 * key,
+        "d": head,
+    }
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """True if the model's head is its embedding."""
+    family = _FAMILIES.get(str(config.get("model_type")), Family())
+    return bool(config.get("tie_word_embeddings", family.is_tied))
+
+
+def find_embedding(names: Iterable[str]) -> str | None:
+    """The name of the input embedding that a head would be tied to, if it is plain which."""
+    found = [name for name in names if name.endswith(_EMBEDDINGS)]
+    return found[0] if len(found) == 1 else None
+
+
+def find_rename(missing: Iterable[str], present: Iterable[str]) -> str | None:
+    """A `--rename` rule, taking a prefix off or putting one on, that gives every missing tensor its name."""
+    missing, there = sorted(missing), set(present)
+    for name in sorted(there):
+        wanted = missing[0]
+        if name.endswith("." + wanted):
+            prefix = name.removesuffix(wanted)
+            if all(prefix + other in there for other in missing):
+                return f"^{prefix.replace('.', chr(92) + '.')}=>"
+        elif wanted.endswith("." + name):
+            prefix = wanted.removesuffix(name)
+            if all(other.removeprefix(prefix) in there for other in missing):
+                return f"^=>{prefix}"
+    return None
