@@ -46,7 +46,7 @@ def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
 def check_range(values: Array, dst: DType) -> None:
     """Raise `Unsupported` if `dst` cannot hold one of the finite numbers in `values`."""
     limit = _OVERFLOW.get(dst.name)
-    if limit is None or (values.max() < limit and values.min() > -limit):
+    if limit is None or values.dtype == _NUMPY.get(dst.name) or (values.max() < limit and values.min() > -limit):
         return
     too_large = np.isfinite(values) & (np.abs(values) >= limit)
     if too_large.any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -22,36 +23,31 @@ class Checksums(Generic[Key]):
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[Key, dict[int, tuple[int, int]]] = {}  # key -> start -> (stop, crc)
-        self._starts: dict[Key, dict[int, int]] = {}  # key -> stop -> start
+        self._pieces: dict[Key, list[tuple[int, int, int]]] = {}  # start, stop, crc; in order, apart from each other
 
     def add(self, key: Key, start: int, length: int, crc: int) -> None:
-        """Bytes `start:start + length` of the range `key` have CRC-32 `crc`."""
-        if length == 0:
-            return
-        pieces = self._pieces.setdefault(key, {})
-        starts = self._starts.setdefault(key, {})
+        """Bytes `start:start + length` of range `key` have CRC-32 `crc`. A piece that overlaps another is ignored."""
+        pieces = self._pieces.setdefault(key, [])
         stop = start + length
-        if start in starts:
-            before = starts.pop(start)
-            crc = isal_zlib.crc32_combine(pieces.pop(before)[1], crc, length)
-            start = before
-        if stop in pieces:
-            after, crc_after = pieces.pop(stop)
-            del starts[after]
-            crc = isal_zlib.crc32_combine(crc, crc_after, after - stop)
-            stop = after
-        pieces[start] = (stop, crc)
-        starts[stop] = start
+        at = bisect(pieces, (start, stop, 0))
+        before = pieces[at - 1] if at else (0, -1, 0)
+        after = pieces[at] if at < len(pieces) else (stop + 1, 0, 0)
+        if length == 0 or before[1] > start or after[0] < stop:
+            return
+        low = high = at
+        if before[1] == start:
+            low, start, crc = at - 1, before[0], isal_zlib.crc32_combine(before[2], crc, length)
+        if after[0] == stop:
+            high, stop, crc = at + 1, after[1], isal_zlib.crc32_combine(crc, after[2], after[1] - after[0])
+        pieces[low:high] = [(start, stop, crc)]
 
     def whole(self, key: Key, length: int) -> int | None:
         """CRC-32 of the whole range of `length` bytes, or None while a part of it is missing."""
         if length == 0:
             return 0
-        stop, crc = self._pieces.get(key, {}).get(0, (0, 0))
-        return crc if stop == length else None
+        start, stop, crc = self._pieces.get(key, [(0, 0, 0)])[0]
+        return crc if (start, stop) == (0, length) else None
 
     def forget(self, key: Key) -> None:
         """Drop what was gathered of the range `key`."""
         self._pieces.pop(key, None)
-        self._starts.pop(key, None)

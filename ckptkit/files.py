@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections import OrderedDict
@@ -25,8 +26,10 @@ def open_regular(path: Path) -> int:
         fd = os.open(path, _READ_FLAGS)
     except FileNotFoundError as error:
         raise Corrupt("the file is missing", path=path, hint="a shard was lost or never copied here") from error
+    except ValueError as error:
+        raise Unsafe(f"{path.name!a} cannot be a file's name", path=path.parent) from error
     except OSError as error:
-        if path.is_symlink():
+        if error.errno == errno.ELOOP:  # what O_NOFOLLOW makes of a link
             hint = "copy the file itself into the checkpoint"
             raise Unsafe("the file is a symbolic link", path=path, hint=hint) from error
         raise IOFailure((error.strerror or str(error)).lower(), path=path) from error

@@ -39,6 +39,14 @@ class Piece:
     crc: int
 
 
+def view_of(array: Array, part: Box, whole: Box) -> Array:
+    """The elements of `part` in an array that holds those of `whole`; a view even of a single one."""
+    inner = part.relative_to(whole)
+    index: tuple[Any, ...] = (*(slice(a, a + n) for a, n in zip(inner.start, inner.size, strict=True)), ...)
+    view: Array = array[index]
+    return view
+
+
 class Gatherer:
     """Reads boxes of chunks in directory `root`. Belongs to one thread."""
 
@@ -70,10 +78,7 @@ class Gatherer:
                 pieces.append(self._read_elements(chunk, there.start, target))
             else:
                 whole = np.frombuffer(out, _RAW[dtype.itemsize], box.numel).reshape(box.size)
-                view = whole[
-                    tuple(slice(a, a + n) for a, n in zip(part.relative_to(box).start, part.size, strict=True))
-                ]
-                pieces.extend(self._gather(chunk, part, dtype, view))
+                pieces.extend(self._gather(chunk, part, dtype, view_of(whole, part, box)))
         return pieces
 
     def read(self, chunk: Chunk, start: int, length: int) -> Piece:
@@ -103,9 +108,7 @@ class Gatherer:
             return []
         pieces: list[Piece] = []
         for half in halve(part, strides):
-            inner = half.relative_to(part)
-            at = tuple(slice(a, a + n) for a, n in zip(inner.start, inner.size, strict=True))
-            pieces.extend(self._gather(chunk, half, dtype, view[at]))
+            pieces.extend(self._gather(chunk, half, dtype, view_of(view, half, part)))
         return pieces
 
     def _assign(self, values: Array, chunk: Chunk, dtype: DType, view: Array) -> None:

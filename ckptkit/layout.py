@@ -53,6 +53,16 @@ class Chunk:
     crc32: int | None = None
     wrapper: str | None = None
 
+    @property
+    def start(self) -> Shape:
+        """The index of its first element."""
+        return self.box.start
+
+    @property
+    def size(self) -> Shape:
+        """Its extent along each axis."""
+        return self.box.size
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:

@@ -17,7 +17,6 @@ from pathlib import Path
 from ckptkit.errors import IOFailure, NoRoom, Occupied, Unsafe, translate_os_errors
 from ckptkit.files import write_from
 
-OWNER = ".ckptkit-owner"
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _AT_FDCWD = -100
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -28,11 +27,16 @@ def staging_path(dst: Path) -> Path:
     return dst.parent / f".{dst.name}.ckptkit.tmp"
 
 
+def lock_path(dst: Path) -> Path:
+    """The hidden sibling that whoever makes `dst` holds a lock on."""
+    return dst.parent / f".{dst.name}.ckptkit.lock"
+
+
 class Stage:
     """An output directory in the making: write into `path`, then `commit` or `discard`.
 
-    Holds a lock on an owner file for as long as it lives, so a second run on the same destination is `Occupied`
-    while the first is alive, and takes its leavings away when it is not.
+    Holds a lock beside the destination for as long as it lives: a second run on the same destination is `Occupied`
+    while the first is alive, and clears its leavings away when it is not.
     """
 
     def __init__(self, dst: Path, *, overwrite: bool = False, sync: bool = True) -> None:
@@ -43,26 +47,35 @@ class Stage:
         check_destination(self.dst, overwrite)
         with translate_os_errors(self.dst):
             self.dst.parent.mkdir(parents=True, exist_ok=True)
-            self._owner = take_over(self.path)
+            self._lock = acquire(lock_path(self.dst))
+        try:
+            check_destination(self.dst, overwrite)  # a run before us may just have made it
+            make_empty(self.path)
+        except BaseException:
+            self._release()
+            raise
 
     def commit(self) -> None:
         """Make the destination what `path` holds, durably. A failed fsync is never tried again."""
         with translate_os_errors(self.path):
-            (self.path / OWNER).unlink()
             if self.sync:
                 sync_tree(self.path)
-            replaced = move_into_place(self.path, self.dst, self.overwrite)
+            if move_into_place(self.path, self.dst, self.overwrite):
+                remove(self.path)  # now what was there before
             if self.sync:
                 sync_path(self.dst.parent)
-            os.close(self._owner)
-        if replaced:
-            shutil.rmtree(self.path, ignore_errors=True)  # the next run would take it for what a dead one left
+        self._release()
 
     def discard(self) -> None:
         """Remove what was made. The destination is as it was."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
         with suppress(OSError):
-            os.close(self._owner)
+            lock_path(self.dst).unlink()
+        with suppress(OSError):
+            os.close(self._lock)
 
 
 @contextmanager
@@ -88,26 +101,32 @@ def check_destination(dst: Path, overwrite: bool) -> None:
             raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
 
 
-def take_over(path: Path) -> int:
-    """Make the staging directory `path`, or take it over, emptied, from a dead owner; returns the lock on it."""
-    with suppress(FileExistsError):
+def acquire(path: Path) -> int:
+    """A lock on file `path`, which its owner removes when done; `Occupied` if somebody alive has it."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise Occupied("another run is writing this destination", path=path, hint="wait for it to end") from error
+        except OSError as error:  # a file system without locks: `make_empty` still refuses what is not ours
+            if error.errno not in (*_NOT_HERE, errno.ENOLCK):
+                os.close(lock)
+                raise
+        if is_same_file(lock, path):
+            return lock
+        os.close(lock)  # its owner removed it between our two calls
+
+
+def make_empty(path: Path) -> None:
+    """Make directory `path`, in the place of what a dead run left there."""
+    if path.is_symlink():
+        raise Unsafe("a symbolic link lies where the output is to be made", path=path, hint="remove it")
+    with translate_os_errors(path):
+        if path.exists():
+            remove(path)
         path.mkdir()
-    owner = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(owner)
-        raise Occupied("another run is writing this destination", path=path, hint="wait for it to end") from error
-    except OSError as error:
-        if error.errno not in (*_NOT_HERE, errno.ENOLCK):
-            raise
-    if not is_same_file(owner, path / OWNER):  # the owner before committed while we waited for nothing
-        os.close(owner)
-        raise Occupied("another run has just written this destination", path=path)
-    for leftover in path.iterdir():
-        if leftover.name != OWNER:
-            remove(leftover)
-    return owner
 
 
 def is_same_file(fd: int, path: Path) -> bool:

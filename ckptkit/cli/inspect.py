@@ -65,7 +65,7 @@ def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[s
     }
     if with_chunks:
         result["chunks"] = [
-            {"start": list(chunk.box.start), "size": list(chunk.box.size), "file": chunk.path, "offset": chunk.offset}
+            {"start": list(chunk.start), "size": list(chunk.size), "file": chunk.path, "offset": chunk.offset}
             for chunk in tensor.chunks
         ]
     return result
@@ -99,7 +99,7 @@ def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
 def chunk_rows(found: Inspected) -> list[tuple[object, ...]]:
     """A row per chunk."""
     return [
-        (name, list(chunk.box.start), list(chunk.box.size), chunk.path, chunk.offset)
+        (name, list(chunk.start), list(chunk.size), chunk.path, chunk.offset)
         for name, tensor in found.layout.tensors.items()
         for chunk in tensor.chunks
     ]

@@ -30,6 +30,7 @@ _end = Struct("<4sHHHHIIH")
 _end64_locator = Struct("<4sIQI")
 _end64 = Struct("<4sQHHIIQQQQ")
 _ALL_ONES = 0xFFFFFFFF
+_HAS_DESCRIPTOR = 8  # flag bit 3: CRC and sizes follow the content
 _DIRECTORY_LIMIT = 1 << 26  # bytes; half a million entries
 _CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
 _GLANCE = 2048  # bytes read at each end; torch's own head and directory take about 800 and 600
@@ -208,6 +209,8 @@ def read_entry_place(read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, ext
         raise Corrupt(
             f"a zip entry at {offset}:{offset + unpacked} does not fit the {limit} bytes of the archive's entries"
         )
+    if flags & _HAS_DESCRIPTOR and read(offset + unpacked, 8) != b"PK\x07\x08" + checksum.to_bytes(4, "little"):
+        raise Corrupt(f"the zip entry at {offset}:{offset + unpacked} is not followed by its own description")
     return Entry(offset, unpacked, checksum)
 
 

@@ -135,6 +135,9 @@ def read_metadata(path: Path) -> Record:
     return value
 
 
+Places = Mapping[tuple[str, Shape | None], Mapping[str, Any]]
+
+
 class _Reading:
     """Gathers one layout from one or more `Metadata` records."""
 
@@ -160,24 +163,24 @@ class _Reading:
                 raise Corrupt("the metadata of this entry makes no sense", path=file, tensor=name) from error
         self.keys.update(key_paths(metadata, file))
 
-    def places(self, metadata: Record, file: Path) -> dict[tuple[str, Shape | None], Mapping[str, Any]]:
+    def places(self, metadata: Record, file: Path) -> Places:
         """Where each entry lies: `storage_data`, keyed by name and chunk offset (None for byte entries)."""
         try:
             return {
-                (index.state["fqn"], as_offset(index.state.get("offset"))): info.state
+                (as_name(index.state["fqn"]), as_offset(index.state.get("offset"))): info.state
                 for index, info in metadata.get("storage_data").items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Corrupt("`storage_data` makes no sense", path=file) from error
 
-    def add_entry(self, name: str, entry: Record, places: Mapping[tuple[str, Shape | None], Mapping[str, Any]]) -> None:
+    def add_entry(self, name: str, entry: Record, places: Places) -> None:
         kind = entry.of.name if isinstance(entry.of, Global) else ""
         if kind == "BytesStorageMetadata":
             path, offset, length, _ = self.place(places.get((name, None)))
             self.blobs.setdefault(name, Blob(path, offset, length))
             return
         if kind != "TensorStorageMetadata":
-            raise Unsupported(f"an entry of kind `{entry.of}`")
+            raise Unsupported(f"an entry of kind `{kind}`")
         spec = Spec(as_dtype(entry.get("properties")), as_shape(entry.get("size")))
         known = self.specs.setdefault(name, spec)
         if known != spec:
@@ -193,16 +196,23 @@ class _Reading:
         """File name, offset, length and kind of envelope of one item."""
         if info is None:
             raise Corrupt("the metadata does not say where this entry lies")
-        path, offset, length = info["relative_path"], info["offset"], info["length"]
-        if type(path) is not str or type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise Corrupt(f"the metadata gives an impossible place: `{path!a}`, {offset!a}, {length!a}")
+        path, offset, length = as_name(info["relative_path"]), info["offset"], info["length"]
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+            raise Corrupt("the metadata gives an impossible offset or length")
         check_name(path, self.root)
         transforms = info.get("transform_descriptors")
-        return path, offset, length, "+".join(map(str, transforms)) if transforms else _ENVELOPE
+        return path, offset, length, "+".join(map(as_name, transforms)) if transforms else _ENVELOPE
 
     def layout(self) -> Layout:
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
         return Layout(self.root, Dcp.name, tensors, self.blobs, self.keys, count_ranks(self.root))
+
+
+def as_name(value: Any) -> str:
+    """A string, or `TypeError`: what a pickle holds instead may cost the world to hash or to print."""
+    if type(value) is not str:
+        raise TypeError("name")
+    return value
 
 
 def as_offset(value: Any) -> Shape | None:
@@ -215,7 +225,7 @@ def as_dtype(properties: Record) -> DType:
     named = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
     dtype = DTYPES.get(named.name)
     if dtype is None:
-        raise Unsupported(f"dtype `{named}`")
+        raise Unsupported(f"dtype `{named.name}`")
     return dtype
 
 

@@ -263,7 +263,8 @@ class _Machine:
             self.extend(target, list(zip(items[::2], items[1::2], strict=True)))
             return
         for key in items[::2]:
-            check_key(key)
+            if type(key) is not str:
+                check_key(key)
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def empty_set(self) -> None:

@@ -40,27 +40,27 @@ class Family:
 
     more: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # switches of the config that add biases
     head_dim: int | None = None  # where the config gives none: None for hidden size over heads
     is_tied: bool = False  # where the config says nothing
 
 
+_BIASES = {"attention_bias": _ATTENTION_BIAS, "mlp_bias": _MLP_BIAS}
+_BOTH, _ATTENTION = ("attention_bias", "mlp_bias"), ("attention_bias",)
 _FAMILIES = {
-    "llama": Family(),
+    "llama": Family(options=_BOTH),
+    "granite": Family(options=_BOTH),
+    "smollm3": Family(options=_BOTH, is_tied=True),
     "mistral": Family(),
-    "granite": Family(),
-    "smollm3": Family(is_tied=True),
     "qwen2": Family(_QKV_BIAS),
-    "qwen3": Family(_HEAD_NORMS, head_dim=128),
-    "gemma": Family(head_dim=256, is_tied=True),
-    "gemma2": Family(_FEEDFORWARD_NORMS, head_dim=256, is_tied=True),
-    "gemma3_text": Family({**_HEAD_NORMS, **_FEEDFORWARD_NORMS}, head_dim=256, is_tied=True),
+    "qwen3": Family(_HEAD_NORMS, options=_ATTENTION, head_dim=128),
+    "gemma": Family(options=_ATTENTION, head_dim=256, is_tied=True),
+    "gemma2": Family(_FEEDFORWARD_NORMS, options=_ATTENTION, head_dim=256, is_tied=True),
+    "gemma3_text": Family({**_HEAD_NORMS, **_FEEDFORWARD_NORMS}, options=_ATTENTION, head_dim=256, is_tied=True),
     "olmo2": Family(
-        {
-            "self_attn.q_norm.weight": "q",
-            "self_attn.k_norm.weight": "k",
-            "post_feedforward_layernorm.weight": "h",
-        },
+        {"self_attn.q_norm.weight": "q", "self_attn.k_norm.weight": "k", "post_feedforward_layernorm.weight": "h"},
         without=("input_layernorm.weight",),
+        options=_ATTENTION,
     ),
     "phi3": Family(
         {"self_attn.qkv_proj.weight": "ph", "mlp.gate_up_proj.weight": "jh"},
@@ -82,10 +82,9 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     block = {name: letters for name, letters in {**_BLOCK, **family.more}.items() if name not in family.without}
-    if config.get("attention_bias"):
-        block |= _ATTENTION_BIAS
-    if config.get("mlp_bias"):
-        block |= _MLP_BIAS
+    for option in family.options:
+        if config.get(option):
+            block |= _BIASES[option]
     names = {EMBEDDING: "vh", "model.norm.weight": "h", HEAD: "vh"}
     names |= {f"model.layers.{i}.{name}": letters for i in range(layers) for name, letters in block.items()}
     return {name: tuple(sizes[letter] for letter in letters) for name, letters in names.items()}
