@@ -69,7 +69,9 @@ def find_parts(path: Path) -> list[Path]:
     """`path` itself if it is a checkpoint, or else the directories in it that are: model and optimizer apart."""
     if detect_format(path) is not None:
         return [path]
-    return sorted(part for part in path.iterdir() if part.is_dir() and detect_format(part) is not None)
+    with translate_os_errors(path):
+        inside = [part for part in path.iterdir() if part.is_dir() and step_of(part) is None]
+    return sorted(part for part in inside if detect_format(part) is not None)
 
 
 def find_checkpoint(path: Path) -> Path:

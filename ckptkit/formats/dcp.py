@@ -130,7 +130,8 @@ def read_metadata(path: Path) -> Record:
     except CkptError as error:
         error.hint = error.hint or recognise(data[:512])
         raise error.blame(path=path) from None
-    if not isinstance(value, Record) or not isinstance(value.get("state_dict_metadata"), dict):
+    is_metadata = isinstance(value, Record) and isinstance(value.state, dict) and "planner_data" in value.state
+    if not is_metadata or not isinstance(value.get("state_dict_metadata"), dict):
         raise Corrupt("the pickle holds no DCP metadata", path=path, hint=recognise(data[:512]))
     return value
 
@@ -230,14 +231,23 @@ def as_dtype(properties: Record) -> DType:
 
 
 def key_paths(metadata: Record, file: Path) -> dict[str, KeyPath]:
-    """`planner_data`: for each flattened name its way through the nested dict. Absent if nothing was flattened."""
-    recorded = metadata.get("planner_data") or {}
-    if not isinstance(recorded, dict):
+    """`planner_data`: for each flattened name its way through the nested dict. Absent if nothing was flattened.
+
+    The names are these ways joined by dots, so each is there twice, and a damaged one shows.
+    """
+    recorded = metadata.get("planner_data")
+    if not isinstance(recorded, dict) or not recorded:
         return {}
     for name, steps in recorded.items():
         is_path = isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps)
         if type(name) is not str or not is_path:
             raise Corrupt("`planner_data` has a key path that is no tuple of names and positions", path=file)
+        if ".".join(map(str, steps)) != name:
+            raise Corrupt(f"the recorded key path is {list(steps)}, which is another name", path=file, tensor=name)
+    names = metadata.get("state_dict_metadata")
+    if recorded.keys() != names.keys():
+        name = next(iter(recorded.keys() ^ names.keys()))
+        raise Corrupt("`planner_data` and `state_dict_metadata` do not name the same entries", path=file, tensor=name)
     return recorded
 
 

@@ -1,0 +1,170 @@
+"""The command line as a contract: exit codes, JSON on stdout, notes on stderr, help that helps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import producers
+from tests.conftest import Produce
+
+COMMANDS = ["consolidate", "inspect", "train", "smoke"]
+
+
+def ckptkit(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+@pytest.fixture
+def source(produce: Produce) -> Path:
+    return produce(producers.fsdp2).root
+
+
+def test_consolidate_in_json(source: Path, tmp_path: Path) -> None:
+    ran = ckptkit("consolidate", source, tmp_path / "out", "--json")
+    assert ran.returncode == 0
+    result = json.loads(ran.stdout)
+    assert result.keys() >= {
+        *("output", "format", "files", "tensors", "nbytes", "seconds", "peak_rss_bytes"),
+        *("checked_bytes", "renamed", "dropped", "cast"),
+    }
+    assert result["output"] == str(tmp_path / "out")
+    assert result["checked_bytes"] == result["nbytes"]
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_dry_run_in_json(source: Path, tmp_path: Path) -> None:
+    result = json.loads(ckptkit("consolidate", source, tmp_path / "out", "--dry-run", "--json").stdout)
+    assert result.keys() >= {"copies", "free_bytes", "files"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_consolidate_for_a_reader(source: Path, tmp_path: Path) -> None:
+    ran = ckptkit("consolidate", source, tmp_path / "out", "--dtype", "bf16", "--max-shard-size", "512B")
+    assert ran.returncode == 0
+    for words in ("left out `optim`", "float32 => bfloat16", "model.safetensors.index.json", "CRC-32", "peak memory"):
+        assert words in ran.stdout
+    assert ran.stderr == ""
+
+
+def test_the_latest_of_a_run_is_said(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "run" / "ckpt-3")
+    ran = ckptkit("consolidate", tmp_path / "run", tmp_path / "out")
+    assert "ckpt-3" in ran.stderr
+    assert ckptkit("consolidate", tmp_path / "run", tmp_path / "quiet", "-q").stderr == ""
+
+
+def test_inspect(source: Path) -> None:
+    result = json.loads(ckptkit("inspect", source, "--json", "--chunks").stdout)
+    assert result["format"] == "dcp"
+    assert result["world_size"] == 3
+    tensor = next(tensor for tensor in result["tensors"] if tensor["name"] == "model.embed.weight")
+    assert (tensor["dtype"], tensor["shape"], tensor["nbytes"]) == ("float32", [11, 6], 264)
+    assert sorted(chunk["start"] for chunk in tensor["chunks"]) == [[0, 0], [4, 0], [8, 0]]
+    assert {blob["name"] for blob in result["blobs"]} >= {"extra.steps"} or result["blobs"]
+    shown = ckptkit("inspect", source, "--tensors").stdout
+    assert "model.embed.weight" in shown
+    assert "written by 3 ranks" in shown
+
+
+def test_a_chunks_offset_is_where_its_bytes_are(source: Path, produce: Produce) -> None:
+    result = json.loads(ckptkit("inspect", source, "--json", "--chunks").stdout)
+    truth = produce(producers.fsdp2).truth
+    for tensor in result["tensors"]:
+        for chunk in tensor["chunks"]:
+            box = tuple(slice(a, a + n) for a, n in zip(chunk["start"], chunk["size"], strict=True))
+            expected = truth[tensor["name"]][box].contiguous().numpy().tobytes()
+            with (source / chunk["file"]).open("rb") as file:
+                file.seek(chunk["offset"])
+                assert file.read(len(expected)) == expected
+
+
+def test_names_cannot_move_the_cursor(produce: Produce) -> None:
+    shown = ckptkit("inspect", produce(producers.strange_names).root, "--tensors")
+    assert shown.returncode == 0
+    assert "\x1b" not in shown.stdout
+    assert r"\x1b[31mred" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["inspect", "{tmp}/absent"], 3, "not_a_checkpoint"),
+        (["inspect", "{tmp}"], 3, "not_a_checkpoint"),
+        (["consolidate", "{source}", "{source}/inside"], 5, "unsafe"),
+        (["consolidate", "{source}", "{source}"], 5, "occupied"),
+        (["consolidate", "{source}", "{source}", "--overwrite"], 5, "unsafe"),
+        (["consolidate", "{source}", "{tmp}/out", "--dtype", "float7"], 2, "usage"),
+        (["consolidate", "{source}", "{tmp}/out", "--max-shard-size", "many"], 2, "usage"),
+        (["consolidate", "{source}", "{tmp}/out", "--base", "no/such/base"], 2, "usage"),
+        (["consolidate", "{source}", "/etc/hostname/out"], 4, "io"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_path: Path) -> None:
+    given = [argument.format(source=source, tmp=tmp_path) for argument in arguments]
+    before = sorted(source.rglob("*"))
+    ran = ckptkit(*given)
+    assert ran.returncode == code
+    assert ran.stderr.startswith("error: ")
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+    told = ckptkit(*given, "--json")
+    assert told.returncode == code
+    error = json.loads(told.stdout)["error"]
+    assert error.keys() == {"code", "message", "path", "tensor", "hint"}
+    assert error["code"] == kind
+    assert sorted(source.rglob("*")) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_options_are_usage_errors(source: Path) -> None:
+    assert ckptkit("inspect", source, "--nonsense").returncode == 2
+    assert ckptkit("consolidate", source).returncode == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_exit_codes_and_no_torch(command: str) -> None:
+    shown = ckptkit(command, "--help")
+    assert shown.returncode == 0
+    assert f"Example: ckptkit {command}" in shown.stdout
+    assert "Exit codes:" in shown.stdout
+    timed = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ckptkit", command, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = {line.rpartition("|")[2].strip() for line in timed.stderr.splitlines()}
+    assert "ckptkit.cli" in imported
+    assert not imported & {"torch", "numpy", "huggingface_hub"}
+
+
+def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
+    """Stopped while it waits for a pipe in place of a file, which only a signal can end."""
+    import torch
+
+    from tests.producers import save_alone
+
+    save_alone({"model": {f"w{i}": torch.zeros(1 << 20) for i in range(64)}}, tmp_path / "ckpt")
+    command = [sys.executable, "-m", "ckptkit", "consolidate", tmp_path / "ckpt", tmp_path / "out", "--jobs", "1"]
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while running.poll() is None and not (tmp_path / ".out.ckptkit.tmp").exists():
+            os.sched_yield()
+        running.send_signal(number)
+        _, said = running.communicate(timeout=60)
+        if running.returncode == 0:
+            pytest.fail("the command ended before it could be stopped")
+        assert running.returncode == code
+        assert said == "interrupted\n"
+        assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
