@@ -18,12 +18,13 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: then its latest complete checkpoint.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its place in its file.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Fold the names by module.")] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Show what a checkpoint holds, from its metadata: nothing is loaded, no code of its runs.
 
-    Example: ckptkit inspect run/ckpt-500 --tensors
+    Example: ckptkit inspect run/ckpt-500 --tree
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
     """
@@ -36,6 +37,8 @@ def inspect(
     report(found)
     if chunks:
         print_table(chunk_rows(found), ("tensor", "start", "size", "file", "offset"))
+    elif tree:
+        print_table(tree_rows(found), ("bytes", "tensors", "module or tensor"))
     elif tensors:
         print_table(tensor_rows(found), ("bytes", "chunks", "dtype", "shape", "tensor"))
 
@@ -93,6 +96,16 @@ def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
     return [
         (format_bytes(t.spec.nbytes), len(t.chunks), t.spec.dtype.name, list(t.spec.shape), name)
         for name, t in found.layout.tensors.items()
+    ]
+
+
+def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
+    """A row per module or tensor; modules alike share one."""
+    from ckptkit.ops.tree import fold
+
+    return [
+        (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")
+        for line in fold(found.layout.specs)
     ]
 
 

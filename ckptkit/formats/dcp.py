@@ -130,10 +130,15 @@ def read_metadata(path: Path) -> Record:
     except CkptError as error:
         error.hint = error.hint or recognise(data[:512])
         raise error.blame(path=path) from None
-    is_metadata = isinstance(value, Record) and isinstance(value.state, dict) and "planner_data" in value.state
-    if not is_metadata or not isinstance(value.get("state_dict_metadata"), dict):
+    if not isinstance(value, Record) or not has_fields(value):
         raise Corrupt("the pickle holds no DCP metadata", path=path, hint=recognise(data[:512]))
     return value
+
+
+def has_fields(metadata: Record) -> bool:
+    """True if the record has the fields that torch has always written."""
+    has_planner_data = isinstance(metadata.state, dict) and "planner_data" in metadata.state
+    return has_planner_data and isinstance(metadata.get("state_dict_metadata"), dict)
 
 
 Places = Mapping[tuple[str, Shape | None], Mapping[str, Any]]

@@ -44,12 +44,12 @@ class Inspected:
         return str(key[0]) if len(key) > 1 else ""
 
 
-def inspect(path: Path, *, with_places: bool = False) -> Inspected:
+def inspect(path: str | Path, *, with_places: bool = False) -> Inspected:
     """Look at the checkpoint at `path`, or the latest of the run at `path`. Reads no tensor data.
 
     With `with_places` each chunk's bytes are found inside its envelope, which costs two small reads a chunk.
     """
-    source = find_checkpoint(path)
+    source = find_checkpoint(Path(path))
     layout = open_layout(source)
     steps = (step_of(place) for place in (source.absolute(), source.absolute().parent))
     return Inspected(

@@ -156,7 +156,7 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
     from tests.producers import save_alone
 
     save_alone({"model": {f"w{i}": torch.zeros(1 << 20) for i in range(64)}}, tmp_path / "ckpt")
-    command = [sys.executable, "-m", "ckptkit", "consolidate", tmp_path / "ckpt", tmp_path / "out", "--jobs", "1"]
+    command = [sys.executable, "-m", "ckptkit", "consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--jobs", "1"]
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while running.poll() is None and not (tmp_path / ".out.ckptkit.tmp").exists():

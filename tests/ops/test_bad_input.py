@@ -24,6 +24,11 @@ def truncate(path: Path, size: int) -> None:
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
 
 
+def remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink()
+
+
 def replace_by_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -55,7 +60,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
     "shard short of a byte": (lambda p: truncate(p / SHARD, -1), Corrupt, "metadata needs"),
     "shard empty": (lambda p: truncate(p / SHARD, 0), Corrupt, "metadata needs"),
     "shards missing": (
-        lambda p: [(p / f"__{r}_0.distcp").unlink() for r in (1, 2)],
+        lambda p: remove(p / "__1_0.distcp", p / "__2_0.distcp"),
         Corrupt,
         "2 of 3 files are missing: __1_0.distcp, __2_0.distcp",
     ),
@@ -72,7 +77,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
     "metadata text": (lambda p: (p / ".metadata").write_text("version https://git-lfs\n"), Unsupported, "opcode"),
     "metadata a number": (lambda p: (p / ".metadata").write_bytes(b"\x80\x04K\x05."), Corrupt, "no DCP metadata"),
     "metadata a link": (lambda p: replace_by_link(p / ".metadata"), Unsafe, "symbolic link"),
-    "everything missing": (lambda p: [f.unlink() for f in p.iterdir()], NotACheckpoint, "no checkpoint"),
+    "everything missing": (lambda p: remove(*p.iterdir()), NotACheckpoint, "no checkpoint"),
 }
 
 
