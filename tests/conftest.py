@@ -1,0 +1,66 @@
+"""What every test may ask for: the checkpoints of the producers, made once for all tests and all xdist workers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.producers import Producer, Truth
+
+settings.register_profile("ckptkit", deadline=None)  # a test never asserts a time
+settings.load_profile("ckptkit")
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """A checkpoint directory that tests only read, and the tensors that are in it."""
+
+    root: Path
+    truth: Truth
+
+
+Produce = Callable[[Producer], Produced]
+
+
+@pytest.fixture(scope="session")
+def produce(tmp_path_factory: pytest.TempPathFactory) -> Produce:
+    """Give the checkpoint of a producer, written when it is first asked for."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    made: dict[str, Produced] = {}
+
+    def get(producer: Producer) -> Produced:
+        name = producer.__name__
+        if name not in made:
+            made[name] = _make_once(producer, shared / f"produced-{name}")
+        return made[name]
+
+    return get
+
+
+def _make_once(producer: Producer, home: Path) -> Produced:
+    home.mkdir(exist_ok=True)
+    root, truth = home / "checkpoint", home / "truth.pt"
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantized tensors are deprecated
+            if not truth.exists():
+                torch.save(producer(root), truth)
+            return Produced(root, torch.load(truth))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

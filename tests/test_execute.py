@@ -1,0 +1,206 @@
+"""Plans executed on real files against a model that holds every tensor in memory."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.box import Box, Shape, whole
+from ckptkit.dtypes import DTYPES
+from ckptkit.errors import Corrupt, Unsafe
+from ckptkit.execute import Copied, compare, execute
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.plan import make_plan
+from tests.raw import Files, Numbers, allocated, contents
+from tests.strategies import shapes, tilings
+
+FLOAT = DTYPES["float32"]
+SMALL = 96  # bytes of a block in these tests, so that small tensors are cut as large ones are
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> object:
+    """Let a block be a few elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptkit.execute.BLOCK_BYTES", SMALL)
+        patch.setattr("ckptkit.gather.BLOCK_BYTES", SMALL)
+        patch.setattr("ckptkit.gather._SMALL_SPAN", SMALL // 2)
+        yield
+
+
+def random_numbers(shape: Shape, itemsize: int) -> Numbers:
+    raw = np.random.default_rng(0).integers(0, 256, (*shape, itemsize), np.uint8)
+    return raw.view(f"V{itemsize}").reshape(shape)
+
+
+@given(st.data())
+def test_any_chunks_become_any_chunks(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    dtype = data.draw(
+        st.sampled_from([DTYPES[name] for name in ("uint8", "bfloat16", "float32", "int64", "complex128")])
+    )
+    numbers = random_numbers(shape, dtype.itemsize)
+    with tempfile.TemporaryDirectory() as home:
+        source = Files(Path(home, "src"))
+        chunks = [
+            source.put(
+                numbers,
+                box,
+                dtype,
+                order=data.draw(st.none() | st.permutations(range(len(shape)))),
+                file=data.draw(st.sampled_from("ab")),
+            )
+            for box in data.draw(tilings(shape))
+        ]
+        if data.draw(st.booleans()):
+            chunks = [replace(chunk, crc32=None) for chunk in chunks]
+        src = source.layout(t=StoredTensor(Spec(dtype, shape), tuple(chunks)))
+        dst = allocated(Path(home, "dst"), Spec(dtype, shape), data.draw(tilings(shape)))
+
+        told: list[int] = []
+        copied = execute(make_plan(src, dst), jobs=data.draw(st.integers(1, 3)), progress=told.append)
+
+        assert contents(dst) == numbers.tobytes()
+        assert sum(told) == src.nbytes
+        check_checksums(copied, dst)
+        checked = src.nbytes if chunks[0].crc32 is not None else 0
+        assert (copied.checked_bytes, copied.unchecked_bytes) == (checked, src.nbytes - checked)
+
+
+def check_checksums(copied: Copied, dst: Layout) -> None:
+    written = [chunk for tensor in dst.tensors.values() for chunk in tensor.chunks if chunk.length]
+    for chunk in written:
+        raw = (dst.root / chunk.path).read_bytes()[chunk.offset : chunk.offset + chunk.length]
+        assert copied.checksums[chunk.path, chunk.offset] == zlib.crc32(raw)
+    assert len(copied.checksums) == len(written)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_casts_happen_on_the_way(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    numbers = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    with tempfile.TemporaryDirectory() as home:
+        source = Files(Path(home, "src"))
+        order = data.draw(st.none() | st.permutations(range(len(shape))))
+        chunks = [source.put(numbers, box, FLOAT, order=order) for box in data.draw(tilings(shape))]
+        half = DTYPES["float16"]
+        src = source.layout(t=StoredTensor(Spec(half, shape), tuple(chunks)))
+        dst = allocated(Path(home, "dst"), Spec(half, shape), data.draw(tilings(shape)))
+        copied = execute(make_plan(src, dst), jobs=2)
+        assert contents(dst) == numbers.astype(np.float16).tobytes()
+        check_checksums(copied, dst)
+        assert copied.checked_bytes == numbers.nbytes
+
+
+@pytest.mark.parametrize("order", [None, [1, 0]], ids=["row-major", "transposed"])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_flipped_bit_anywhere_is_corrupt(tmp_path: Path, order: list[int] | None, jobs: int) -> None:
+    numbers = np.arange(20 * 7, dtype=np.float32).reshape(20, 7)
+    source = Files(tmp_path / "src")
+    chunk = source.put(numbers, whole((20, 7)), FLOAT, order=order)
+    src = source.layout(t=StoredTensor(Spec(FLOAT, (20, 7)), (chunk,)))
+    sound = (source.root / "f").read_bytes()
+    for at in range(0, chunk.length, 37):
+        damaged = bytearray(sound)
+        damaged[chunk.offset + at] ^= 1 << (at % 8)
+        (source.root / "f").write_bytes(damaged)
+        dst = allocated(tmp_path / f"dst{at}", Spec(FLOAT, (20, 7)), [whole((20, 7))])
+        with pytest.raises(Corrupt) as raised:
+            execute(make_plan(src, dst), jobs=jobs)
+        assert raised.value.tensor == "t"
+        assert raised.value.path == source.root / "f"
+        assert str(chunk.offset) in raised.value.message
+
+
+def test_damage_outside_what_is_copied_is_corrupt_too(tmp_path: Path) -> None:
+    """A chunk that is copied in part is read whole, since its CRC-32 is of the whole."""
+    numbers = np.arange(60, dtype=np.float32)
+    source = Files(tmp_path / "src")
+    chunk = source.put(numbers, whole((60,)), FLOAT)
+    damaged = bytearray((source.root / "f").read_bytes())
+    damaged[-1] ^= 1
+    (source.root / "f").write_bytes(damaged)
+    src = source.layout(t=StoredTensor(Spec(FLOAT, (60,)), (chunk,)))
+    dst = allocated(tmp_path / "dst", Spec(FLOAT, (60,)), [Box((0,), (10,))])
+    with pytest.raises(Corrupt):
+        execute(make_plan(src, dst))
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 4])
+def test_two_names_for_the_same_bytes(tmp_path: Path, jobs: int) -> None:
+    numbers = np.arange(400, dtype=np.float32)
+    source = Files(tmp_path / "src")
+    tied = StoredTensor(Spec(FLOAT, (400,)), (source.put(numbers, whole((400,)), FLOAT),))
+    src = source.layout(t=tied, u=tied)
+    for attempt in range(20):
+        root = tmp_path / f"dst{attempt}"
+        files = Files(root)
+        end = files.append("f", bytes(2 * numbers.nbytes))
+        spec = Spec(FLOAT, (400,))
+        one = Chunk(whole((400,)), "f", 0, numbers.nbytes, FLOAT)
+        other = replace(one, offset=end - numbers.nbytes)
+        dst = files.layout(t=StoredTensor(spec, (one,)), u=StoredTensor(spec, (other,)))
+        copied = execute(make_plan(src, dst), jobs=jobs)
+        assert copied.checked_bytes == numbers.nbytes
+        assert contents(dst, "t") == numbers.tobytes()
+        assert contents(dst, "u") == numbers.tobytes()
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_short_or_missing_file_names_the_tensor(tmp_path: Path, jobs: int) -> None:
+    numbers = np.arange(90, dtype=np.float32)
+    source = Files(tmp_path / "src")
+    chunk = source.put(numbers, whole((90,)), FLOAT)
+    src = source.layout(t=StoredTensor(Spec(FLOAT, (90,)), (chunk,)))
+    plan = make_plan(src, allocated(tmp_path / "dst", Spec(FLOAT, (90,)), [whole((90,))]))
+    sound = (source.root / "f").read_bytes()
+    (source.root / "f").write_bytes(sound[:-1])
+    with pytest.raises(Corrupt) as raised:
+        execute(plan, jobs=jobs)
+    assert (raised.value.tensor, raised.value.path) == ("t", source.root / "f")
+    (source.root / "f").unlink()
+    with pytest.raises(Corrupt, match="missing"):
+        execute(plan, jobs=jobs)
+    (source.root / "f").symlink_to(source.root / "elsewhere")
+    with pytest.raises(Unsafe):
+        execute(plan, jobs=jobs)
+
+
+def test_an_interrupt_of_the_progress_ends_the_work(tmp_path: Path) -> None:
+    source = Files(tmp_path / "src")
+    chunk = source.put(np.arange(900, dtype=np.float32), whole((900,)), FLOAT)
+    src = source.layout(t=StoredTensor(Spec(FLOAT, (900,)), (chunk,)))
+    plan = make_plan(src, allocated(tmp_path / "dst", Spec(FLOAT, (900,)), [whole((900,))]))
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(plan, jobs=2, progress=interrupt)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_compare_finds_the_tensors_that_differ(data: st.DataObject) -> None:
+    shape = data.draw(shapes.filter(lambda shape: 0 not in shape))
+    numbers = random_numbers(shape, 4)
+    with tempfile.TemporaryDirectory() as home:
+        layouts = []
+        for side in ("a", "b"):
+            files = Files(Path(home, side))
+            order = data.draw(st.none() | st.permutations(range(len(shape))))
+            same = [files.put(numbers, box, FLOAT, order=order) for box in data.draw(tilings(shape))]
+            changed = numbers.copy()
+            changed.reshape(-1).view(np.uint8)[-1] ^= side == "b"
+            other = [files.put(changed, box, FLOAT) for box in data.draw(tilings(shape))]
+            spec = Spec(FLOAT, shape)
+            layouts.append(files.layout(same=StoredTensor(spec, tuple(same)), other=StoredTensor(spec, tuple(other))))
+        assert compare(make_plan(*layouts), jobs=2) == {"other"}

@@ -1,0 +1,303 @@
+"""The architecture as a thing that breaks: who may import whom, and what each room of the house may not say.
+
+Reads the source as syntax trees and runs none of it. A new file in a package is covered as it stands; a new module at
+the top must be given a layer here, for that is a decision.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ckptkit"
+
+# From the bottom up. A module imports only from layers below its own.
+LAYERS = (
+    ("errors",),
+    ("dtypes", "box", "files"),
+    ("layout",),
+    ("edits", "plan", "blocks", "checksums", "staging"),
+    ("casting", "formats.pickles"),
+    ("gather", "formats.archive"),
+    ("execute", "formats.*"),
+    ("formats",),
+    ("runs",),
+    ("ops.*", "ops", "storage"),
+    ("train.*", "train"),
+    ("cli.*", "cli"),
+    ("__main__",),
+)
+
+# Packages whose modules may also import each other, in one direction.
+FAMILIES = ("ops", "train", "cli")
+
+# Pairs of rooms that never meet, in either direction.
+STRANGERS = (
+    ("execute", "formats*"),
+    ("gather", "formats*"),
+    ("train*", "formats*"),
+    ("train*", "execute"),
+    ("cli*", "box"),
+    ("cli*", "blocks"),
+)
+
+TORCH_AT_THE_TOP = ("train.*", "train", "storage")
+TORCH_WHEN_USED = ("casting", "formats.archive", "formats.dcp", "cli.train")
+
+FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})
+
+# Words that no identifier of a room may hold.
+FORBIDDEN = {
+    "box": {"path", "dtype", "torch", "open", "file", "offset"},
+    "blocks": {"path", "dtype", "torch", "open", "file"},
+    "layout": {"open", "torch", "numpy", "print"},
+    "edits": {"open", "torch", "numpy", "print"},
+    "plan": {"open", "torch", "numpy", "print"},
+    "execute": {"tqdm", "typer", "fqn", "print"},
+    "gather": {"threading", "tqdm", "typer", "fqn", "print"},
+    "casting": {"path", "open", "fqn"},
+    "runs": {"torch", "numpy", "struct", "print"},
+    "formats*": {"threading", "thread", "concurrent", "tqdm", "typer", "numpy", "print"},
+    "ops*": {"struct", "pread", "preadv", "pwrite", "memoryview", "bytearray", "print", "exit"},
+    "train*": {"chunk", "chunks", "zipfile", "struct", "header", "headers"},
+    "cli*": {"open", "struct", "numpy", "box", "boxes"},
+}
+
+# Rooms in which no format may be named, neither in an identifier nor in a string.
+NAMELESS = ("box", "blocks", "layout", "edits", "plan", "execute", "gather", "casting", "checksums", "staging")
+
+# Strings by which a format is known, and the one file that may hold them.
+MARKERS = {".distcp": "formats.dcp", "weight_map": "formats.hf"}
+
+SHUNNED = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "base", "misc"}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str  # relative to the package for our own, the first part of the name for others
+    line: int
+    at_top: bool
+    is_ours: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(), self.path)
+
+    def is_in(self, *rooms: str) -> bool:
+        return any(fnmatchcase(self.name, room) for room in rooms)
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        return [found for node in ast.walk(self.tree) for found in self._imports_of(node)]
+
+    def _imports_of(self, node: ast.AST) -> Iterator[Import]:
+        at_top = node in self.tree.body
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{self.path}:{node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            return
+        for name in names:
+            first, _, rest = name.partition(".")
+            ours = first == PACKAGE.name
+            yield Import(longest_module(rest) if ours else first, node.lineno, at_top, ours)
+
+    @cached_property
+    def words(self) -> dict[str, int]:
+        """Every part of every identifier, lower case, with a line where it occurs."""
+        return {
+            word.lower(): line
+            for name, line in identifiers(self.tree)
+            for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
+        }
+
+    @cached_property
+    def strings(self) -> dict[str, int]:
+        """Every string that is not documentation, with its line."""
+        documentation = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Expr)}
+        return {
+            node.value: node.lineno
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
+        }
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                yield value, line
+
+
+def find_modules() -> dict[str, Module]:
+    modules = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        modules[name] = Module(name, path)
+    return modules
+
+
+MODULES = find_modules()
+ROOMS = [module for name, module in MODULES.items() if name]  # all but the package's own `__init__`
+
+
+def longest_module(name: str) -> str:
+    """The module of ours that `name`, a module or something in one, lies in; "" for the package itself."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def layer_of(module: str) -> int:
+    exact = [i for i, rooms in enumerate(LAYERS) if module in rooms]
+    matching = [i for i, rooms in enumerate(LAYERS) if any(fnmatchcase(module, room) for room in rooms)]
+    assert matching, f"`{module}` has no layer: give it one in LAYERS"
+    return (exact or matching)[0]
+
+
+def is_family(one: str, other: str) -> bool:
+    package = one.partition(".")[0]
+    return package in FAMILIES and package == other.partition(".")[0]
+
+
+each_module = pytest.mark.parametrize("module", ROOMS, ids=lambda module: module.name)
+
+
+@each_module
+def test_imports_go_down(module: Module) -> None:
+    for found in module.imports:
+        if found.is_ours and found.module and not is_family(module.name, found.module):
+            below = layer_of(found.module) < layer_of(module.name)
+            assert below, f"{module.path}:{found.line}: `{module.name}` may not import `{found.module}`"
+
+
+def test_no_import_cycles_even_inside_functions() -> None:
+    edges = {module.name: {i.module for i in module.imports if i.is_ours and i.module} for module in ROOMS}
+    edges = {name: targets - {name} for name, targets in edges.items()}
+    while leaves := [name for name, targets in edges.items() if not targets & edges.keys()]:
+        for leaf in leaves:
+            del edges[leaf]
+    assert not edges, f"a cycle runs through {sorted(edges)}"
+
+
+@pytest.mark.parametrize("pair", STRANGERS, ids=" ".join)
+def test_strangers_never_meet(pair: tuple[str, str]) -> None:
+    for one, other in (pair, pair[::-1]):
+        for module in ROOMS:
+            if module.is_in(one):
+                met = [i for i in module.imports if i.is_ours and fnmatchcase(i.module, other)]
+                assert not met, f"{module.path}:{met[0].line}: `{module.name}` may not import `{met[0].module}`"
+
+
+@each_module
+def test_torch_stays_where_it_belongs(module: Module) -> None:
+    found = [i for i in module.imports if i.module == "torch" and not i.is_ours]
+    if module.is_in(*TORCH_WHEN_USED):
+        found = [i for i in found if i.at_top]
+    elif module.is_in(*TORCH_AT_THE_TOP):
+        found = []
+    assert not found, f"{module.path}:{found[0].line}: torch is imported"
+
+
+@each_module
+def test_words_stay_in_their_rooms(module: Module) -> None:
+    forbidden = {word for room, words in FORBIDDEN.items() if module.is_in(room) for word in words}
+    said = forbidden & module.words.keys()
+    assert not said, f"{module.path}: says {[f'{word} (line {module.words[word]})' for word in sorted(said)]}"
+
+
+@each_module
+def test_the_core_names_no_format(module: Module) -> None:
+    if not module.is_in(*NAMELESS):
+        return
+    said = module.words | {
+        word: line for text, line in module.strings.items() for word in re.findall(r"[a-z0-9]+", text.lower())
+    }
+    named = FORMATS & said.keys()
+    assert not named, f"{module.path}: names {[f'{word} (line {said[word]})' for word in sorted(named)]}"
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_marker_words_stay_in_one_file(marker: str) -> None:
+    holders = {module.name for module in ROOMS if any(marker in text for text in module.strings)}
+    assert holders <= {MARKERS[marker]}
+
+
+@each_module
+def test_only_the_cli_prints(module: Module) -> None:
+    if not module.is_in("cli", "cli.*"):
+        assert not {"print", "stdout", "stderr"} & module.words.keys(), f"{module.path} prints"
+
+
+def test_errors_end_in_one_place() -> None:
+    """Anyone may catch a CkptError to say more and raise it again, and ranks to hand it on; only the cli may end it."""
+    ends = [
+        f"{module.name}:{node.lineno}"
+        for module in ROOMS
+        if not module.is_in("train.*")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "CkptError"
+        if not any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+    ]
+    assert len(ends) <= 1, ends
+    assert all(end.startswith("cli") for end in ends), ends
+
+
+@each_module
+def test_names_say_something(module: Module) -> None:
+    assert not set(module.name.split(".")) & SHUNNED
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=lambda module: module.name or "ckptkit")
+def test_modules_and_public_things_say_what_they_are(module: Module) -> None:
+    assert ast.get_docstring(module.tree), f"{module.path} has no docstring"
+    silent = [f"{name} (line {node.lineno})" for name, node in public(module.tree) if not ast.get_docstring(node)]
+    assert not silent, f"{module.path}: no docstring on {silent}"
+
+
+def public(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    """Public functions and classes, and the public methods of public classes."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name, node
+            for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_"):
+                    yield f"{node.name}.{inner.name}", inner
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("ckptkit", ("torch", "numpy", "safetensors", "typer")),
+        ("ckptkit.cli", ("torch", "numpy", "transformers", "huggingface_hub")),
+    ],
+)
+def test_importing_stays_light(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sorted(set({absent!r}) & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
+
+
+def test_layers_are_told_apart() -> None:
+    assert all(not set(low) & set(high) for low, high in pairwise(LAYERS))
+    assert layer_of("formats.pickles") < layer_of("formats.archive") < layer_of("formats.dcp") < layer_of("formats")
