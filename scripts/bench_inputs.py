@@ -1,0 +1,111 @@
+"""Inputs of the benchmarks: checkpoints as plain torch writes them. Run by torchrun; knows nothing of ckptkit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def llama_shapes(nbytes: float, itemsize: int) -> Shapes:
+    """Names and shapes of a Llama with as many layers as `nbytes` give room for, and at least one."""
+    hidden, inner, vocabulary = (2048, 5632, 32000) if nbytes >= 5e8 else (256, 704, 4096)
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden // 4, hidden),
+        "self_attn.v_proj": (hidden // 4, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    ends = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "model.norm": (hidden,)}
+    left = nbytes / itemsize - count(ends)
+    layers = max(1, round(left / count(layer)))
+    names = ends | {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    return {f"{name}.weight": shape for name, shape in names.items()}
+
+
+def count(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Elements of all tensors."""
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def shard(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> DTensor:
+    """A random tensor, of which this rank makes only its own rows."""
+    rows = shape[0] // mesh.size()
+    local = torch.randn((rows, *shape[1:])).to(dtype)
+    return DTensor.from_local(local, mesh, [Shard(0)])
+
+
+def save_sharded(root: Path, size_gb: float, dtype: torch.dtype, *, as_hf: bool) -> None:
+    """Save a model sharded along dim 0 over all ranks, as FSDP2 has it."""
+    torch.manual_seed(dist.get_rank())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shapes = llama_shapes(size_gb * 1e9, dtype.itemsize)
+    model = {name: shard(shape, dtype, mesh) for name, shape in shapes.items()}
+    if as_hf:
+        dcp.save(model, storage_writer=HuggingFaceStorageWriter(str(root), save_distributed=True))
+    else:
+        dcp.save({"model": model}, checkpoint_id=root)
+
+
+def write_many_chunks(root: Path, chunks: int) -> None:
+    """The metadata of a checkpoint of `chunks` chunks from 1,000 ranks, and empty files of the right size."""
+    ranks, length = min(1000, chunks), 4096
+    metadata = Metadata({}, {}, {})
+    for i in range(chunks // ranks):
+        name = f"model.layers.{i}.mlp.down_proj.weight"
+        parts = [ChunkStorageMetadata(torch.Size([rank * 8, 0]), torch.Size([8, 64])) for rank in range(ranks)]
+        properties = TensorProperties(dtype=torch.bfloat16)
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size([8 * ranks, 64]), parts)
+        metadata.planner_data[name] = ("model", name.removeprefix("model."))
+        for rank, part in enumerate(parts):
+            index = MetadataIndex(name, part.offsets, rank)
+            metadata.storage_data[index] = _StorageInfo(f"__{rank}_0.distcp", i * length, length)
+    root.mkdir()
+    for rank in range(ranks):
+        (root / f"__{rank}_0.distcp").touch()
+        os.truncate(root / f"__{rank}_0.distcp", length * (chunks // ranks))
+    (root / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def main() -> None:
+    """Parse the command line and save as one of torchrun's ranks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["sharded", "hf-shards", "many-chunks"])
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--size-gb", type=float, default=1.6)
+    parser.add_argument("--chunks", type=int, default=100_000)
+    options = parser.parse_args()
+    if options.what == "many-chunks":
+        write_many_chunks(options.root, options.chunks)
+        return
+    dist.init_process_group("gloo")
+    save_sharded(options.root, options.size_gb, getattr(torch, options.dtype), as_hf=options.what == "hf-shards")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
