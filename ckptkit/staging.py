@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from ckptkit.errors import IOFailure, NoRoom, Occupied, Unsafe, translate_os_errors
 from ckptkit.files import write_from
@@ -33,9 +34,9 @@ def lock_path(dst: Path) -> Path:
 
 
 class Stage:
-    """An output directory in the making: write into `path`, then `commit` or `discard`.
+    """An output directory in the making: `open` it, write into `path`, then `commit` or `discard`.
 
-    Holds a lock beside the destination for as long as it lives: a second run on the same destination is `Occupied`
+    Holds a lock beside the destination from one to the other: a second run on the same destination is `Occupied`
     while the first is alive, and clears its leavings away when it is not.
     """
 
@@ -44,38 +45,47 @@ class Stage:
         self.path = staging_path(self.dst)
         self.overwrite = overwrite
         self.sync = sync
-        check_destination(self.dst, overwrite)
+        self._lock: int | None = None
+
+    def open(self) -> Self:
+        """Lock the destination and make `path`, empty.
+
+        Apart from `__init__`, so that there is something to discard whenever a signal comes.
+        """
+        check_destination(self.dst, self.overwrite)
         with translate_os_errors(self.dst):
             self.dst.parent.mkdir(parents=True, exist_ok=True)
             self._lock = acquire(lock_path(self.dst))
-        try:
-            check_destination(self.dst, overwrite)  # a run before us may just have made it
+            check_destination(self.dst, self.overwrite)  # a run before us may just have made it
             make_empty(self.path)
-        except BaseException:
-            self._release()
-            raise
+        return self
 
     def commit(self) -> None:
         """Make the destination what `path` holds, durably. A failed fsync is never tried again."""
         with translate_os_errors(self.path):
             if self.sync:
                 sync_tree(self.path)
-            if move_into_place(self.path, self.dst, self.overwrite):
-                remove(self.path)  # now what was there before
+            replaced = move_into_place(self.path, self.dst, self.overwrite)
             if self.sync:
                 sync_path(self.dst.parent)
+        if replaced:  # `path` is now what was there before; should it not go away, the next run removes it
+            shutil.rmtree(self.path, ignore_errors=True)
         self._release()
 
     def discard(self) -> None:
-        """Remove what was made. The destination is as it was."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._release()
+        """Remove what was made, if anything was. The destination is as it was."""
+        if self._lock is not None:
+            if not self.path.is_symlink():
+                shutil.rmtree(self.path, ignore_errors=True)
+            self._release()
 
     def _release(self) -> None:
-        with suppress(OSError):
-            lock_path(self.dst).unlink()
-        with suppress(OSError):
-            os.close(self._lock)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with suppress(OSError):
+                lock_path(self.dst).unlink()
+            with suppress(OSError):
+                os.close(lock)
 
 
 @contextmanager
@@ -83,7 +93,7 @@ def staging(dst: Path, *, overwrite: bool = False, sync: bool = True) -> Iterato
     """A directory to write into, which becomes `dst` when the block ends well and vanishes when it does not."""
     stage = Stage(dst, overwrite=overwrite, sync=sync)
     try:
-        yield stage.path
+        yield stage.open().path
         stage.commit()
     except BaseException:
         stage.discard()

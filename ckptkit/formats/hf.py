@@ -223,7 +223,7 @@ def read_entry(name: str, entry: Any, path: Path, data_start: int) -> StoredTens
     except (TypeError, KeyError, ValueError) as error:
         raise Corrupt("the header's entry lacks dtype, shape or data_offsets", path=path, tensor=name) from error
     if not all(type(n) is int and 0 <= n < 2**64 for n in (*shape, begin, end)) or end < begin:
-        raise Corrupt(f"the header's entry has an impossible shape or place: {entry}", path=path, tensor=name)
+        raise Corrupt("the header's entry has an impossible shape or place", path=path, tensor=name)
     dtype = _DTYPES.get(spelling) if isinstance(spelling, str) else None
     if dtype is None:
         raise Unsupported(f"dtype `{spelling!a}`", path=path, tensor=name)

@@ -242,10 +242,12 @@ class _Machine:
         self.extend(self.stack[-1], items)
 
     def extend(self, target: Any, items: list[Any]) -> None:
-        if isinstance(target, Record):
-            target.items = [*(target.items or ()), *items]
-        else:
+        if not isinstance(target, Record):
             target.extend(items)
+        elif target.items is None:
+            target.items = items
+        else:
+            target.items.extend(items)
 
     def empty_dict(self) -> None:
         self.stack.append({})

@@ -150,13 +150,22 @@ def test_help_has_an_example_and_exit_codes_and_no_torch(command: str) -> None:
 
 
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
-    """Stopped while it waits for a pipe in place of a file, which only a signal can end."""
+    """Stopped while it copies."""
     import torch
 
     from tests.producers import save_alone
 
     save_alone({"model": {f"w{i}": torch.zeros(1 << 20) for i in range(64)}}, tmp_path / "ckpt")
-    command = [sys.executable, "-m", "ckptkit", "consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--jobs", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptkit",
+        "consolidate",
+        str(tmp_path / "ckpt"),
+        str(tmp_path / "out"),
+        "--jobs",
+        "1",
+    ]
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while running.poll() is None and not (tmp_path / ".out.ckptkit.tmp").exists():
