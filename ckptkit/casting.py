@@ -23,17 +23,12 @@ _PART = 1 << 16  # elements converted at a time: the passes over them stay in th
 _OVERFLOW = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
 
 
-def can_cast(src: DType, dst: DType) -> bool:
-    """True if both are floats of 16 bits or more; nothing else is ever converted."""
-    return src.kind == dst.kind == "float"
-
-
 def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
     """Convert `values`, 1-D and as stored in `src` (any numpy dtype of its size), into `out`, as stored in `dst`.
 
     Rounds to nearest, ties to even; NaN stays NaN. Raises `Unsupported` if a finite number would become infinite.
     """
-    if not can_cast(src, dst):
+    if not src.can_become(dst):
         raise Unsupported(f"no conversion from {src} to {dst}")
     widen, narrow = _widener(src), _narrower(dst)
     for start in range(0, len(values), _PART):

@@ -23,6 +23,10 @@ class DType:
     itemsize: int
     kind: Kind
 
+    def can_become(self, other: DType) -> bool:
+        """True if numbers of this dtype can be converted to `other`: both are floats of 16 bits or more."""
+        return self.kind == other.kind == "float"
+
     def __str__(self) -> str:
         return self.name
 

@@ -65,6 +65,16 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a chunk that were read as they lie: `length` of them from `start`, and their CRC-32."""
+
+    chunk: Chunk
+    start: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor and the chunks that tile it. Where a chunk's dtype is another, its numbers are to be converted."""
 

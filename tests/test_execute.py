@@ -31,7 +31,7 @@ def small_blocks() -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptkit.execute.BLOCK_BYTES", SMALL)
         patch.setattr("ckptkit.gather.BLOCK_BYTES", SMALL)
-        patch.setattr("ckptkit.gather._SMALL_SPAN", SMALL // 2)
+        patch.setattr("ckptkit.rearrange._SMALL_SPAN", SMALL // 2)
         yield
 
 

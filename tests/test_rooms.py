@@ -28,7 +28,8 @@ LAYERS = (
     ("layout",),
     ("edits", "plan", "blocks", "checksums", "staging"),
     ("casting", "formats.pickles"),
-    ("gather", "formats.archive"),
+    ("rearrange", "formats.archive"),
+    ("gather",),
     ("execute", "formats.*"),
     ("formats",),
     ("runs",),
@@ -45,6 +46,7 @@ FAMILIES = ("ops", "train", "cli")
 STRANGERS = (
     ("execute", "formats*"),
     ("gather", "formats*"),
+    ("rearrange", "formats*"),
     ("train*", "formats*"),
     ("train*", "execute"),
     ("cli*", "box"),

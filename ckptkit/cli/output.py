@@ -84,10 +84,12 @@ def visible(text: str) -> str:
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
     """A bar with bytes, rate and time on a terminal; silent elsewhere. Give it (bytes more, bytes in all)."""
+    if _quiet or not sys.stderr.isatty():
+        yield lambda _nbytes, _total: None
+        return
     from tqdm import tqdm
 
-    silent = _quiet or not sys.stderr.isatty()
-    with tqdm(desc=verb, unit="B", unit_scale=True, disable=silent, leave=False) as bar:
+    with tqdm(desc=verb, unit="B", unit_scale=True, leave=False) as bar:
 
         def tell(nbytes: int, total: int) -> None:
             bar.total = total

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import edits
-from ckptkit.casting import can_cast
 from ckptkit.dtypes import DType, parse_dtype
 from ckptkit.errors import Usage
 from ckptkit.formats import get_writer, open_layout
@@ -159,11 +158,11 @@ def apply_dtype(layout: Layout, wanted: str) -> tuple[Layout, dict[str, str]]:
     if wanted == "keep":
         return layout, {}
     dtype = parse_dtype(wanted)
-    if not can_cast(dtype, dtype):
+    if not dtype.can_become(dtype):
         raise Usage(f"weights can be cast to float64, float32, float16 and bfloat16, not to {dtype}")
 
     def choose(_name: str, spec: Any) -> DType:
-        return dtype if can_cast(spec.dtype, dtype) else spec.dtype
+        return dtype if spec.dtype.can_become(dtype) else spec.dtype
 
     changed = edits.cast(layout, choose)
     casts = {
