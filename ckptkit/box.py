@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from operator import le
 
 Shape = tuple[int, ...]
 
@@ -66,6 +67,11 @@ class BoxIndex:
         stops = (boxes[i].start[axis] + boxes[i].size[axis] for i in self._order)
         self._furthest = list(accumulate(stops, max))
 
+    @property
+    def is_stacked(self) -> bool:
+        """True if the boxes follow one another along an axis, as shards do: then no two of them overlap."""
+        return self._axis is not None and all(map(le, self._furthest, self._starts[1:]))
+
     def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
         """The position of each box that meets `wanted`, with what they share, in order of start."""
         for i in self._candidates(wanted):
@@ -85,6 +91,8 @@ class BoxIndex:
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
     """Two boxes that share elements, and what they share; None if no two do. Empty boxes share nothing."""
     index = BoxIndex(boxes)
+    if index.is_stacked:
+        return None
     for i, box in enumerate(boxes):
         for j, shared in index.meeting(box):
             if i != j:

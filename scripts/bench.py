@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from scripts.bench_plan import plan
 from scripts.bench_runs import Contender, measure, run, table
 
 ROOT = Path(__file__).parents[1]
@@ -120,7 +121,7 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="scripts/bench", description="Measure ckptkit beside other tools.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (consolidate, inspect):
+    for command in (consolidate, inspect, plan):
         options = commands.add_parser(command.__name__, help=command.__doc__)
         options.add_argument("--runs", type=int, default=5, help="runs of each program, 5 by default")
         if command is consolidate:
@@ -129,7 +130,7 @@ def main() -> None:
     if arguments.command == "consolidate":
         consolidate(arguments.size_gb, arguments.runs)
     else:
-        inspect(arguments.runs)
+        {"inspect": inspect, "plan": plan}[arguments.command](arguments.runs)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, l
         return layout, [
             "no config.json found: loaders need one beside the weights (--base takes it from another model)"
         ]
-    notes = [f"config and tokenizer from {companions.found_in}"]
+    notes = [f"{', '.join(companions.files)} from {companions.found_in}"]
     if is_tied(config):
         layout = drop_tied(layout, notes)
     shapes = expected_shapes(config)
