@@ -17,7 +17,7 @@ from ckptkit.blocks import cut, span_of
 from ckptkit.box import Box, BoxIndex
 from ckptkit.checksums import Checksums, crc32
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.files import Opened, begin_sync, write_from
+from ckptkit.files import Opened, write_from
 from ckptkit.gather import BLOCK_BYTES, Gatherer
 from ckptkit.layout import Chunk, Piece
 from ckptkit.plan import Plan, Target
@@ -56,12 +56,11 @@ class Copied:
     unchecked_bytes: int
 
 
-def execute(plan: Plan, *, jobs: int | None = None, sync: bool = False, progress: Progress | None = None) -> Copied:
+def execute(plan: Plan, *, jobs: int | None = None, progress: Progress | None = None) -> Copied:
     """Fill every chunk of the plan's destination, which is allocated already, with `jobs` threads.
 
     Each source chunk is compared with the CRC-32 recorded for it; `Corrupt` names tensor, file and offset of one that
-    differs. With `sync` each block is sent on to the disk at once, for whoever will wait for it. `progress` is told of
-    bytes written, by one thread at a time.
+    differs. `progress` is told of bytes written, by one thread at a time.
     """
     sources = Sources(plan)
     written: Checksums[Place] = Checksums()
@@ -75,10 +74,7 @@ def execute(plan: Plan, *, jobs: int | None = None, sync: bool = False, progress
             def copy(block: Block) -> None:
                 chunk, data = block.target.chunk, out[: block.nbytes]
                 pieces = fill(source, block, data)
-                fd, offset = files.fd(chunk.path), chunk.offset + block.start
-                write_from(fd, data, offset, plan.dst.root / chunk.path)
-                if sync:
-                    begin_sync(fd, block.nbytes, offset)
+                write_from(files.fd(chunk.path), data, chunk.offset + block.start, plan.dst.root / chunk.path)
                 crc = checksum(block, pieces, data)
                 with lock:
                     sources.note(pieces)

@@ -90,23 +90,19 @@ def write_from(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
             done += os.pwrite(fd, buffer[done : done + _WRITE_BYTES], offset + done)
 
 
-def begin_sync(fd: int, length: int, offset: int) -> None:
-    """Let the kernel begin to write a range to the disk, so that a later fsync has less to wait for."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
-
-
 class Opened:
     """Files of one directory, open as long as they are in use: the least recently used is closed for the next.
 
-    Not shared between threads.
+    With `in_order` the kernel is told that they are read from start to end, and reads further ahead. Not shared between
+    threads.
     """
 
-    __slots__ = ("_fds", "_limit", "_root", "_writable")
+    __slots__ = ("_fds", "_in_order", "_limit", "_root", "_writable")
 
-    def __init__(self, root: Path, *, writable: bool = False, limit: int = 64) -> None:
+    def __init__(self, root: Path, *, writable: bool = False, in_order: bool = False, limit: int = 64) -> None:
         self._root = root
         self._writable = writable
+        self._in_order = in_order
         self._limit = limit
         self._fds: OrderedDict[str, int] = OrderedDict()
 
@@ -123,6 +119,8 @@ class Opened:
                     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             else:
                 fd = open_regular(path)
+                if self._in_order and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             self._fds[name] = fd
         else:
             self._fds.move_to_end(name)

@@ -26,7 +26,7 @@ class Gatherer:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._files = Opened(root)
+        self._files = Opened(root, in_order=True)
 
     def __enter__(self) -> Self:
         return self

@@ -51,11 +51,15 @@ def run(command: str, src: Path, out: Path) -> tuple[float, float]:
 
 
 def measure(contenders: Sequence[Contender], out: Path, *, runs: int, modes: Sequence[str]) -> list[Result]:
-    """Run every contender `runs` times in each mode, one after the other."""
+    """Run every contender `runs` times in each mode, one after the other; each round begins with another one.
+
+    What ran before has a say in how fast a program gets memory and disk, so none shall always follow the same.
+    """
     results = [Result(contender) for contender in contenders]
     for mode in modes:
-        for _ in range(runs):
-            for result in results:
+        for turn in range(runs):
+            first = turn * len(results) // runs
+            for result in results[first:] + results[:first]:
                 seconds, peak = run_once(result.contender, out, mode)
                 result.seconds.setdefault(mode, []).append(seconds)
                 result.peak = max(result.peak, peak)

@@ -67,9 +67,7 @@ def write(plan: Draft, output: Output) -> Copied:
         copies = make_plan(plan.source, plan.writer.read(room))
         total = copies.nbytes
         tell = output.progress
-        copied = execute(
-            copies, jobs=output.jobs, sync=output.sync, progress=tell and (lambda nbytes: tell(nbytes, total))
-        )
+        copied = execute(copies, jobs=output.jobs, progress=tell and (lambda nbytes: tell(nbytes, total)))
         manifest = make_manifest(plan.source, plan.file_sizes, tensor_checksums(copies, copied))
         for name, content in {**plan.companions, MANIFEST: manifest}.items():
             create_file(room / name, len(content), content)
