@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from huggingface_hub import load_state_dict_from_file
 from safetensors.torch import load_file, save_file
 
@@ -68,6 +70,15 @@ def test_every_model_tensor_comes_out_bit_for_bit(producer: Producer, produce: P
     total = sum(len(bits(tensor)) for tensor in found.values())
     assert done.nbytes == total == done.checked_bytes + done.unchecked_bytes
     assert done.unchecked_bytes == (total if producer is producers.no_crc else 0)
+
+
+def test_the_tensors_are_those_that_torch_itself_loads(produce: Produce, tmp_path: Path) -> None:
+    made = produce(producers.fsdp2)
+    done = consolidate(made.root, tmp_path / "out")
+    state = {"model": {new: torch.zeros_like(made.truth[old]) for old, new in done.renamed.items()}}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(state, checkpoint_id=made.root, no_dist=True)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), state["model"])
 
 
 def test_nothing_of_the_model_is_left_behind(produce: Produce, tmp_path: Path) -> None:
