@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.files import read_small
 from ckptkit.layout import Spec
+from ckptkit.runs import step_of
 
 CONFIG = "config.json"
 FILES = (
@@ -48,12 +49,22 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
         if found is None:
             raise NotACheckpoint("no config.json of a model in the base", path=base)
         return found
-    inside = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    for place in (inside, inside / "huggingface", inside.parent, inside.parent / "huggingface", inside.parent.parent):
+    for place in places_of(checkpoint.absolute()):
         found = read_companions(place)
         if found is not None:
             return found
     return Companions()
+
+
+def places_of(checkpoint: Path) -> Iterator[Path]:
+    """Where companions are looked for: in the checkpoint and in the run above it, in verl's `huggingface/` of each."""
+    place = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    levels = [place, place.parent]
+    if step_of(place.parent) is not None:  # a part of a checkpoint: the run is one further up
+        levels.append(place.parent.parent)
+    for level in levels:
+        yield level
+        yield level / "huggingface"
 
 
 def read_companions(place: Path) -> Companions | None:

@@ -16,7 +16,7 @@ from ckptkit.errors import Usage
 from ckptkit.formats import get_writer, open_layout
 from ckptkit.layout import Layout
 from ckptkit.ops.companions import CONFIG, Companions, find_companions, mend_config
-from ckptkit.ops.convert import Output, Progress, draft, peak_rss_bytes, write
+from ckptkit.ops.convert import Output, Progress, make_draft, peak_rss_bytes, write
 from ckptkit.ops.fit import fit
 from ckptkit.ops.weights import LeftOut, Weights, find_weights
 from ckptkit.runs import find_checkpoint
@@ -84,12 +84,12 @@ def consolidate(
     layout, notes = fit(layout, companions, strict)
     layout, casts = apply_dtype(layout, dtype)
     output = Output(dst, max_shard_size, overwrite, sync, jobs, progress)
-    plan = draft(layout, get_writer("hf"), output, companion_files(companions, layout))
+    draft = make_draft(layout, get_writer("hf"), output, companion_files(companions, layout))
     result = Consolidated(
         source=source,
         output=dst,
         wrapper=found.wrapper,
-        files=plan.file_sizes,
+        files=draft.file_sizes,
         tensors=len(layout.tensors),
         nbytes=layout.nbytes,
         renamed={old: new for new, old in names.items() if new in layout.tensors and old != new},
@@ -100,10 +100,10 @@ def consolidate(
         dry_run=dry_run,
     )
     if dry_run:
-        copies = sum(len(tensor.chunks) for tensor in plan.source.tensors.values())
+        copies = sum(len(tensor.chunks) for tensor in draft.source.tensors.values())
         seconds = time.perf_counter() - began
         return replace(result, copies=copies, free_bytes=free_bytes(dst), seconds=seconds)
-    copied = write(plan, output)
+    copied = write(draft, output)
     return replace(
         result,
         seconds=time.perf_counter() - began,

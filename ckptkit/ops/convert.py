@@ -51,25 +51,25 @@ class Draft:
         return sizes | {name: len(content) for name, content in self.companions.items()}
 
 
-def draft(wanted: Layout, writer: Writer, output: Output, companions: Mapping[str, bytes]) -> Draft:
+def make_draft(wanted: Layout, writer: Writer, output: Output, companions: Mapping[str, bytes]) -> Draft:
     """Find every byte of `wanted` and arrange the files; nothing is written, so this is all of a dry run."""
     check_apart(wanted.root, output.path)
     files = writer.arrange(wanted.specs, max_shard_size=output.max_shard_size)
     return Draft(locate(wanted), writer, files, companions)
 
 
-def write(plan: Draft, output: Output) -> Copied:
+def write(draft: Draft, output: Output) -> Copied:
     """Make the draft's files and fill them. The destination appears whole or not at all."""
-    check_room(output.path, sum(plan.file_sizes.values()))
+    check_room(output.path, sum(draft.file_sizes.values()))
     with staging(output.path, overwrite=output.overwrite, sync=output.sync) as room:
-        for file in plan.files:
+        for file in draft.files:
             create_file(room / file.name, file.nbytes, file.head)
-        copies = make_plan(plan.source, plan.writer.read(room))
+        copies = make_plan(draft.source, draft.writer.read(room))
         total = copies.nbytes
         tell = output.progress
         copied = execute(copies, jobs=output.jobs, progress=tell and (lambda nbytes: tell(nbytes, total)))
-        manifest = make_manifest(plan.source, plan.file_sizes, tensor_checksums(copies, copied))
-        for name, content in {**plan.companions, MANIFEST: manifest}.items():
+        manifest = make_manifest(draft.source, draft.file_sizes, tensor_checksums(copies, copied))
+        for name, content in {**draft.companions, MANIFEST: manifest}.items():
             create_file(room / name, len(content), content)
     return copied
 

@@ -118,6 +118,17 @@ def test_no_config_is_said(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "ckptkit.json"}
 
 
+def test_a_config_of_somebody_else_is_not_taken(tmp_path: Path) -> None:
+    """The directory above the run may hold anything; only from a part of a checkpoint is the run two levels up."""
+    model = make_model()
+    model.config.save_pretrained(tmp_path)
+    save_alone({"model": model.state_dict()}, tmp_path / "runs" / "ckpt-1")
+    assert any("no config.json" in note for note in consolidate(tmp_path / "runs", tmp_path / "one").notes)
+    save_alone({"model": model.state_dict()}, tmp_path / "checkpoint-1" / "pytorch_model_fsdp_0")
+    consolidate(tmp_path / "checkpoint-1", tmp_path / "two")
+    assert same_logits(model, tmp_path / "two")
+
+
 def test_base_gives_config_and_tokenizer(tmp_path: Path) -> None:
     model = make_model()
     save_alone({"model": model.state_dict()}, tmp_path / "ckpt")
