@@ -45,7 +45,7 @@ class Companions:
 def find_companions(checkpoint: Path, base: str | None) -> Companions:
     """The companions in `base` (a directory or Hub id) if given, else in the checkpoint or the run that it is of."""
     if base is not None:
-        found = read_companions(resolve_base(base))
+        found = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
         if found is None:
             raise NotACheckpoint("no config.json of a model in the base", path=base)
         return found
@@ -67,17 +67,24 @@ def places_of(checkpoint: Path) -> Iterator[Path]:
         yield level / "huggingface"
 
 
-def read_companions(place: Path) -> Companions | None:
-    """The companions in one directory, None if it has no config.json that names a model."""
+def read_companions(place: Path, *, follow_links: bool = False) -> Companions | None:
+    """The companions in one directory, None if it has no config.json that names a model.
+
+    Links are followed only in a directory that the user vouches for: a stranger's may lead to any file of ours.
+    """
+
+    def read(name: str) -> bytes:
+        return read_small((place / name).resolve() if follow_links else place / name, _LIMIT)
+
     if not (place / CONFIG).is_file():
         return None
     try:
-        config = json.loads(read_small(place / CONFIG, _LIMIT))
+        config = json.loads(read(CONFIG))
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON ({error})", path=place / CONFIG) from error
     if not isinstance(config, dict) or not ("model_type" in config or "architectures" in config):
         return None
-    files = {name: read_small(place / name, _LIMIT) for name in FILES if (place / name).is_file()}
+    files = {name: read(name) for name in FILES if (place / name).is_file()}
     return Companions(place, files, config)
 
 

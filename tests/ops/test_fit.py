@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ckptkit import consolidate
-from ckptkit.errors import Mismatch, NotACheckpoint, Usage
+from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Usage
 from ckptkit.ops.expected import expected_shapes, find_rename, is_tied
 from tests.producers import save_alone
 
@@ -150,13 +150,28 @@ def test_base_can_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     repository = tmp_path / "hub" / "models--org--model"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
-    model.config.save_pretrained(repository / "snapshots" / commit)
+    model.config.save_pretrained(tmp_path / "downloaded")
+    snapshot, blobs = repository / "snapshots" / commit, repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in (tmp_path / "downloaded").iterdir():  # as the cache keeps them: links to blobs
+        file.rename(blobs / f"blob-of-{file.name}")
+        (snapshot / file.name).symlink_to(f"../../blobs/blob-of-{file.name}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     consolidate(tmp_path / "ckpt", tmp_path / "out", base="org/model")
     assert same_logits(model, tmp_path / "out")
     with pytest.raises(Usage, match="org/other"):
         consolidate(tmp_path / "ckpt", tmp_path / "none", base="org/other")
+
+
+def test_links_in_a_strangers_checkpoint_are_not_followed(tmp_path: Path) -> None:
+    model = make_model()
+    (tmp_path / "secret").write_text("{}")
+    run = save_run(model, tmp_path / "run").parent
+    (run / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(Unsafe, match="symbolic link"):
+        consolidate(run, tmp_path / "out")
 
 
 def test_ties_that_came_apart(tmp_path: Path) -> None:
