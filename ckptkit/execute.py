@@ -151,11 +151,11 @@ class Sources:
     def __init__(self, plan: Plan) -> None:
         self.root = plan.src.root
         self._names = {_place(copy.src): target.name for target in plan.targets for copy in target.copies}
-        self._waiting = {_place(copy.src): copy.src for copy in plan.copies}
+        chunks = {_place(copy.src): copy.src for copy in plan.copies}
+        self._waiting = {place: chunk for place, chunk in chunks.items() if chunk.crc32 is not None}
         self._read: Checksums[Place] = Checksums()
-        self.unchecked_bytes = sum(chunk.length for chunk in self._waiting.values() if chunk.crc32 is None)
+        self.unchecked_bytes = sum(chunk.length for chunk in chunks.values() if chunk.crc32 is None)
         self.checked_bytes = 0
-        self._waiting = {place: chunk for place, chunk in self._waiting.items() if chunk.crc32 is not None}
 
     def note(self, pieces: Iterable[Piece]) -> None:
         """Account for what was read; compare the CRC-32 of each chunk that is whole with this."""

@@ -37,7 +37,7 @@ def note(text: str) -> None:
         typer.echo(visible(text), err=True)
 
 
-def say(text: str = "") -> None:
+def say(text: str) -> None:
     """A line to stdout."""
     typer.echo(visible(text))
 

@@ -21,7 +21,6 @@ from ckptkit.layout import Chunk, Layout, NewFile, Spec, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DEFAULT_SHARD_SIZE = 5 * 10**9
 _HEADER_LIMIT = 100_000_000  # bytes; the safetensors library's own limit
 _INDEX_LIMIT = 1 << 28
 
@@ -86,7 +85,7 @@ class HuggingFace:
         """The layout itself: a header gives the place of every byte."""
         return layout
 
-    def arrange(self, specs: Mapping[str, Spec], *, max_shard_size: int = DEFAULT_SHARD_SIZE) -> tuple[NewFile, ...]:
+    def arrange(self, specs: Mapping[str, Spec], *, max_shard_size: int) -> tuple[NewFile, ...]:
         """The files for tensors of `specs`: headers and index, and room where the data goes."""
         for name, spec in specs.items():
             check_writable(name, spec)
