@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -74,10 +76,19 @@ def train(
     if latest and latest.step >= steps:
         note(f"nothing to do: {latest.path} is at step {latest.step} of {steps}")
         return
-    from ckptkit.train.launch import launch
+    from ckptkit.train.launch import launch, torchrun_place
     from ckptkit.train.loop import train as work
 
     launch(partial(work, config), nproc, partial(print_step, steps))
+    if torchrun_place():
+        leave()
+
+
+def leave() -> NoReturn:
+    """End a rank's process, its work done, as `ckptkit.train.launch` ends those of its own and for the same reason."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def latest_checkpoint(run: Path) -> Checkpoint:
