@@ -14,7 +14,8 @@ import typer
 from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, say
 from ckptkit.errors import NotACheckpoint
 from ckptkit.runs import Checkpoint, Run
-from ckptkit.train.config import ModelConfig, TrainConfig
+from ckptkit.train.config import TrainConfig
+from ckptkit.train.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from ckptkit.train.loop import Step

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import Usage, translate_os_errors
-from ckptkit.train.config import END_OF_TEXT
+from ckptkit.train.model_config import END_OF_TEXT
 
 IGNORED = -100  # a target that no loss counts: what cross_entropy skips by default
 STDLIB_LIMIT = 4 * 2**20

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ckptkit.errors import CkptError, Usage
-from ckptkit.train.parallel import Place
+from ckptkit.train.ranks import Place
 
 Report = Callable[[Any], None]
 Work = Callable[[Place, Report], None]

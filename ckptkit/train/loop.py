@@ -19,11 +19,13 @@ from torch.optim import AdamW, Optimizer
 
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Occupied, Usage, translate_os_errors
 from ckptkit.runs import Run
-from ckptkit.train.config import ModelConfig, TrainConfig
+from ckptkit.train.config import TrainConfig
 from ckptkit.train.data import Batch, Corpus, read_text, share
 from ckptkit.train.launch import Report
-from ckptkit.train.model import Llama
-from ckptkit.train.parallel import Place, build_model, on_rank_0, process_group
+from ckptkit.train.llama import Llama
+from ckptkit.train.model_config import ModelConfig
+from ckptkit.train.ranks import Place, on_rank_0, process_group
+from ckptkit.train.shard import build_model
 from ckptkit.train.state import CONFIG, Progress, load, save
 
 METRICS = "metrics.jsonl"

@@ -22,11 +22,12 @@ from ckptkit.errors import CkptError, Occupied, translate_os_errors
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.runs import Run
 from ckptkit.staging import check_destination
-from ckptkit.train.config import ModelConfig, TrainConfig
+from ckptkit.train.config import TrainConfig
 from ckptkit.train.data import Corpus, read_text
 from ckptkit.train.launch import launch
+from ckptkit.train.llama import Llama
 from ckptkit.train.loop import METRICS, train
-from ckptkit.train.model import Llama
+from ckptkit.train.model_config import ModelConfig
 from ckptkit.train.state import CONFIG
 
 STEPS, SAVED = 8, 4

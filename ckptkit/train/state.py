@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, translate_os_errors
 from ckptkit.staging import Stage
-from ckptkit.train.model import Llama
-from ckptkit.train.parallel import on_rank_0
+from ckptkit.train.llama import Llama
+from ckptkit.train.ranks import on_rank_0
 
 CONFIG = "config.json"
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
-from ckptkit.train.config import SIZES, ModelConfig, TrainConfig
+from ckptkit.train.config import TrainConfig
+from ckptkit.train.model_config import SIZES, ModelConfig
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -16,13 +16,14 @@ from torch.nn import functional as F
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.runs import Run
-from ckptkit.train.config import ModelConfig, TrainConfig
+from ckptkit.train.config import TrainConfig
 from ckptkit.train.data import IGNORED, Corpus, read_text, share
 from ckptkit.train.launch import launch
 from ckptkit.train.loop import Step, learning_rate, make_optimizer, train
-from ckptkit.train.parallel import Place
+from ckptkit.train.model_config import ModelConfig
+from ckptkit.train.ranks import Place
 from ckptkit.train.smoke import Trial, has_equal_logits, has_equal_tensors
-from tests.train.test_model import plain_model
+from tests.train.test_llama import plain_model
 
 STEPS, SAVED = 6, 3
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.errors import Occupied
 from ckptkit.runs import Run
-from ckptkit.train.config import ModelConfig, TrainConfig
+from ckptkit.train.config import TrainConfig
+from ckptkit.train.model_config import ModelConfig
 from ckptkit.train.smoke import CHECKS, Check, Trial, make, smoke
 from tests.train.test_commands import ckptkit
 

@@ -11,10 +11,12 @@ import torch
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch
 from ckptkit.runs import Run
-from ckptkit.train.config import ModelConfig, TrainConfig
+from ckptkit.train.config import TrainConfig
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.loop import make_optimizer
-from ckptkit.train.parallel import Place, build_model, on_rank_0, process_group
+from ckptkit.train.model_config import ModelConfig
+from ckptkit.train.ranks import Place, on_rank_0, process_group
+from ckptkit.train.shard import build_model
 from ckptkit.train.state import Progress, load, open_stage, save
 
 

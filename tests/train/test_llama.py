@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit.train.config import ModelConfig
-from ckptkit.train.model import Llama, initial_weight
+from ckptkit.train.llama import Llama, initial_weight
+from ckptkit.train.model_config import ModelConfig
 
 
 def plain_model(config: ModelConfig, seed: int = 0) -> Llama:

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from ckptkit.errors import Occupied, Usage
-from ckptkit.train.config import ModelConfig
 from ckptkit.train.launch import Report, launch
-from ckptkit.train.model import initial_weight
-from ckptkit.train.parallel import Place, build_model, choose_device, on_rank_0, process_group
-from tests.train.test_model import plain_model
+from ckptkit.train.llama import initial_weight
+from ckptkit.train.model_config import ModelConfig
+from ckptkit.train.ranks import Place, choose_device, on_rank_0, process_group
+from ckptkit.train.shard import build_model
+from tests.train.test_llama import plain_model
 
 CONFIG = ModelConfig(hidden_size=40, intermediate_size=67, head_dim=10)
 TOKENS = torch.arange(64).reshape(2, 32)

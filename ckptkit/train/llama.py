@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ckptkit.train.config import ModelConfig
+from ckptkit.train.model_config import ModelConfig
 
 
 class RMSNorm(nn.Module):
