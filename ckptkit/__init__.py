@@ -11,16 +11,19 @@ if TYPE_CHECKING:
     from ckptkit.errors import CkptError
     from ckptkit.formats import open_layout
     from ckptkit.ops.consolidate import Consolidated, consolidate
+    from ckptkit.ops.estimate import Estimated, estimate
     from ckptkit.ops.inspect import Inspected, inspect
-    from ckptkit.runs import Run
+    from ckptkit.train.run import Run
 
 __all__ = [
     "CkptError",
     "Consolidated",
+    "Estimated",
     "Inspected",
     "Run",
     "__version__",
     "consolidate",
+    "estimate",
     "inspect",
     "open_layout",
 ]
@@ -28,9 +31,11 @@ __all__ = [
 _HOMES = {
     "CkptError": "ckptkit.errors",
     "Consolidated": "ckptkit.ops.consolidate",
+    "Estimated": "ckptkit.ops.estimate",
     "Inspected": "ckptkit.ops.inspect",
-    "Run": "ckptkit.runs",
+    "Run": "ckptkit.train.run",
     "consolidate": "ckptkit.ops.consolidate",
+    "estimate": "ckptkit.ops.estimate",
     "inspect": "ckptkit.ops.inspect",
     "open_layout": "ckptkit.formats",
 }

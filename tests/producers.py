@@ -27,7 +27,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -290,6 +295,25 @@ def many_files(root: Path) -> Truth:
 def file_per_item(root: Path) -> Truth:
     """One file per item (`single_file_per_rank=False`)."""
     return _on_ranks(2, _save_sharded, root, {"single_file_per_rank": False})
+
+
+def _save_full(root: Path) -> Mapping[str, Any]:
+    model = Oddments()
+    fully_shard(model.up)
+    fully_shard(model)
+    optimizer = _train_one_step(model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optim": moments, "run": {"step": 1, "note": "whole", "losses": [1.5, 0.5]}}
+    if dist.get_rank() == 0:
+        root.mkdir()
+        torch.save(state, root / "state.pt")
+    return flatten(state)
+
+
+def full(root: Path) -> Truth:
+    """FULL_STATE_DICT of FSDP2 on 2 ranks after a step of AdamW: one `state.pt`, saved by rank 0."""
+    return _on_ranks(2, _save_full, root)
 
 
 def no_collectives(root: Path) -> Truth:

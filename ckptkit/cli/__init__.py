@@ -11,6 +11,7 @@ import typer
 
 from ckptkit import __version__
 from ckptkit.cli.consolidate import consolidate
+from ckptkit.cli.estimate import estimate
 from ckptkit.cli.inspect import inspect
 from ckptkit.cli.output import print_error
 from ckptkit.cli.train import smoke, train
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (consolidate, inspect, train, smoke):
+for command in (consolidate, inspect, estimate, train, smoke):
     app.command()(command)
 
 

@@ -3,121 +3,119 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, say
-from ckptkit.errors import NotACheckpoint
-from ckptkit.runs import Checkpoint, Run
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.model_config import ModelConfig
+from ckptkit.cli.output import Json, Quiet, format_bytes, note, print_json, print_table, say
+from ckptkit.cli.settings import given, with_settings
+from ckptkit.train.config import SETTINGS, Device, TrainConfig, read_settings
 
 if TYPE_CHECKING:
-    from ckptkit.train.loop import Step
+    from ckptkit.train.loop import Note
+    from ckptkit.train.metrics import Step
     from ckptkit.train.smoke import Check
 
 NPROC = typer.Option("--nproc", min=1, help="Processes to start here; by default one per GPU, or one.")
-DEVICE = typer.Option("--device", help="auto, cpu or cuda.")
+DEVICE = typer.Option("--device", help="Where to train.")
+TERMINATED = 128 + signal.SIGTERM
 
 
+@with_settings
 def train(
-    run: Annotated[Path, typer.Argument(help="Directory for checkpoints and metrics.jsonl.")] = Path("run"),
-    model: Annotated[
-        str | None, typer.Option("--model", help="tiny (the default), 3m, 60m, 1b, or a config.json.")
+    run: Annotated[Path, typer.Argument(help="Directory for checkpoints, metrics.jsonl and train.toml.")] = Path("run"),
+    resume: Annotated[
+        str | None, typer.Option("--resume", help="Go on from this checkpoint; auto: from the latest, if there is one.")
     ] = None,
-    untied: Annotated[
-        bool, typer.Option("--untied", help="Give the output its own weights, not the embeddings'.")
-    ] = False,
-    data: Annotated[Path | None, typer.Option("--data", help="Text; by default the Python library's sources.")] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps of the whole run.")] = 100,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences per step over all ranks.")] = 8,
-    sequence_length: Annotated[int, typer.Option("--sequence-length", help="Tokens (bytes) of a sequence.")] = 256,
-    lr: Annotated[float, typer.Option("--lr", help="The highest learning rate.")] = 1e-3,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps until the learning rate is at its highest.")] = 10,
-    weight_decay: Annotated[float, typer.Option("--weight-decay", help="AdamW's, of all but the norms.")] = 0.1,
-    clip: Annotated[float, typer.Option("--clip", help="Largest norm of the gradients.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of weights and data; the same at any number of ranks.")] = 0,
-    save_every: Annotated[int, typer.Option("--save-every", help="Steps between checkpoints; 0: the last only.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's latest complete checkpoint.")] = False,
-    device: Annotated[str, DEVICE] = "auto",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Settings as TOML, such as a run's train.toml; options override.")
+    ] = None,
     nproc: Annotated[int | None, NPROC] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    **options: Any,
 ) -> None:
-    """Train a Llama with FSDP2: a line per step on stdout, checkpoints in RUN/ckpt-N.
+    """Train a causal language model with FSDP: a line per step on stdout, checkpoints in RUN/ckpt-N.
 
-    Starts its own processes, or runs as a rank under `torchrun -m ckptkit train`.
+    Starts its own processes, or runs as a rank under `torchrun -m ckptkit train`. A run that resumes takes the settings
+    of its train.toml. On SIGTERM it saves a checkpoint and ends.
 
-    Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50
+    Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50 --keep-last 2 --resume auto
 
-    Exit codes: 0 done; 1 the loss is not finite, or a rank died; 2 usage; 3 the checkpoint to resume is damaged or of
-    another model; 4 an I/O failure; 5 the run has checkpoints already.
+    Exit codes: 0 done; 1 the loss is not finite, or a rank died; 2 usage; 3 the checkpoint to start from is damaged or
+    of another model; 4 an I/O failure; 5 the run has checkpoints already; 143 ended by SIGTERM, and saved.
     """
-    latest = latest_checkpoint(run) if resume else None
-    config = TrainConfig(
-        run=run,
-        model=choose_model(model, latest, tied=not untied),
-        data=data,
-        resume=latest.path if latest else None,
-        steps=steps,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        lr=lr,
-        warmup=warmup,
-        weight_decay=weight_decay,
-        clip=clip,
-        seed=seed,
-        save_every=save_every,
-        device=device,
-    )
-    if latest and latest.step >= steps:
-        note(f"nothing to do: {latest.path} is at step {latest.step} of {steps}")
-        return
+    settings = (read_settings(config) if config else own_settings(run, resume)) | given(options)
+    chosen = TrainConfig(run=run, resume=resume, **settings)
     from ckptkit.train.launch import launch, torchrun_place
     from ckptkit.train.loop import train as work
 
-    launch(partial(work, config), nproc, partial(print_step, steps))
+    told = Told(chosen.steps)
+    launch(partial(work, chosen), nproc, told.hear)
+    if not told.steps:
+        note("nothing to do: the checkpoint is at the last step already")
     if torchrun_place():
-        leave()
+        leave(told.exit_code)
+    raise typer.Exit(told.exit_code)
 
 
-def leave() -> NoReturn:
+def own_settings(run: Path, resume: str | None) -> dict[str, Any]:
+    """The settings that a run was started with, where it is to go on."""
+    path = run / SETTINGS
+    if resume is None or not path.is_file():
+        return {}
+    note(f"settings from {path}")
+    return read_settings(path)
+
+
+@dataclass(slots=True)
+class Told:
+    """What rank 0 has told so far."""
+
+    last_step: int
+    steps: int = 0
+    exit_code: int = 0
+
+    def hear(self, message: Step | Note) -> None:
+        """Print a step, or say what happened."""
+        from ckptkit.train.loop import Note
+
+        if isinstance(message, Note):
+            note(message.text)
+            self.exit_code = TERMINATED if message.ended_early else self.exit_code
+            self.steps += message.ended_early
+            return
+        self.steps += 1
+        say(describe(message, self.last_step))
+        if message.checkpoint:
+            note(f"saved {message.checkpoint}")
+
+
+def describe(step: Step, last_step: int) -> str:
+    """One line for a step."""
+    facts = [
+        f"step {step.step}/{last_step}",
+        f"loss {step.loss:.4f}",
+        f"gradient norm {step.grad_norm:.3f}",
+        f"lr {step.lr:.2e}",
+        f"{step.tokens_per_second:,.0f} tokens/s",
+    ]
+    if step.mfu is not None:
+        facts.append(f"MFU {step.mfu:.1%}")
+    if step.memory_allocated is not None and step.memory_reserved is not None:
+        facts.append(f"{format_bytes(step.memory_allocated)} of {format_bytes(step.memory_reserved)} used")
+    return "  ".join(facts)
+
+
+def leave(code: int) -> NoReturn:
     """End a rank's process, its work done, as `ckptkit.train.launch` ends those of its own and for the same reason."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
-
-
-def latest_checkpoint(run: Path) -> Checkpoint:
-    """The checkpoint to resume from; says which."""
-    latest = Run(run).latest()
-    if latest is None:
-        raise NotACheckpoint("no complete checkpoint to resume from", path=run, hint="start without `--resume`")
-    note(f"resuming from {latest.path}")
-    return latest
-
-
-def choose_model(model: str | None, resume: Checkpoint | None, *, tied: bool) -> ModelConfig:
-    """The model that was asked for by size or config.json; else the checkpoint's; else the size `tiny`."""
-    if model is not None and model.endswith(".json"):
-        return ModelConfig.read(Path(model))
-    if model is None and resume is not None:
-        return ModelConfig.read(resume.path / "config.json")
-    return ModelConfig.sized(model or "tiny", tied=tied)
-
-
-def print_step(steps: int, step: Step) -> None:
-    """One line for a step, and a note of its checkpoint."""
-    say(
-        f"step {step.step}/{steps}  loss {step.loss:.4f}  gradient norm {step.grad_norm:.3f}  lr {step.lr:.2e}  "
-        f"{step.tokens_per_second:,.0f} tokens/s"
-    )
-    if step.checkpoint:
-        note(f"saved {step.checkpoint}")
+    os._exit(code)
 
 
 def smoke(
@@ -127,7 +125,7 @@ def smoke(
     untied: Annotated[
         bool, typer.Option("--untied", help="Give the output its own weights, not the embeddings'.")
     ] = False,
-    device: Annotated[str, DEVICE] = "auto",
+    device: Annotated[Device, DEVICE] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier smoke left.")] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,

@@ -7,7 +7,7 @@ Reads a kilobyte or two per archive, never tensor data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -49,7 +49,14 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
 }
-_REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
+_PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+_REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", *_PARAMETERS)
+_REBUILD_OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_PLAIN_TYPES = (
+    Global("torch", "Tensor"),
+    Global("torch.nn.parameter", "Parameter"),
+    Global("torch.nn.parameter", "Buffer"),
+)
 _REFUSED = {
     "_rebuild_qtensor": "quantized",
     "_rebuild_sparse_tensor": "sparse",
@@ -130,7 +137,11 @@ def locate_tensor(read: ReadAt, length: int) -> Located:
     read = glance(read, length)
     entries = read_directory(read, length)
     check_byte_order(read, entries)
-    tensor = parse_tensor(read_entry(read, entries, "data.pkl"))
+    return place_tensor(parse_tensor(read_entry(read, entries, "data.pkl")), entries)
+
+
+def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
+    """Where the bytes of a tensor lie, by the archive's directory. Raises `Corrupt` if its storage is too small."""
     storage = entries.get(f"data/{tensor.key}")
     if storage is None:
         raise Corrupt(f"the archive has no entry `data/{tensor.key}`")
@@ -254,20 +265,20 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
     return count, size, offset
 
 
-def read_entry(read: ReadAt, entries: dict[str, Entry], name: str) -> bytes:
-    """The content of a small entry, its CRC compared."""
+def read_entry(read: ReadAt, entries: Mapping[str, Entry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:
+    """The content of an entry of at most `limit` bytes, its CRC compared."""
     entry = entries.get(name)
     if entry is None:
         raise Corrupt(f"the archive has no entry `{name}`")
-    if entry.length > _CONTENT_LIMIT:
-        raise Unsupported(f"entry `{name}` has {entry.length} bytes, more than one tensor needs")
+    if entry.length > limit:
+        raise Unsupported(f"entry `{name}` has {entry.length} bytes, more than the {limit} it should need")
     content = read(entry.offset, entry.length)
     if entry.crc32 and crc32(content) != entry.crc32:
         raise Corrupt(f"entry `{name}` is damaged: CRC-32 is {crc32(content):08x}, recorded {entry.crc32:08x}")
     return content
 
 
-def check_byte_order(read: ReadAt, entries: dict[str, Entry]) -> None:
+def check_byte_order(read: ReadAt, entries: Mapping[str, Entry]) -> None:
     """Raise `Unsupported` for an archive written on a big-endian machine; torch before 2.1 did not say."""
     if "byteorder" in entries and read_entry(read, entries, "byteorder").strip() != b"little":
         raise Unsupported("the tensor was saved in big-endian byte order")
@@ -277,15 +288,42 @@ def check_byte_order(read: ReadAt, entries: dict[str, Entry]) -> None:
 def parse_tensor(data: bytes) -> TensorRecord:
     """The tensor that a `data.pkl` describes; the same few hundred bytes for every chunk of one shape."""
     value, _ = pickles.load(data, _NAMES)
-    while is_call(value, "_rebuild_parameter"):
-        value = value.args[0]
-    if not (is_call(value, "_rebuild_tensor_v2") or is_call(value, "_rebuild_tensor_v3")):
-        made_by = value.of.name if isinstance(value, Record) and isinstance(value.of, Global) else ""
-        what = _REFUSED.get(made_by, f"something else than a plain tensor ({made_by or type(value).__name__})")
+    return as_tensor(value)
+
+
+def is_tensor(value: object) -> bool:
+    """True if `value` would have been made by a function of torch's that makes tensors, whether we know it or not."""
+    return (
+        isinstance(value, Record)
+        and isinstance(value.of, Global)
+        and value.of.module in ("torch._utils", "torch._tensor")
+        and value.of.name.startswith("_rebuild")
+    )
+
+
+def as_tensor(value: object) -> TensorRecord:
+    """The tensor that a pickled value would have been. Raises `Unsupported` naming what it is instead."""
+    call = unwrap(value)
+    if not (is_call(call, "_rebuild_tensor_v2") or is_call(call, "_rebuild_tensor_v3")):
+        made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
+        what = _REFUSED.get(made_by, f"something else than a plain tensor ({made_by or type(call).__name__})")
         raise Unsupported(
             f"the entry holds {what}", hint="save it as a plain dense tensor, or leave it out with --exclude"
         )
-    return parse_rebuild(value)
+    return parse_rebuild(call)
+
+
+def unwrap(value: object) -> Any:
+    """What makes the plain tensor in a parameter, in a buffer or in a tensor with attributes of its own."""
+    while isinstance(value, Record) and isinstance(value.args, tuple):
+        if any(is_call(value, name) for name in _PARAMETERS) and value.args:
+            value = value.args[0]
+        elif value.of == _REBUILD_OF_TYPE and len(value.args) == 4 and value.args[1] in _PLAIN_TYPES:
+            function, _, arguments, _ = value.args
+            value = Record(function, arguments)
+        else:
+            break
+    return value
 
 
 def is_call(value: object, name: str) -> bool:

@@ -77,7 +77,7 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
     if family is None:
         return None
     try:
-        sizes = letter_sizes(config, family)
+        sizes = letter_sizes(config)
         layers = int(config["num_hidden_layers"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
@@ -90,8 +90,9 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
     return {name: tuple(sizes[letter] for letter in letters) for name, letters in names.items()}
 
 
-def letter_sizes(config: Mapping[str, Any], family: Family) -> dict[str, int]:
-    """The numbers that the letters of the shapes stand for."""
+def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers that the letters of the shapes stand for. Raises KeyError, TypeError or ValueError without them."""
+    family = _FAMILIES.get(str(config.get("model_type")), Family())
     hidden, heads, inner = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
     key_heads = int(config.get("num_key_value_heads") or heads)
     head = int(config.get("head_dim") or family.head_dim or hidden // heads)
@@ -106,6 +107,11 @@ def letter_sizes(config: Mapping[str, Any], family: Family) -> dict[str, int]:
         "p": query + 2 * key,
         "d": head,
     }
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """True if the model type is one whose tensors are known here."""
+    return str(config.get("model_type")) in _FAMILIES
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

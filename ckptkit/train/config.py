@@ -1,51 +1,164 @@
-"""Configuration: what is trained and how, validated once. Opens no file."""
+"""Configuration: what is trained and how, validated once; written as TOML and read back. Imports no torch.
+
+Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit train`; nothing else needs to know it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from ckptkit.errors import Usage
-from ckptkit.train.model_config import BYTES, ModelConfig, require_at_least
+from ckptkit.errors import Usage, translate_os_errors
+
+SETTINGS = "train.toml"  # in a run, what it was started with
+Device = Literal["auto", "cpu", "cuda"]
+Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One training run. `batch_size` counts sequences per step over all ranks, so their number does not matter."""
+    """One training run. Sizes are global: they mean the same on any number of ranks."""
 
     run: Path
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: Path | None = None
-    resume: Path | None = None
-    steps: int = 100
-    batch_size: int = 8
-    sequence_length: int = 256
-    lr: float = 1e-3
-    warmup: int = 10
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    save_every: int = 0
-    device: str = "auto"
+    # the model
+    model: Annotated[str, "A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id."] = "tiny"
+    untied: Annotated[bool, "Give the output of a size its own weights, not the embeddings'."] = False
+    weights: Annotated[Path | None, "Start from the weights of this checkpoint, of any format."] = None
+    freeze: Annotated[tuple[str, ...], "Parameters (a glob; several times) that are not trained."] = ()
+    # the data
+    data: Annotated[Path | None, "Text, JSONL or token files; by default the Python library's sources."] = None
+    tokenizer: Annotated[str | None, "A Hugging Face tokenizer; by default the model's own, or bytes."] = None
+    sequence_length: Annotated[int, "Tokens of a sequence."] = 256
+    batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
+    micro_batch_size: Annotated[int, "Sequences a rank takes at once, adding up gradients; 0: all of its own."] = 0
+    # the optimizer
+    steps: Annotated[int, "Steps of the whole run."] = 100
+    lr: Annotated[float, "The highest learning rate."] = 1e-3
+    warmup: Annotated[int, "Steps until the learning rate is at its highest."] = 10
+    weight_decay: Annotated[float, "AdamW's, of matrices only."] = 0.1
+    clip: Annotated[float, "Largest norm of the gradients."] = 1.0
+    seed: Annotated[int, "Of weights, data and dropout; the same at any number of ranks."] = 0
+    # the ranks
+    device: Annotated[Device, "Where to train."] = "auto"
+    fsdp: Annotated[Literal["1", "2"], "The version of FSDP."] = "2"
+    strategy: Annotated[Strategy, "What is sharded."] = "full_shard"
+    replicas: Annotated[int, "Copies of the model under hybrid_shard, each on its part of the ranks."] = 1
+    wrap: Annotated[Literal["block", "size"], "FSDP1's units: transformer blocks, or modules by size."] = "block"
+    wrap_parameters: Annotated[int, "Least parameters of a unit that is wrapped by size."] = 100_000_000
+    prefetch: Annotated[int, "Blocks to gather ahead of the one at work."] = 1
+    param_dtype: Annotated[Literal["auto", "fp32", "bf16"], "Compute in; auto: bf16 on GPUs that have it."] = "auto"
+    reduce_dtype: Annotated[Literal["fp32", "bf16"], "Reduce gradients in."] = "fp32"
+    cpu_offload: Annotated[bool, "Keep shards, gradients and optimizer in the host's memory."] = False
+    recompute_every: Annotated[int, "Recompute the activations of every n-th block in backward; 0: none."] = 0
+    compile: Annotated[bool, "Compile the blocks."] = False
+    deterministic: Annotated[bool, "The same bits each time on a GPU too, where it can; slower."] = False
+    # checkpoints and metrics
+    save_every: Annotated[int, "Steps between checkpoints; 0: the last only."] = 0
+    state_dict: Annotated[Literal["sharded", "full"], "A directory of shards, or one file."] = "sharded"
+    background: Annotated[bool, "Train on while a checkpoint is written."] = False
+    keep_last: Annotated[int | None, "Keep so many checkpoints; by default all."] = None
+    keep_best: Annotated[str | None, "Keep the best by METRIC[:min|max][:N] too, such as loss."] = None
+    resume: Annotated[str | None, "Go on from a checkpoint; auto: from the latest, if there is one."] = None
+    tensorboard: Annotated[bool, "Write the metrics for TensorBoard too."] = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "sequence_length"):
-            require_at_least(1, name, getattr(self, name))
-        for name in ("lr", "warmup", "weight_decay", "seed", "save_every"):
-            require_at_least(0, name, getattr(self, name))
+        for name, least in LEAST.items():
+            require_at_least(least, name, getattr(self, name))
+        for name in settings():
+            require_choice(name, getattr(self, name))
         if self.seed >= 2**32:
             raise Usage(f"seed is {self.seed}; it must be less than 2**32")
         if not self.clip > 0:
             raise Usage(f"clip is {self.clip}; the gradient norm can only be clipped to more than 0")
-        if self.device not in DEVICES:
-            raise Usage(f"there is no device `{self.device}`", hint=f"use one of {', '.join(DEVICES)}")
-        if self.sequence_length > self.model.max_position_embeddings:
-            raise Usage(
-                f"sequence_length {self.sequence_length} is beyond the model's "
-                f"max_position_embeddings {self.model.max_position_embeddings}"
-            )
-        if self.model.vocab_size < BYTES:
-            raise Usage(f"vocab_size {self.model.vocab_size} cannot hold the {BYTES} bytes that text is made of")
+        if self.keep_last is not None:
+            require_at_least(1, "keep_last", self.keep_last)
+        if self.replicas > 1 and self.strategy != "hybrid_shard":
+            raise Usage(f"{self.replicas} replicas under {self.strategy}", hint="use `--strategy hybrid_shard`")
+        if self.wrap == "size" and self.fsdp == "2":
+            raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
+        if self.resume and self.weights:
+            raise Usage("a checkpoint to resume from brings its weights", hint="leave out `--weights` or `--resume`")
+
+    def to_toml(self) -> str:
+        """The settings as a TOML file; those that are None are left out."""
+        values = {name: getattr(self, name) for name in settings()}
+        return "".join(f"{name} = {to_toml(value)}\n" for name, value in values.items() if value is not None)
 
 
-DEVICES = ("auto", "cpu", "cuda")
+LEAST = {
+    "steps": 1, "batch_size": 1, "sequence_length": 1, "replicas": 1, "wrap_parameters": 1,
+    "micro_batch_size": 0, "lr": 0, "warmup": 0, "weight_decay": 0, "seed": 0,
+    "save_every": 0, "prefetch": 0, "recompute_every": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field of `TrainConfig` may be, without `None`; its default; and what it means."""
+
+    kind: Any
+    default: object
+    text: str
+
+
+@cache
+def settings() -> dict[str, Setting]:
+    """Every setting by name, but not what is one run's alone: where it lies, and what it goes on from."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    found = {}
+    for name in defaults.keys() - {"run", "resume"}:
+        kind, text = get_args(hints[name])
+        options = [option for option in get_args(kind) if option is not type(None)]
+        found[name] = Setting(options[0] if type(None) in get_args(kind) else kind, defaults[name], text)
+    return {name: found[name] for name in defaults if name in found}
+
+
+def require_at_least(least: int, name: str, value: float) -> None:
+    """Raise `Usage` unless `value` is a number of at least `least` (NaN is not)."""
+    if not value >= least:
+        raise Usage(f"{name} is {value}; it must be {least} or more")
+
+
+def require_choice(name: str, value: object) -> None:
+    """Raise `Usage` if the setting is one of a few words, and `value` is none of them."""
+    kind = settings()[name].kind
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise Usage(f"there is no {name} `{value}`", hint=f"use one of {', '.join(get_args(kind))}")
+
+
+def to_toml(value: object) -> str:
+    """A value as TOML writes it: like JSON, but for DEL."""
+    plain = str(value) if isinstance(value, Path) else value
+    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007F")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file, to make a `TrainConfig` of. Raises `Usage` for one that is unknown or ill-typed."""
+    try:
+        with translate_os_errors(path):
+            values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Usage(f"not a TOML file: {error}", path=path) from error
+    unknown = values.keys() - settings().keys()
+    if unknown:
+        raise Usage(f"there is no setting `{min(unknown)}`", path=path, hint=f"known are {', '.join(settings())}")
+    return {name: from_toml(name, value, path) for name, value in values.items()}
+
+
+def from_toml(name: str, value: object, path: Path) -> object:
+    """A value that TOML gave, in the type of its setting."""
+    kind = settings()[name].kind
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(value, list) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if type(value) is (str if get_origin(kind) is Literal else kind):
+        return value
+    raise Usage(f"{name} is {value!r}, of the wrong type", path=path)

@@ -1,31 +1,36 @@
-"""Data: text as bytes, packed into sequences of one length. A sequence's place is global; ranks take shares of a batch.
+"""Data: token ids packed into sequences of one length. A sequence's place is global; ranks take shares of a batch.
 
-Documents follow each other within a sequence with a NUL byte between them; attention may look across it.
+Documents follow each other, and a sequence begins and ends wherever its length falls. What a sequence has of a document
+is a world of its own: positions count from 0 in it, attention sees nothing else, and no loss asks at its end for the
+next document's first token. That only works for a model that is told the positions.
 """
 
 from __future__ import annotations
 
-import sysconfig
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ckptkit.errors import Usage, translate_os_errors
-from ckptkit.train.model_config import END_OF_TEXT
+from ckptkit.train.seeds import derive
+from ckptkit.train.tokens import TokenFile
 
 IGNORED = -100  # a target that no loss counts: what cross_entropy skips by default
-STDLIB_LIMIT = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids and the ids that follow them, both int64 [sequences, length]; targets may be `IGNORED`."""
+    """Token ids and the ids that follow them, both int64 [sequences, length]; targets may be `IGNORED`.
+
+    `positions`, int64 [sequences, length], count from 0 in each document; None if no sequence has parts of two.
+    """
 
     inputs: Tensor
     targets: Tensor
+    positions: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -33,43 +38,68 @@ class Batch:
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`."""
-        return Batch(self.inputs.to(device), self.targets.to(device))
+        """The same batch on `device`; to a GPU without waiting for it."""
+        positions = None if self.positions is None else move(self.positions, device)
+        return Batch(move(self.inputs, device), move(self.targets, device), positions)
 
 
-@dataclass(frozen=True, slots=True)
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, by way of memory that the GPU reads itself."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """A text of bytes (uint8 [n]) cut into sequences of `length`, in an order that each epoch shuffles anew."""
+    """Token ids, [n] with n > 1, cut into sequences of `length`, in an order that each epoch shuffles anew.
 
-    text: Tensor
+    An epoch asks once for every token that follows another in its document: the last token of a sequence predicts
+    the first of the next. The id `end` ends a document.
+    """
+
+    ids: NDArray[np.integer]
+    end: int
     length: int
     seed: int
+    checksum: int = 0
 
     @property
     def sequences(self) -> int:
-        """How many sequences one epoch has; the last may be short, and is filled with `IGNORED` targets."""
-        return (len(self.text) - 2) // self.length + 1
+        """How many sequences one epoch has; the last may be short, and is filled up."""
+        return (len(self.ids) - 2) // self.length + 1
 
     def batch(self, places: range) -> Batch:
-        """The sequences at `places` of the endless global order: the same ones whoever asks."""
-        windows = [self._window(place) for place in places]
-        return Batch(torch.stack([inputs for inputs, _ in windows]), torch.stack([targets for _, targets in windows]))
+        """The sequences at `places` of the endless global order: the same ones whoever asks.
 
-    def _window(self, place: int) -> tuple[Tensor, Tensor]:
+        Of no places there is one sequence without a target: a rank without a share still takes part in the forward
+        pass, for the others gather the weights with it.
+        """
+        windows = np.full((max(1, len(places)), self.length + 1), self.end, dtype=np.int64)
+        sizes = np.zeros((len(windows), 1), dtype=np.int64)
+        for row, place in enumerate(places):
+            ids = self._window(place)
+            windows[row, : len(ids)] = ids
+            sizes[row] = len(ids)
+        inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        columns = np.arange(self.length)
+        targets[(inputs == self.end) | (columns >= sizes - 1)] = IGNORED
+        begins = columns == sizes  # what fills a short sequence up is like one more document
+        begins[:, 1:] |= (inputs[:, :-1] == self.end) & (columns[1:] < sizes)
+        positions = None
+        if begins[:, 1:].any():
+            starts = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+            positions = torch.from_numpy(columns - starts)
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), positions)
+
+    def _window(self, place: int) -> NDArray[np.integer]:
         epoch, index = divmod(place, self.sequences)
         start = int(epoch_order(self.sequences, self.seed, epoch)[index]) * self.length
-        window = self.text[start : start + self.length + 1].long()
-        inputs = torch.full((self.length,), END_OF_TEXT)
-        targets = torch.full((self.length,), IGNORED)
-        inputs[: len(window) - 1] = window[:-1]
-        targets[: len(window) - 1] = window[1:]
-        return inputs, targets
+        return self.ids[start : start + self.length + 1]
 
 
 @lru_cache(maxsize=2)
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """The order, int64 [count], in which an epoch visits its sequences."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    generator = torch.Generator().manual_seed(derive("order", seed, epoch))
     return torch.randperm(count, generator=generator)
 
 
@@ -79,24 +109,6 @@ def share(places: range, rank: int, world_size: int) -> range:
     return places[count * rank // world_size : count * (rank + 1) // world_size]
 
 
-def read_text(path: Path | None) -> Tensor:
-    """The bytes of a file, or of the Python standard library's sources, which every machine has; uint8 [n], n > 1."""
-    if path is None:
-        text = stdlib_sources()
-    else:
-        with translate_os_errors(path):
-            text = bytearray(path.read_bytes())
-    if len(text) < 2:
-        raise Usage("there is no text to train on: a next byte needs two", path=path, hint="give a file with --data")
-    return torch.frombuffer(text, dtype=torch.uint8)
-
-
-def stdlib_sources() -> bytearray:
-    """The top-level modules of the standard library in the order of their names, each ended by a NUL, 4 MiB at most."""
-    root = Path(sysconfig.get_path("stdlib"))
-    text = bytearray()
-    with translate_os_errors(root):
-        for path in sorted(root.glob("*.py")):
-            if len(text) < STDLIB_LIMIT:
-                text += path.read_bytes() + bytes([END_OF_TEXT])
-    return text[:STDLIB_LIMIT]
+def open_corpus(tokens: TokenFile, *, length: int, seed: int) -> Corpus:
+    """The corpus of a token file in sequences of `length`."""
+    return Corpus(tokens.open(), tokens.end, length, seed, tokens.checksum)

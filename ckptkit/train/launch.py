@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -61,12 +62,29 @@ def launch_here(work: Work, nproc: int, report: Report) -> None:
         meeting = (Path(room) / "meeting").as_uri()
         ranks = [start(work, Place(number, nproc, number, nproc, meeting)) for number in range(nproc)]
         try:
-            follow(ranks, report)
+            with passing_on(signal.SIGTERM, ranks):
+                follow(ranks, report)
         finally:
             for rank in ranks:
                 rank.process.kill()
             for rank in ranks:
                 rank.process.join()
+
+
+@contextmanager
+def passing_on(number: signal.Signals, ranks: list[Rank]) -> Iterator[None]:
+    """Meanwhile a signal to this process is one to its ranks: each ends as it sees fit, and so do we."""
+
+    def pass_on(*_: object) -> None:
+        for rank in ranks:
+            if rank.process.pid is not None and rank.process.is_alive():
+                os.kill(rank.process.pid, number)
+
+    before = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def start(work: Work, place: Place) -> Rank:

@@ -4,11 +4,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import NotACheckpoint, Unsupported, Usage, translate_os_errors
+from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, translate_os_errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How RoPE's frequencies are lowered for a longer context. All but `factor` belong to `llama3` alone."""
+
+    rope_type: str  # "linear" or "llama3"
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        require_at_least(1, "factor", self.factor)
+        require_at_least(1, "original_max_position_embeddings", self.original_max_position_embeddings)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise Usage(
+                f"low_freq_factor {self.low_freq_factor} is not between 0 and high_freq_factor {self.high_freq_factor}"
+            )
+
+    @classmethod
+    def from_keys(cls, rope: Mapping[str, Any]) -> RopeScaling | None:
+        """What the RoPE of a config.json asks for; None where it is the plain one."""
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return None
+        if kind == "linear":
+            return cls(rope_type=kind, factor=float(rope["factor"]))
+        if kind == "llama3":
+            return cls(
+                rope_type=kind,
+                factor=float(rope["factor"]),
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+            )
+        raise Unsupported(f"RoPE of type `{kind}`; the built-in Llama has `default`, `linear` and `llama3`")
+
+    def to_keys(self) -> dict[str, Any]:
+        """What config.json says of it."""
+        keys = asdict(self)
+        return keys if self.rope_type == "llama3" else {name: keys[name] for name in ("rope_type", "factor")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +67,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
 
@@ -48,11 +91,15 @@ class ModelConfig:
             raise Usage(f"head_dim {self.head_dim} is odd", hint="RoPE turns pairs of channels: use an even head_dim")
 
     @classmethod
-    def sized(cls, size: str, *, tied: bool = True) -> ModelConfig:
-        """The model of a size name (`tiny`, `3m`, `60m`, `1b`: parameters, counted with the byte vocabulary)."""
+    def sized(cls, size: str, *, tied: bool = True, vocab_size: int | None = None) -> ModelConfig:
+        """The model of a size name, for a vocabulary: the bytes of text if none is given.
+
+        A name counts parameters loosely, as models are called: `1b` to `70b` have the shapes of Llama 3, and as many
+        parameters only with its vocabulary of 128256.
+        """
         if size not in SIZES:
             raise Usage(f"there is no model size `{size}`", hint=f"use one of {', '.join(SIZES)}, or a config.json")
-        return cls(**SIZES[size], tie_word_embeddings=tied)
+        return cls(**SIZES[size], vocab_size=BYTES if vocab_size is None else vocab_size, tie_word_embeddings=tied)
 
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
@@ -61,6 +108,9 @@ class ModelConfig:
             with translate_os_errors(path):
                 keys = json.loads(path.read_text())
             return cls._from_keys(keys, path)
+        except CkptError as error:
+            error.blame(path=path)
+            raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise NotACheckpoint(f"not the config.json of a model: {error!r}", path=path) from error
 
@@ -70,9 +120,6 @@ class ModelConfig:
             if keys.get(name, value) != value:
                 raise Unsupported(f"`{name}` is {keys[name]!r}; the built-in Llama has {value!r}", path=path)
         rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise Unsupported(f"RoPE of type `{kind}`; the built-in Llama has `default`", path=path)
         heads = int(keys["num_attention_heads"])
         return cls(
             vocab_size=int(keys["vocab_size"]),
@@ -85,6 +132,7 @@ class ModelConfig:
             max_position_embeddings=int(keys.get("max_position_embeddings", 2048)),
             rms_norm_eps=float(keys.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))),
+            rope_scaling=RopeScaling.from_keys(rope),
             initializer_range=float(keys.get("initializer_range", 0.02)),
             tie_word_embeddings=bool(keys.get("tie_word_embeddings", False)),
         )
@@ -99,8 +147,10 @@ class ModelConfig:
             "eos_token_id": END_OF_TEXT,
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
         }
+        if self.rope_scaling is not None:
+            keys["rope_parameters"] |= self.rope_scaling.to_keys()
         for name in self.__slots__:
-            if name != "rope_theta":
+            if name not in {"rope_theta", "rope_scaling"}:
                 keys[name] = getattr(self, name)
         return json.dumps(keys, indent=2, sort_keys=True) + "\n"
 
@@ -113,16 +163,28 @@ def require_at_least(least: int, name: str, value: float) -> None:
 
 BYTES = 256
 END_OF_TEXT = 0  # the NUL byte: no text contains it
-SIZES: dict[str, dict[str, int]] = {
+LLAMA_3: dict[str, Any] = {
+    "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "3m": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "head_dim": 64},
     "60m": {
         "hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 13, "head_dim": 64,
         "num_attention_heads": 10, "num_key_value_heads": 5,
     },
-    "1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "1b": LLAMA_3 | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64,
+    },
+    "3b": LLAMA_3 | {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+    },
+    "8b": LLAMA_3 | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "70b": LLAMA_3 | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
 }  # fmt: skip
 PLAIN_LLAMA: dict[str, Any] = {

@@ -29,16 +29,19 @@ class Place:
 
 
 @contextmanager
-def process_group(place: Place, device: str) -> Iterator[DeviceMesh]:
-    """Join the other ranks; yields a mesh of one dimension on the device of choice, and leaves the group at the end."""
+def process_group(place: Place, device: str, *, deterministic: bool = False) -> Iterator[DeviceMesh]:
+    """Join the other ranks; yields a mesh of one dimension on the device of choice, and leaves the group at the end.
+
+    `deterministic` asks a GPU for the same bits each time: its attention else adds up gradients in any order.
+    """
     chosen = choose_device(device, place)
     backend = "gloo"
     if chosen.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(chosen)
-        # A resumed run promises the same bits. CUDA's attention adds up its gradients in any order unless told.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group(backend, init_method=place.meeting, rank=place.rank, world_size=place.world_size)
     done = False
     try:

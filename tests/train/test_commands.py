@@ -4,11 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from ckptkit.runs import Run
-from ckptkit.train.smoke import CHECKS
+from ckptkit.train.checks import CHECKS
+from ckptkit.train.config import settings
 
 TINY = ["--sequence-length", "32", "--device", "cpu"]
 
@@ -28,51 +32,68 @@ def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path
     first = ckptkit(tmp_path, "train", "--steps", "2", *TINY, launcher=torchrun)
     assert first.returncode == 0, first.stderr
     assert [line.split()[1] for line in first.stdout.splitlines()] == ["1/2", "2/2"]
-    second = ckptkit(tmp_path, "train", "--steps", "3", "--nproc", "1", "--resume", *TINY)
+    second = ckptkit(tmp_path, "train", "--steps", "3", "--nproc", "1", "--resume", "auto", *TINY)
     assert second.returncode == 0, second.stderr
     assert [line.split()[1] for line in second.stdout.splitlines()] == ["3/3"]
-    assert "resuming from run/ckpt-2" in second.stderr
+    assert "going on from step 2" in second.stderr
     assert [checkpoint.step for checkpoint in Run(tmp_path / "run").checkpoints()] == [2, 3]
-    third = ckptkit(tmp_path, "train", "--steps", "3", "--resume", *TINY)
+    third = ckptkit(tmp_path, "train", "--resume", "auto", "--nproc", "1")
     assert (third.returncode, third.stdout) == (0, "")
     assert "nothing to do" in third.stderr
 
 
 def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path) -> None:
     (tmp_path / "mixtral.json").write_text('{"model_type": "mixtral"}')
+    (tmp_path / "wrong.toml").write_text("stepps = 1")
     for words, code, said in [
         (["--lr", "-1"], 2, "lr is -1.0"),
-        (["--model", "huge"], 2, "no model size `huge`"),
-        (["--resume"], 3, "no complete checkpoint"),
-        (["--model", "mixtral.json"], 3, "`model_type` is 'mixtral'"),
+        (["--strategy", "zero1"], 2, "full_shard"),
+        (["--config", "wrong.toml"], 2, "no setting `stepps`"),
+        (["--model", "huge", "--nproc", "1"], 2, "no model `huge`"),
+        (["--resume", "absent", "--nproc", "1"], 3, "absent"),
+        (["--model", "mixtral.json", "--nproc", "1"], 3, "`model_type` is 'mixtral'"),
         (["--data", "absent.txt", "--nproc", "1"], 4, "absent.txt"),
     ]:
         done = ckptkit(tmp_path, "train", *TINY, *words)
-        assert done.returncode == code, done.stderr
-        assert done.stderr.startswith("error: ")
-        assert said in done.stderr
+        assert done.returncode == code, (words, done.stderr)
+        assert said in done.stderr, words
         assert "Traceback" not in done.stderr
 
 
-def test_an_interrupted_train_ends_its_ranks(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "ckptkit", "train", "--steps", "100000", "--nproc", "1", *TINY]
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text("steps = 2\nsequence_length = 32\ndevice = 'cpu'\nseed = 7\ncompile = true\n")
+    words = ["train", "here", "--config", "train.toml", "--nproc", "1", "--steps", "1", "--no-compile"]
+    done = ckptkit(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["1/1"]
+    kept = tomllib.loads((tmp_path / "here/train.toml").read_text())
+    assert (kept["seed"], kept["steps"], kept["sequence_length"], kept["compile"]) == (7, 1, 32, False)
+
+
+def test_every_setting_is_an_option_of_train(tmp_path: Path) -> None:
+    shown = ckptkit(tmp_path, "train", "--help").stdout
+    for name in settings():
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+@pytest.mark.parametrize(("number", "code", "left"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 1)])
+def test_an_interrupted_train_ends_its_ranks(tmp_path: Path, number: signal.Signals, code: int, left: int) -> None:
+    """Ctrl-C at once; a request to end with a checkpoint of where it was."""
+    command = [sys.executable, "-m", "ckptkit", "train", "--steps", "100000", "--nproc", "2", *TINY]
     with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
-    ) as process:
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         process.stdout.readline()
-        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: to all of them
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as Ctrl-C does: to all of them
+        else:
+            process.send_signal(number)
         _, errors = process.communicate()
-    assert process.returncode == 130
+    assert process.returncode == code, errors
     assert "Traceback" not in errors
+    assert len(Run(tmp_path / "run").checkpoints()) == left
 
 
 def test_smoke_exits_with_1_when_a_check_fails(tmp_path: Path) -> None:

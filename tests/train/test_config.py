@@ -1,83 +1,88 @@
-import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckptkit.errors import NotACheckpoint, Unsupported, Usage
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.model_config import SIZES, ModelConfig
+from ckptkit.errors import IOFailure, Usage
+from ckptkit.train.config import TrainConfig, read_settings, settings
+
+RUN = TrainConfig(run=Path("run"))
+UNUSUAL = replace(
+    RUN, model='a "b"\\c', untied=True, weights=Path("w\x7f/é"), freeze=("a.*", "b"), lr=3e-4, fsdp="1", keep_last=2,
+    strategy="shard_grad_op", compile=True, tokenizer="t\n",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_size_survives_its_config_json(tmp_path: Path, size: str) -> None:
-    config = ModelConfig.sized(size, tied=False)
-    (tmp_path / "config.json").write_text(config.to_json())
-    assert ModelConfig.read(tmp_path / "config.json") == config
+@pytest.mark.parametrize("config", [RUN, UNUSUAL])
+def test_settings_survive_toml(tmp_path: Path, config: TrainConfig) -> None:
+    (tmp_path / "train.toml").write_text(config.to_toml())
+    assert TrainConfig(run=config.run, **read_settings(tmp_path / "train.toml")) == config
 
 
-def test_transformers_reads_and_writes_the_same_config(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = replace(ModelConfig(), rope_theta=5e5, rms_norm_eps=1e-4, head_dim=32, tie_word_embeddings=False)
-    (tmp_path / "config.json").write_text(config.to_json())
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert ModelConfig.read(tmp_path / "theirs/config.json") == config
+def test_toml_holds_every_setting_that_has_a_value_and_nothing_of_one_run_alone() -> None:
+    kept = tomllib.loads(replace(UNUSUAL, resume="auto", weights=None).to_toml())
+    assert kept.keys() == settings().keys() - {"weights", "data", "keep_best"}
+    assert "run" not in settings()
+    assert "resume" not in settings()
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model_type", "mixtral"),
-        ("attention_bias", True),
-        ("hidden_act", "gelu"),
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5}),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}),
-    ],
-)
-def test_what_the_built_in_llama_cannot_be_is_named(tmp_path: Path, key: str, value: object) -> None:
-    keys = json.loads(ModelConfig().to_json())
-    del keys["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(keys | {key: value}))
-    with pytest.raises(Unsupported) as raised:
-        ModelConfig.read(tmp_path / "config.json")
-    assert raised.value.path == tmp_path / "config.json"
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model_type": "llama", "num_attention_heads": "many"}', "\x00"])
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(NotACheckpoint):
-        ModelConfig.read(tmp_path / "config.json")
+def test_every_setting_says_what_it_means() -> None:
+    for name, setting in settings().items():
+        assert setting.text.endswith("."), name
+        assert getattr(RUN, name) == setting.default
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("text", "said"),
     [
-        {"hidden_size": 0},
-        {"hidden_size": 65},
-        {"num_attention_heads": 4, "num_key_value_heads": 3},
-        {"head_dim": 15},
+        ("stepps = 1", "no setting `stepps`"),
+        ("run = 'elsewhere'", "no setting `run`"),
+        ("steps = '1'", "steps is '1', of the wrong type"),
+        ("steps = true", "steps is True, of the wrong type"),
+        ("untied = 1", "untied is 1"),
+        ("lr = 'high'", "lr is 'high'"),
+        ("freeze = 'a'", "freeze is 'a'"),
+        ("freeze = [1]", r"freeze is \[1\]"),
+        ("fsdp = 2", "fsdp is 2"),
+        ("steps = ", "not a TOML file"),
+        ("\udc80", "not a TOML file"),
     ],
 )
-def test_a_model_that_contradicts_itself_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(Usage):
-        ModelConfig(**wrong)  # type: ignore[arg-type]
+def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(Usage, match=said) as raised:
+        read_settings(path)
+    assert raised.value.path == path
+
+
+def test_a_whole_number_will_do_where_any_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text("lr = 1")
+    assert read_settings(tmp_path / "train.toml") == {"lr": 1.0}
+    with pytest.raises(IOFailure):
+        read_settings(tmp_path / "absent.toml")
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "said"),
     [
-        {"steps": 0},
-        {"lr": -1.0},
-        {"lr": float("nan")},
-        {"clip": 0.0},
-        {"seed": 2**32},
-        {"sequence_length": 4096},
-        {"device": "tpu"},
-        {"model": ModelConfig(vocab_size=100)},
+        ({"steps": 0}, "steps is 0"),
+        ({"lr": -1.0}, r"lr is -1\.0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"clip": 0.0}, r"clip is 0\.0"),
+        ({"clip": float("nan")}, "clip is nan"),
+        ({"seed": 2**32}, "less than 2"),
+        ({"micro_batch_size": -1}, "micro_batch_size is -1"),
+        ({"keep_last": 0}, "keep_last is 0"),
+        ({"device": "tpu"}, "no device `tpu`"),
+        ({"strategy": "zero1"}, "no strategy `zero1`"),
+        ({"fsdp": "3"}, "no fsdp `3`"),
+        ({"replicas": 2}, "2 replicas under full_shard"),
+        ({"wrap": "size"}, "FSDP2 shards by blocks only"),
+        ({"resume": "auto", "weights": Path("w")}, "brings its weights"),
     ],
 )
-def test_a_run_that_contradicts_itself_is_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
-    with pytest.raises(Usage):
-        TrainConfig(run=tmp_path, **wrong)  # type: ignore[arg-type]
+def test_a_run_that_contradicts_itself_is_refused(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(Usage, match=said):
+        TrainConfig(run=Path("run"), **wrong)  # type: ignore[arg-type]

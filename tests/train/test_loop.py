@@ -2,39 +2,44 @@
 
 import json
 import math
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.nn import functional as F
 
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.runs import Run
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.data import IGNORED, Corpus, read_text, share
-from ckptkit.train.launch import launch
-from ckptkit.train.loop import Step, learning_rate, make_optimizer, train
+from ckptkit.train.config import TrainConfig, read_settings
+from ckptkit.train.data import Corpus, open_corpus
+from ckptkit.train.initial import initialise
+from ckptkit.train.launch import Report, launch
+from ckptkit.train.llama import Llama, LlamaBlueprint
+from ckptkit.train.loop import train
+from ckptkit.train.metrics import METRICS, Step
 from ckptkit.train.model_config import ModelConfig
 from ckptkit.train.ranks import Place
-from ckptkit.train.smoke import Trial, has_equal_logits, has_equal_tensors
-from tests.train.test_llama import plain_model
+from ckptkit.train.tokenizer import Bytes
+from ckptkit.train.tokens import prepare_tokens
+from ckptkit.train.trainer import make_scheduler
+from ckptkit.train.trial import read_tensors
 
 STEPS, SAVED = 6, 3
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """A run over a text of so few sequences that every step or two has the short last one, on one of its ranks."""
+    """A run over documents so short that every sequence has several, and a corpus so short that an epoch is a step."""
     root = tmp_path_factory.mktemp("loop")
-    (root / "text").write_bytes(bytes(range(1, 200)) * 2)
+    (root / "text").write_bytes(b"\0".join(bytes(range(1, 20 + n)) * 2 for n in range(9)))
     return TrainConfig(
-        run=root / "run", data=root / "text", model=ModelConfig.sized("tiny"), steps=STEPS, save_every=SAVED,
+        run=root / "run", data=root / "text", steps=STEPS, save_every=SAVED,
         batch_size=7, sequence_length=48, lr=3e-3, warmup=2, device="cpu",
     )  # fmt: skip
 
@@ -42,154 +47,254 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 @pytest.fixture(scope="module")
 def steps(config: TrainConfig) -> list[Step]:
     """What the run on two ranks reported."""
-    heard: list[Step] = []
-    launch(partial(train, config), 2, heard.append)
-    return heard
+    return go(config, 2)
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Callable[[TrainConfig], list[Step]]:
-    """Training on one rank: this process."""
-
-    def train_alone(config: TrainConfig) -> list[Step]:
-        heard: list[Step] = []
-        train(config, Place(0, 1, 0, 1, (tmp_path / "meeting").as_uri()), heard.append)
-        return heard
-
-    return train_alone
+def go(config: TrainConfig, nproc: int) -> list[Step]:
+    """Train, and give the steps that were reported."""
+    (steps,) = go_each([config], nproc)
+    return steps
 
 
-def test_a_run_leaves_config_metrics_and_complete_checkpoints(config: TrainConfig, steps: list[Step]) -> None:
+def go_each(configs: Sequence[TrainConfig], nproc: int) -> list[list[Step]]:
+    """Train one run after the other on the same processes, whose start takes longer than the training."""
+    heard: list[Any] = []
+    launch(partial(train_each, configs), nproc, heard.append)
+    return [[step for number, step in heard if number == i and isinstance(step, Step)] for i in range(len(configs))]
+
+
+def tell(report: Report, number: int, message: object) -> None:
+    report((number, message))
+
+
+def train_each(configs: Sequence[TrainConfig], place: Place, report: Report) -> None:
+    for i, config in enumerate(configs):
+        train(config, replace(place, meeting=f"{place.meeting}-{i}"), partial(tell, report, i))
+
+
+def corpus_of(config: TrainConfig, room: Path) -> Corpus:
+    tokens = prepare_tokens(config.data, Bytes(), room)
+    return open_corpus(tokens, length=config.sequence_length, seed=config.seed)
+
+
+def test_a_run_leaves_settings_config_metrics_and_complete_checkpoints(config: TrainConfig, steps: list[Step]) -> None:
     assert [step.step for step in steps] == list(range(1, STEPS + 1))
     assert [checkpoint.step for checkpoint in Run(config.run).checkpoints()] == [SAVED, STEPS]
     assert [step.checkpoint for step in steps if step.checkpoint] == [str(config.run / f"ckpt-{n}") for n in (3, 6)]
     for root in (config.run, config.run / "ckpt-3", config.run / "ckpt-6"):
-        assert ModelConfig.read(root / "config.json") == config.model
-    lines = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+        assert ModelConfig.read(root / "config.json") == ModelConfig.sized("tiny")
+    lines = [json.loads(line) for line in (config.run / METRICS).read_text().splitlines()]
     assert [Step(**line) for line in lines] == steps
+    assert TrainConfig(run=config.run, **read_settings(config.run / "train.toml")) == config
+    assert json.loads((config.run / "ckpt-3/metrics.json").read_text()) == {"loss": steps[2].loss, "step": 3}
 
 
-def test_losses_are_those_of_a_plain_loop_that_counts_tokens(config: TrainConfig, steps: list[Step]) -> None:
-    corpus = Corpus(read_text(config.data), config.sequence_length, config.seed)
-    model = plain_model(config.model)
-    optimizer = make_optimizer(model, config)
-    uneven = total = 0
+def test_losses_are_those_of_a_plain_loop_over_whole_batches(
+    config: TrainConfig, steps: list[Step], tmp_path: Path
+) -> None:
+    corpus = corpus_of(config, tmp_path)
+    blueprint = LlamaBlueprint(ModelConfig.sized("tiny"))
+    model = Llama(blueprint.config)
+    initialise(blueprint, model, config.seed)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    norms = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+    scheduler = make_scheduler(config, optimizer)
+    total = 0
     for step in steps:
-        places = range((step.step - 1) * config.batch_size, step.step * config.batch_size)
-        first, second = (corpus.batch(share(places, rank, 2)).tokens for rank in (0, 1))
-        batch = corpus.batch(places)
-        uneven += first % config.sequence_length != 0 or second % config.sequence_length != 0
+        batch = corpus.batch(range((step.step - 1) * config.batch_size, step.step * config.batch_size))
+        assert batch.positions is not None
         total += batch.tokens
-        loss = F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+        logits = model(batch.inputs, batch.positions)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step.step - 1, config)
+        assert step.lr == scheduler.get_last_lr()[0]
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         assert step.loss == pytest.approx(float(loss.detach()), rel=1e-5)
         assert step.grad_norm == pytest.approx(float(norm), rel=1e-4)
         assert step.tokens == total
-    assert uneven > 1
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    config: TrainConfig, steps: list[Step], tmp_path: Path
-) -> None:
-    heard: list[Step] = []
-    again = replace(config, run=tmp_path / "run", resume=config.run / "ckpt-3")
-    launch(partial(train, again), 2, heard.append)
-    assert list(map(numbers, heard)) == list(map(numbers, steps[SAVED:]))
-    expected, found = saved_tensors(config.run / "ckpt-6"), saved_tensors(again.run / "ckpt-6")
-    assert any(name.endswith(".exp_avg_sq") for name in expected)
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"state_dict": "full"},
+    {"background": True},
+    {"background": True, "state_dict": "full", "micro_batch_size": 2},
+    {"fsdp": "1"},
+    {"fsdp": "1", "state_dict": "full"},
+    {"strategy": "ddp"},
+]
 
 
-def test_a_run_resumes_at_another_world_size_with_the_same_batches(
-    config: TrainConfig, steps: list[Step], alone: Callable[[TrainConfig], list[Step]], tmp_path: Path
-) -> None:
-    heard = alone(replace(config, run=tmp_path / "run", resume=config.run / "ckpt-3"))
-    assert [step.tokens for step in heard] == [step.tokens for step in steps[SAVED:]]
-    assert [step.loss for step in heard] == pytest.approx([step.loss for step in steps[SAVED:]], rel=1e-5)
-
-
-@pytest.mark.usefixtures("steps")
-def test_a_tied_model_is_exported_with_one_embedding_and_equal_logits(config: TrainConfig, tmp_path: Path) -> None:
-    consolidate(config.run, tmp_path / "out")
-    trial = Trial(config, 2, tmp_path / "out")
-    assert "lm_head.weight" not in trial.exported
-    assert has_equal_tensors(trial) == "20 tensors equal to dcp.load's"
-    assert "equal, bit for bit" in has_equal_logits(trial)
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config: TrainConfig, tmp_path: Path, nproc: int) -> None:
+    whole = [replace(config, run=tmp_path / f"whole-{i}", **ways) for i, ways in enumerate(WAYS)]
+    again = [replace(run, run=tmp_path / f"again-{i}", resume=str(run.run / "ckpt-3")) for i, run in enumerate(whole)]
+    found = go_each(whole + again, nproc)
+    for ways, one, other, expected, resumed in zip(WAYS, whole, again, found, found[len(WAYS) :], strict=False):
+        assert len(expected) == STEPS, ways
+        assert list(map(numbers, resumed)) == list(map(numbers, expected[SAVED:])), ways
+        require_equal_tensors(one.run / "ckpt-6", other.run / "ckpt-6")
 
 
 def numbers(step: Step) -> tuple[float, ...]:
     return (step.step, step.loss, step.grad_norm, step.lr, step.tokens)
 
 
-def saved_tensors(root: Path) -> dict[str, torch.Tensor]:
-    entries = FileSystemReader(root).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    state_dict_loader.load(tensors, checkpoint_id=root, no_dist=True)
-    return tensors
+def require_equal_tensors(one: Path, other: Path) -> None:
+    expected, found = read_tensors(one), read_tensors(other)
+    assert any(name.endswith(".exp_avg_sq") for name in expected)
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
 
 
-def test_metrics_of_steps_taken_again_are_forgotten(
-    config: TrainConfig, alone: Callable[[TrainConfig], list[Step]], tmp_path: Path
+def test_what_changes_the_way_changes_no_number(config: TrainConfig, steps: list[Step], tmp_path: Path) -> None:
+    """Seven sequences on two ranks: with one at a time, a rank has a micro-batch of nothing."""
+    ways: list[dict[str, Any]] = [
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 2, "fsdp": "1"},
+        {"recompute_every": 1},
+        {"prefetch": 0},
+    ]
+    configs = [replace(config, run=tmp_path / str(i), **way) for i, way in enumerate(ways)]
+    for found in go_each(configs, 2):
+        require_close(found, steps)
+
+
+def require_close(found: list[Step], expected: list[Step]) -> None:
+    assert [step.tokens for step in found] == [step.tokens for step in expected]
+    assert [step.loss for step in found] == pytest.approx([step.loss for step in expected], rel=1e-4)
+    assert [step.grad_norm for step in found] == pytest.approx([step.grad_norm for step in expected], rel=1e-3)
+
+
+def test_a_run_goes_on_from_two_to_four_to_three_ranks_with_the_same_batches(
+    config: TrainConfig, steps: list[Step], tmp_path: Path
 ) -> None:
-    first = replace(config, run=tmp_path / "run", steps=2, save_every=0)
-    before = alone(first)
-    with (first.run / "metrics.jsonl").open("a") as file:  # a step whose checkpoint was never finished, and half a line
-        file.write(json.dumps({"step": 3, "loss": 0.0}) + '\n{"step": 4')
-    after = alone(replace(first, steps=3, resume=first.run / "ckpt-2"))
-    lines = [json.loads(line) for line in (first.run / "metrics.jsonl").read_text().splitlines()]
-    assert [Step(**line) for line in lines] == before + after
-    (first.run / "metrics.jsonl").write_text('{"loss": 1}\n')
-    with pytest.raises(Corrupt, match="not the metrics of a step"):
-        alone(replace(first, steps=4, resume=first.run / "ckpt-3"))
+    run = tmp_path / "run"
+    first = go(replace(config, run=run, resume=str(config.run / "ckpt-3"), steps=4), 4)
+    then = go(replace(config, run=run, resume="auto", state_dict="full", fsdp="1", steps=STEPS), 3)
+    assert [step.step for step in first + then] == [4, 5, 6]
+    assert [step.tokens for step in first + then] == [step.tokens for step in steps[SAVED:]]
+    assert first[0].loss == pytest.approx(steps[3].loss, rel=1e-5)
+    lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 5, 6]
 
 
 @pytest.mark.usefixtures("steps")
-def test_what_cannot_be_trained_is_refused_before_it_starts(
-    config: TrainConfig, alone: Callable[[TrainConfig], list[Step]], tmp_path: Path
-) -> None:
-    resumed = replace(config, run=tmp_path / "run", resume=config.run / "ckpt-3")
-    with pytest.raises(Occupied, match="has checkpoints already"):
-        alone(config)
-    with pytest.raises(Mismatch, match="trained with seed 0, not 1"):
-        alone(replace(resumed, seed=1))
-    with pytest.raises(Mismatch, match="of another model"):
-        alone(replace(resumed, model=ModelConfig.sized("tiny", tied=False)))
-    with pytest.raises(IOFailure, match="no such file") as raised:
-        alone(replace(resumed, resume=tmp_path / "absent"))
-    assert raised.value.path == tmp_path / "absent/config.json"
-    assert not (tmp_path / "run").exists()
+def test_starting_weights_come_from_an_export_or_any_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
+    consolidate(config.run, tmp_path / "out")
+    places = [tmp_path / "out", config.run, config.run / "ckpt-6", config.run / "ckpt-3"]
+    starts = [replace(config, run=tmp_path / str(i), weights=place, steps=1) for i, place in enumerate(places)]
+    losses = [step.loss for (step,) in go_each([*starts, replace(starts[0], run=tmp_path / "fsdp1", fsdp="1")], 2)]
+    assert losses[0] == losses[1] == losses[2] < losses[3]
+    assert losses[4] == pytest.approx(losses[0])
+    with pytest.raises(Mismatch, match="lacks 1 of the model's 21 tensors") as raised:
+        go(replace(starts[0], run=tmp_path / "untied", untied=True), 1)
+    assert raised.value.tensor == "lm_head.weight"
 
 
-def test_a_rank_without_a_sequence_is_refused(config: TrainConfig) -> None:
-    with pytest.raises(Usage, match="batch_size 1 leaves some of 2 ranks"):
-        train(replace(config, batch_size=1), Place(0, 2, 0, 2, "env://"), print)
+def test_old_checkpoints_go_and_the_best_stays(config: TrainConfig, steps: list[Step], tmp_path: Path) -> None:
+    kept = replace(config, run=tmp_path / "run", save_every=1, keep_last=1, keep_best="loss", background=True)
+    found = go(kept, 1)
+    best = min(found, key=lambda step: step.loss).step
+    assert [checkpoint.step for checkpoint in Run(kept.run).checkpoints()] == sorted({best, STEPS})
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(
-    config: TrainConfig, alone: Callable[[TrainConfig], list[Step]], tmp_path: Path
-) -> None:
+def terminate_after_two(config: TrainConfig, place: Place, report: Report) -> None:
+    """As a scheduler does that wants its machines back, on one rank only: the others must hear of it."""
+
+    def hear(message: object) -> None:
+        report(message)
+        if isinstance(message, Step) and message.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train(config, place, hear)
+
+
+def test_a_run_that_is_asked_to_end_saves_first(config: TrainConfig, steps: list[Step], tmp_path: Path) -> None:
+    heard: list[Any] = []
+    ended = replace(config, run=tmp_path / "run", background=True)
+    launch(partial(terminate_after_two, ended), 2, heard.append)
+    assert [message.step for message in heard if isinstance(message, Step)] == [1, 2, 3]
+    assert heard[-1].ended_early
+    assert [checkpoint.step for checkpoint in Run(ended.run).checkpoints()] == [3]
+    found = go(replace(ended, resume="auto"), 2)
+    assert list(map(numbers, found)) == list(map(numbers, steps[SAVED:]))
+
+
+def test_metrics_of_steps_taken_again_are_forgotten(config: TrainConfig, tmp_path: Path) -> None:
+    first = replace(config, run=tmp_path / "run", steps=2, save_every=0)
+    before = go(first, 1)
+    with (first.run / METRICS).open("a") as file:  # a step whose checkpoint was never finished, and half a line
+        file.write(json.dumps({"step": 3, "loss": 0.0}) + '\n{"step": 4')
+    after = go(replace(first, steps=3, resume="auto"), 1)
+    lines = [json.loads(line) for line in (first.run / METRICS).read_text().splitlines()]
+    assert [Step(**line) for line in lines] == before + after
+    assert go(replace(first, steps=3, resume="auto"), 1) == []
+    (first.run / METRICS).write_text('{"loss": 1}\n')
+    with pytest.raises(Corrupt, match="not the metrics of a step"):
+        go(replace(first, steps=4, resume="auto"), 1)
+
+
+def refuse(cases: list[tuple[TrainConfig, type[CkptError], str]], place: Place, report: Report) -> None:
+    for i, (config, kind, said) in enumerate(cases):
+        with pytest.raises(CkptError) as raised:
+            train(config, replace(place, meeting=f"{place.meeting}-{i}"), report)
+        report((type(raised.value) is kind or kind is CkptError, said in str(raised.value), str(raised.value)))
+
+
+@pytest.mark.usefixtures("steps")
+def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig, tmp_path: Path) -> None:
+    resumed = replace(config, run=tmp_path / "run", resume=str(config.run / "ckpt-3"))
+    (tmp_path / "other").write_bytes(bytes(range(200)))
+    cases = [
+        (config, Occupied, "has checkpoints already"),
+        (replace(config, run=tmp_path / "new", batch_size=1), Usage, "batch_size 1 leaves some of 2 ranks"),
+        (replace(resumed, seed=1), Mismatch, "trained with seed 0, not 1"),
+        (replace(resumed, sequence_length=40), Mismatch, "trained with sequence_length 48, not 40"),
+        (replace(resumed, data=tmp_path / "other"), Mismatch, "trained with data"),
+        (replace(resumed, untied=True), Mismatch, "of another model: its `tie_word_embeddings` is True, not False"),
+        (replace(resumed, model="3m"), Mismatch, "of another model"),
+        (replace(resumed, resume=str(tmp_path / "absent")), NotACheckpoint, "no complete checkpoint"),
+        (replace(resumed, sequence_length=4096), Usage, "beyond the model's 2048 positions"),
+        (replace(config, run=tmp_path / "new", data=tmp_path / "nothing"), IOFailure, "no such file"),
+    ]
+    heard: list[Any] = []
+    launch(partial(refuse, cases), 2, heard.append)
+    assert [found for found in heard if not (found[0] and found[1])] == []
+    assert len(heard) == 2 * len(cases)
+    assert not (tmp_path / "run/ckpt-6").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
     wild = replace(config, run=tmp_path / "run", lr=1e30, warmup=0, save_every=1, clip=1e30)
     with pytest.raises(CkptError, match=r"step 2: .* gradient norm nan"):
-        alone(wild)
+        go(wild, 1)
     assert [checkpoint.step for checkpoint in Run(wild.run).checkpoints()] == [1]
+
+
+def test_metrics_go_to_tensorboard_too(config: TrainConfig, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = tmp_path / "run"
+    found = go(replace(config, run=run, steps=2, tensorboard=True), 1)
+    board = events.EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx([step.loss for step in found])
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth(tmp_path: Path) -> None:
     config = TrainConfig(run=tmp_path, steps=100, warmup=10, lr=1.0)
-    rates = [learning_rate(step, config) for step in range(100)]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.lr)
+    scheduler = make_scheduler(config, optimizer)
+    rates = []
+    for _ in range(101):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.1, abs=0.01)
-    assert math.isclose(learning_rate(100, config), 0.1)
+    assert math.isclose(rates[100], 0.1)

@@ -1,0 +1,243 @@
+"""`ckptkit estimate`: will it fit?"""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, parse_bytes, print_json, print_table, say
+from ckptkit.errors import Usage
+from ckptkit.train.model_config import SIZES, ModelConfig
+
+if TYPE_CHECKING:
+    from ckptkit.ops.budget import Budget, Setup
+    from ckptkit.ops.estimate import Estimated
+
+STATES = ("parameters", "gradients", "optimizer")
+UNITS = ("gathered", "reduced")
+BAR = 20  # columns
+CHECKPOINTS = {
+    "model": "model, in shards or one file",
+    "model_and_optimizer": "model and optimizer, in shards or one file",
+    "export_float32": "export in float32",
+    "export_bfloat16": "export in bfloat16",
+}
+
+
+def estimate(
+    model: Annotated[str, typer.Argument(help="A size of `ckptkit train`, a config.json, its directory or a Hub id.")],
+    world_size: Annotated[int, typer.Option("--world-size", help="GPUs in all.")],
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", help="full_shard, shard_grad_op, hybrid_shard or ddp, in detail.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", help="Copies of the model under hybrid_shard (2).")
+    ] = None,
+    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", help="What a GPU has, such as 80GB.")] = None,
+    micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", help="Sequences on a GPU at once.")] = 1,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", help="Tokens of a sequence; the model's most, or 4096.")
+    ] = None,
+    param_dtype: Annotated[str, typer.Option("--param-dtype", help="Compute in bf16 or fp32.")] = "bf16",
+    master_dtype: Annotated[str, typer.Option("--master-dtype", help="Store and update in fp32 or bf16.")] = "fp32",
+    recompute_every: Annotated[
+        int, typer.Option("--recompute-every", help="Recompute activations of every n-th block; 0: none.")
+    ] = 1,
+    prefetch: Annotated[int, typer.Option("--prefetch", help="Blocks to gather ahead of the one at work.")] = 1,
+    cpu_offload: Annotated[
+        bool, typer.Option("--cpu-offload", help="Keep shards, gradients and optimizer in the host's memory.")
+    ] = False,
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", help="The vocabulary of a size; by default the bytes of text.")
+    ] = None,
+    untied: Annotated[
+        bool, typer.Option("--untied", help="Give the output of a size its own weights, not the embeddings'.")
+    ] = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Estimate the memory that training needs on each GPU, by strategy, and the sizes of checkpoints.
+
+    Counts full training with AdamW from the model's config alone. Nothing is built, no weights are read.
+
+    Example: ckptkit estimate meta-llama/Llama-3.1-8B --world-size 8 --gpu-memory 80GB
+
+    Exit codes: 0 done; 1 no strategy fits into the `--gpu-memory`, or not the one asked for; 2 usage; 3 not the config
+    of a model, or one that cannot be counted; 4 an I/O failure.
+    """
+    from ckptkit.ops.estimate import estimate as count_bytes
+
+    found = count_bytes(
+        choose_config(model, vocab_size, untied=untied),
+        world_size=world_size,
+        strategy=strategy,
+        replicas=replicas,
+        micro_batch_size=micro_batch_size,
+        sequence_length=sequence_length,
+        param_dtype=param_dtype,
+        master_dtype=master_dtype,
+        recompute_every=recompute_every,
+        prefetch=prefetch,
+        cpu_offload=cpu_offload,
+        gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory),
+    )
+    if json:
+        print_json(to_json(found))
+    else:
+        report(found, in_detail=strategy is not None)
+    if gpu_memory is not None and not any(map(found.fits, found.budgets)):
+        raise typer.Exit(1)
+
+
+def choose_config(model: str, vocab_size: int | None, *, untied: bool) -> str | Mapping[str, Any]:
+    """The config of a size that `ckptkit train` has; anything else as it is."""
+    if model in SIZES:
+        config = ModelConfig.sized(model, tied=not untied, vocab_size=vocab_size)
+        tied = "tied" if config.tie_word_embeddings else "untied"
+        note(f"`{model}` has a vocabulary of {config.vocab_size}, {tied}: see `--vocab-size` and `--untied`")
+        keys: dict[str, Any] = json_text.loads(config.to_json())
+        return keys
+    if vocab_size is not None or untied:
+        raise Usage("`--vocab-size` and `--untied` are for sizes", hint=f"those are {', '.join(SIZES)}")
+    return model
+
+
+def report(found: Estimated, *, in_detail: bool) -> None:
+    """The estimate as tables."""
+    model, setup = found.model, found.budgets[0].setup
+    say(
+        f"{model.model_type}: {format_count(model.numel)} parameters, {count(model.layers, 'block')} of "
+        f"{format_count(model.block)} and {format_count(model.root)} in the root unit"
+    )
+    say(f"largest transient unit: {format_bytes(found.largest_unit)} in {setup.param_dtype}")
+    say(
+        f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "
+        f"{count(setup.sequence_length, 'token')}, {recomputed(setup)}, stored in {setup.master_dtype}"
+    )
+    say("")
+    if in_detail:
+        print_detail(found.budgets[0])
+    else:
+        print_strategies(found)
+    if found.gpu_memory is not None:
+        for budget in found.budgets:
+            say(verdict(found, budget))
+    say("")
+    print_table([(CHECKPOINTS[kind], format_bytes(nbytes)) for kind, nbytes in found.disk.items()], ("on disk", "size"))
+    for text in found.notes:
+        note(f"note: {text}")
+
+
+def recomputed(setup: Setup) -> str:
+    """Which activations are computed again, in words."""
+    if setup.recompute_every == 0:
+        return "nothing recomputed"
+    which = "every block" if setup.recompute_every == 1 else f"one block of {setup.recompute_every}"
+    return f"{which} recomputed"
+
+
+def print_strategies(found: Estimated) -> None:
+    """A row for each strategy, with a column for the host's memory if any is used."""
+    host = ["host"] if found.budgets[0].host else []
+    say("states: parameters, gradients, optimizer; units: parameters gathered and gradients to be reduced")
+    header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "at")
+    print_table([row(budget) for budget in found.budgets], header)
+
+
+def row(budget: Budget) -> tuple[str, ...]:
+    """A strategy at its tightest moment."""
+    parts = budget.parts
+    sizes = (
+        sum(parts[part] for part in STATES),
+        sum(parts[part] for part in UNITS),
+        parts["activations"],
+        parts["logits"],
+        budget.peak,
+        *([budget.host] if budget.host else []),
+    )
+    return (label(budget.setup), *map(format_bytes, sizes), budget.tightest)
+
+
+def label(setup: Setup) -> str:
+    """A strategy, and the layout of the GPUs under hybrid_shard."""
+    layout = f" {setup.replicas} x {setup.shards}" if setup.strategy == "hybrid_shard" else ""
+    return setup.strategy + layout
+
+
+def print_detail(budget: Budget) -> None:
+    """One strategy: what is held at each moment, and a bar for each part of the tightest."""
+    say(f"{label(budget.setup)}, by the moments of a step; the bars are those of `{budget.tightest}`")
+    moments = budget.moments
+    rows: list[Sequence[str]] = [
+        (part, *(format_bytes(parts[part]) for parts in moments.values()), bar(budget.parts[part], budget.peak))
+        for part in budget.parts
+        if any(parts[part] for parts in moments.values())
+    ]
+    totals = [format_bytes(sum(parts.values())) for parts in moments.values()]
+    print_table([*rows, ("in all", *totals, "")], ("", *moments, ""))
+    if budget.host:
+        say(f"host: {format_bytes(budget.host)} per GPU")
+
+
+def bar(part: int, whole: int) -> str:
+    """A bar as long as the share that `part` has of `whole`."""
+    return "█" * round(BAR * part / whole)
+
+
+def verdict(found: Estimated, budget: Budget) -> str:
+    """Whether a strategy fits, plainly; and if it does not, at which number of GPUs it would."""
+    assert found.gpu_memory is not None
+    name, needs = label(budget.setup), f"needs {format_bytes(budget.peak)} of {format_bytes(found.gpu_memory)}"
+    if found.fits(budget):
+        return f"{name} fits: {needs}"
+    enough = found.fits_at(budget)
+    remedy = f"it would fit on {enough} GPUs" if enough else "no number of GPUs is enough"
+    return f"{name} does not fit: {needs}; {remedy}"
+
+
+def format_count(number: int) -> str:
+    """`8.03 billion`, `218 million`, `1,234`."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:,}"
+
+
+def to_json(found: Estimated) -> dict[str, Any]:
+    """The estimate under the keys that scripts rely on; all sizes in bytes."""
+    model, setup = found.model, found.budgets[0].setup
+    settings = {name: value for name, value in asdict(setup).items() if name not in {"strategy", "replicas"}}
+    return {
+        "model": {
+            "model_type": model.model_type,
+            "parameters": model.numel,
+            "layers": model.layers,
+            "block_parameters": model.block,
+            "root_parameters": model.root,
+        },
+        "setup": settings | {"param_dtype": setup.param_dtype.name, "master_dtype": setup.master_dtype.name},
+        "largest_unit_bytes": found.largest_unit,
+        "gpu_memory_bytes": found.gpu_memory,
+        "strategies": [strategy_json(found, budget) for budget in found.budgets],
+        "disk_bytes": dict(found.disk),
+        "notes": list(found.notes),
+    }
+
+
+def strategy_json(found: Estimated, budget: Budget) -> dict[str, Any]:
+    """One strategy of the estimate."""
+    return {
+        "strategy": budget.setup.strategy,
+        "shards": budget.setup.shards,
+        "replicas": budget.setup.world_size // budget.setup.shards,
+        "peak_bytes": budget.peak,
+        "peak_at": budget.tightest,
+        "moments": {moment: dict(parts) for moment, parts in budget.moments.items()},
+        "host_bytes": budget.host,
+        "fits": found.fits(budget),
+        "fits_at": found.fits_at(budget),
+    }

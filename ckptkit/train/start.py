@@ -1,0 +1,127 @@
+"""Starting: everything between a configuration and the first step. What one rank can do for all, rank 0 does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.runs import find_checkpoint, is_complete
+from ckptkit.train.blueprint import Blueprint, choose_blueprint, resolve_model
+from ckptkit.train.config import SETTINGS, TrainConfig
+from ckptkit.train.data import open_corpus
+from ckptkit.train.metrics import forget_after
+from ckptkit.train.ranks import on_rank_0
+from ckptkit.train.run import Run
+from ckptkit.train.tokenizer import choose_tokenizer
+from ckptkit.train.tokens import TokenFile, prepare_tokens
+from ckptkit.train.trainer import Trainer
+from ckptkit.train.weights import load_weights
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What rank 0 found out for all: where to go on from, where the model lies, and its tokens."""
+
+    resume: Path | None
+    model: str
+    tokens: TokenFile
+    tokenizer_files: Mapping[str, bytes]
+
+
+def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
+    """Make all that a run needs, on every rank, and stand where it begins or goes on."""
+    if config.batch_size < mesh.size():
+        raise Usage(f"batch_size {config.batch_size} leaves some of {mesh.size()} ranks without a sequence")
+    ground = on_rank_0(partial(explore, config))
+    blueprint = choose_blueprint(ground.model, tied=not config.untied, vocab_size=ground.tokens.vocab_size)
+    require_fit(config, blueprint, ground)
+    corpus = open_corpus(ground.tokens, length=config.sequence_length, seed=config.seed)
+    trainer = Trainer(config, blueprint, corpus, mesh)
+    run = make_run(config, {**ground.tokenizer_files, **blueprint.files()})
+    if ground.resume is not None:
+        trainer.load(run, ground.resume)
+    elif (weights := config.weights or blueprint.weights) is not None:
+        load_weights(trainer.sharded, weights)
+    on_rank_0(partial(prepare, config, trainer.progress.step, blueprint.files()))
+    return trainer, run
+
+
+def explore(config: TrainConfig) -> Ground:
+    """Look at what there is, before anything is built."""
+    resume = find_resume(config)
+    model = resolve_model(config.model)
+    own = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
+    tokenizer = choose_tokenizer(config.tokenizer or own)
+    tokens = prepare_tokens(config.data, tokenizer, config.run)
+    return Ground(resume, model, tokens, tokenizer.files())
+
+
+def find_resume(config: TrainConfig) -> Path | None:
+    """The checkpoint to go on from, if there is one to; `Occupied` if there is one and it shall not be."""
+    latest = Run(config.run).latest()
+    if config.resume is None and latest is not None:
+        hint = "go on with `--resume auto`, or name another run"
+        raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
+    if config.resume == "auto":
+        return latest.path if latest else None
+    if config.resume is None:
+        return None
+    path = find_checkpoint(Path(config.resume))
+    if not is_complete(path):
+        raise NotACheckpoint("no complete checkpoint to go on from", path=path)
+    return path
+
+
+def require_fit(config: TrainConfig, blueprint: Blueprint, ground: Ground) -> None:
+    """Raise unless model, data and the checkpoint to go on from belong together."""
+    if config.sequence_length > blueprint.max_length:
+        raise Usage(f"sequence_length {config.sequence_length} is beyond the model's {blueprint.max_length} positions")
+    if ground.tokens.vocab_size > blueprint.vocab_size:
+        raise Usage(
+            f"the tokenizer has {ground.tokens.vocab_size} tokens, the model {blueprint.vocab_size}",
+            hint="give the model's own with `--tokenizer`",
+        )
+    if ground.resume is not None:
+        require_same_model(ground.resume / CONFIG, blueprint.files()[CONFIG])
+
+
+def require_same_model(path: Path, text: bytes) -> None:
+    """Raise `Mismatch` where a checkpoint's config.json is of another model: its weights may fit, and mean another."""
+    with translate_os_errors(path):
+        theirs, ours = json.loads(path.read_bytes()), json.loads(text)
+    different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    if different:
+        key = different[0]
+        raise Mismatch(
+            f"the checkpoint is of another model: its `{key}` is {theirs.get(key)!r}, not {ours.get(key)!r}", path=path
+        )
+
+
+def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
+    """The run, to save in as the configuration says."""
+    return Run(
+        config.run,
+        state_dict=config.state_dict,
+        background=config.background,
+        keep_last=config.keep_last,
+        keep_best=config.keep_best,
+        files=files,
+    )
+
+
+def prepare(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
+    """Make the run directory: its settings, the model's files, and the metrics of the steps that were taken."""
+    with translate_os_errors(config.run):
+        config.run.mkdir(parents=True, exist_ok=True)
+        (config.run / SETTINGS).write_text(config.to_toml())
+        for name, content in files.items():
+            (config.run / name).write_bytes(content)
+    forget_after(config.run, step)

@@ -1,0 +1,70 @@
+"""Trees: the nested dicts and lists of a state dict, with tensors as leaves. Knows no ranks and no files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.errors import Mismatch
+
+Tree = dict[str, Any]
+
+
+def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The tree with every tensor changed, in the order of the tree; anything else as it is."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(change, value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [map_tensors(change, value) for value in tree]
+    return tree
+
+
+def outlined(tree: Any) -> Any:
+    """The tree with tensors that have a shape and a dtype, but no data."""
+    return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tree)
+
+
+def blank(tree: Any) -> Any:
+    """The tree with new tensors on the CPU."""
+    return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), tree)
+
+
+def fit(stored: Any, ours: Any, name: str) -> Any:
+    """Our tensors in the place of the stored ones, to be read into; what is no tensor is the stored one's.
+
+    Both have the same keys, shapes and dtypes, or `Mismatch` is raised; `name` is where in the state they are.
+    """
+    if isinstance(stored, dict) and isinstance(ours, dict):
+        require_same_names(stored, ours, name)
+        return {key: fit(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
+    if isinstance(stored, Tensor) and isinstance(ours, Tensor):
+        if stored.shape != ours.shape:
+            message = f"the checkpoint has shape {list(stored.shape)}, the model {list(ours.shape)}"
+            raise Mismatch(message, tensor=name, hint="is this a checkpoint of the same model?")
+        if stored.dtype != ours.dtype:
+            message = f"the checkpoint has {dtype_name(stored)}, the model {dtype_name(ours)}"
+            raise Mismatch(message, tensor=name, hint="build the model in the dtype that it was saved in")
+        return ours
+    if isinstance(stored, Tensor) or isinstance(ours, Tensor):
+        raise Mismatch("a tensor on one side only, of the checkpoint and the model", tensor=name)
+    return stored
+
+
+def require_same_names(stored: Tree, ours: Tree, name: str) -> None:
+    """Raise `Mismatch` where one side has a name that the other has not."""
+    hint = "is this a checkpoint of the same model?"
+    for some, others, who in ((ours, stored, "the checkpoint has no"), (stored, ours, "the model has no")):
+        missing = [key for key in some if key not in others]
+        if missing:
+            more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+            raise Mismatch(f"{who} `{missing[0]}`{more}", tensor=f"{name}.{missing[0]}", hint=hint)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The dtype as users type it: `float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
