@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scripts.bench_plan import plan
 from scripts.bench_runs import Contender, measure, run, table
+from scripts.bench_train import add_options, train
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,9 +127,15 @@ def main() -> None:
         options.add_argument("--runs", type=int, default=5, help="runs of each program, 5 by default")
         if command is consolidate:
             options.add_argument("--size-gb", type=float, default=1.6, help="size of the checkpoint, 1.6 by default")
+    options = commands.add_parser("train", help=train.__doc__)
+    options.add_argument("--runs", type=int, default=3, help="runs of each loop, 3 by default")
+    add_options(options)
     arguments = parser.parse_args()
     if arguments.command == "consolidate":
         consolidate(arguments.size_gb, arguments.runs)
+    elif arguments.command == "train":
+        with workplace() as home:
+            train(home, arguments)
     else:
         {"inspect": inspect, "plan": plan}[arguments.command](arguments.runs)
 

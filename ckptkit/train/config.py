@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.train.model_config import require_at_least
 
 SETTINGS = "train.toml"  # in a run, what it was started with
 Device = Literal["auto", "cpu", "cuda"]
@@ -116,12 +117,6 @@ def settings() -> dict[str, Setting]:
         options = [option for option in get_args(kind) if option is not type(None)]
         found[name] = Setting(options[0] if type(None) in get_args(kind) else kind, defaults[name], text)
     return {name: found[name] for name in defaults if name in found}
-
-
-def require_at_least(least: int, name: str, value: float) -> None:
-    """Raise `Usage` unless `value` is a number of at least `least` (NaN is not)."""
-    if not value >= least:
-        raise Usage(f"{name} is {value}; it must be {least} or more")
 
 
 def require_choice(name: str, value: object) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from ckptkit.errors import Usage
 from ckptkit.train.blueprint import Blueprint
 from ckptkit.train.config import TrainConfig
-from ckptkit.train.initial import initialise_module, put
+from ckptkit.train.initial import has_buffers, initialise_module, put
 from ckptkit.train.precision import param_dtype, reduce_dtype
 
 STRATEGIES = {
@@ -43,6 +43,7 @@ class Fsdp1:
 
     config: TrainConfig
     mesh: DeviceMesh
+    seed: int | None
 
     def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
         """Materialise one unit after the other, each sharded before the next."""
@@ -57,10 +58,11 @@ class Fsdp1:
             ):
                 return  # tied, and done with its partner
             module.to_empty(device=device, recurse=False)
-            whole = initialise_module(blueprint, model, names[module], module, self.config.seed)
-            with torch.no_grad():
-                for name, parameter in module.named_parameters(recurse=False):
-                    put(parameter, whole[name])
+            if self.seed is not None or has_buffers(module):
+                whole = initialise_module(blueprint, model, names[module], module, self.seed or 0)
+                with torch.no_grad():
+                    for name, parameter in module.named_parameters(recurse=False):
+                        put(parameter, whole[name])
             blueprint.tie(model)
 
         with warnings.catch_warnings():

@@ -25,6 +25,7 @@ class Fsdp2:
 
     config: TrainConfig
     mesh: DeviceMesh
+    seed: int | None
 
     def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
         """Shard on `meta`, then take memory for the shards alone, then fill them."""
@@ -42,7 +43,7 @@ class Fsdp2:
             for name, buffer in buffer_owner.named_buffers(recurse=False):
                 buffer_owner._buffers[name] = buffer.to(device)
         blueprint.tie(model)
-        initialise(blueprint, model, self.config.seed)
+        initialise(blueprint, model, self.seed)
         return model
 
     def clip(self, model: nn.Module, limit: float) -> float:

@@ -14,17 +14,18 @@ from ckptkit.train.seeds import derive
 
 
 @torch.no_grad()
-def initialise(blueprint: Blueprint, model: nn.Module, seed: int) -> None:
+def initialise(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None:
     """Give a model that has memory, sharded or not, its first weights and its buffers.
 
     The same at any world size: each rank makes the whole parameters of one module at a time, and keeps its shards.
+    Without a seed there are buffers only, and the parameters hold garbage until they are loaded.
     """
     done: set[Tensor] = set()
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         new = {key: parameter for key, parameter in parameters.items() if parameter not in done}
-        if new or has_buffers(module):
-            whole = initialise_module(blueprint, model, name, module, seed)
+        if has_buffers(module) or (new and seed is not None):
+            whole = initialise_module(blueprint, model, name, module, seed or 0)
             for key, parameter in new.items():
                 put(parameter, whole[key])
             done.update(new.values())

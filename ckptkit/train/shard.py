@@ -56,8 +56,11 @@ class Sharded:
         ]
 
 
-def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh) -> Sharded:
-    """Build a model of `blueprint` on the mesh of all ranks, as `config` says, with the weights of its seed."""
+def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int | None) -> Sharded:
+    """Build a model of `blueprint` on the mesh of all ranks, as `config` says, with the weights of `seed`.
+
+    None: its weights will be loaded; until then they are garbage.
+    """
     with torch.device("meta"):
         model = blueprint.build()
     freeze(model, config.freeze)
@@ -68,7 +71,7 @@ def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh) -> Sharde
         compile_blocks(blocks)
     first_names = find_first_names(model)
     arranged = arrange(config, mesh)
-    sharding = Fsdp1(config, arranged) if config.fsdp == "1" else Fsdp2(config, arranged)
+    sharding = Fsdp1(config, arranged, seed) if config.fsdp == "1" else Fsdp2(config, arranged, seed)
     multiplied = count_multiplied(model)
     return Sharded(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied)
 

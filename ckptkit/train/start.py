@@ -44,11 +44,12 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
     blueprint = choose_blueprint(ground.model, tied=not config.untied, vocab_size=ground.tokens.vocab_size)
     require_fit(config, blueprint, ground)
     corpus = open_corpus(ground.tokens, length=config.sequence_length, seed=config.seed)
-    trainer = Trainer(config, blueprint, corpus, mesh)
+    weights = config.weights or blueprint.weights
+    trainer = Trainer(config, blueprint, corpus, mesh, None if ground.resume or weights else config.seed)
     run = make_run(config, {**ground.tokenizer_files, **blueprint.files()})
     if ground.resume is not None:
         trainer.load(run, ground.resume)
-    elif (weights := config.weights or blueprint.weights) is not None:
+    elif weights is not None:
         load_weights(trainer.sharded, weights)
     on_rank_0(partial(prepare, config, trainer.progress.step, blueprint.files()))
     return trainer, run

@@ -56,13 +56,16 @@ class Progress:
 class Trainer:
     """A model, its optimizer and its place in the data; `step` takes one step with the other ranks."""
 
-    def __init__(self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus, mesh: DeviceMesh, seed: int | None
+    ) -> None:
+        """`seed` is that of the weights to begin with; None where they are loaded next."""
         self.config = config
         self.blueprint = blueprint
         self.corpus = corpus
         self.device = torch.device(mesh.device_type)
         self.rank, self.world_size = mesh.get_rank(), mesh.size()
-        self.sharded = shard(config, blueprint, mesh)
+        self.sharded = shard(config, blueprint, mesh, seed)
         self.model = self.sharded.model
         self.optimizer = make_optimizer(config, self.sharded)
         self.scheduler = make_scheduler(config, self.optimizer)

@@ -229,7 +229,7 @@ def learn(roots: dict[str, Path], place: Place, report: Report) -> None:
         for name, root in roots.items():
             for way, config in SHARDINGS.items():
                 blueprint = choose_blueprint(str(root))
-                sharded = shard(config, blueprint, mesh)
+                sharded = shard(config, blueprint, mesh, config.seed)
                 loss = loss_of(blueprint, sharded.model, slice(2 * place.rank, 2 * place.rank + 2))
                 loss.backward()
                 report((name, way, float(loss.detach()), sharded.sharding.clip(sharded.model, 1.0)))

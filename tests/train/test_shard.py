@@ -89,7 +89,7 @@ def local(parameter: Tensor) -> Tensor:
 def describe(variants: dict[str, TrainConfig], shape: ModelConfig, place: Place, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         for name, config in variants.items():
-            sharded = shard(config, LlamaBlueprint(shape), mesh)
+            sharded = shard(config, LlamaBlueprint(shape), mesh, config.seed)
             before = whole(sharded.model)
             held = sum(local(parameter).numel() for parameter in sharded.model.parameters())
             numbers = list(learn(config, sharded, place))
@@ -172,7 +172,7 @@ def refuse(place: Place, report: Report) -> None:
             (replace(RUN, fsdp="1", wrap="size"), "may part tied weights"),
         ]:
             with pytest.raises(Usage, match=said):
-                shard(wrong, LlamaBlueprint(SHAPE), mesh)
+                shard(wrong, LlamaBlueprint(SHAPE), mesh, 0)
     report("done")
 
 
