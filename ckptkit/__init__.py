@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.consolidate import Consolidated, consolidate
     from ckptkit.ops.estimate import Estimated, estimate
     from ckptkit.ops.inspect import Inspected, inspect
-    from ckptkit.train.run import Run
+    from ckptkit.train.saving.run import Run
 
 __all__ = [
     "CkptError",
@@ -33,7 +33,7 @@ _HOMES = {
     "Consolidated": "ckptkit.ops.consolidate",
     "Estimated": "ckptkit.ops.estimate",
     "Inspected": "ckptkit.ops.inspect",
-    "Run": "ckptkit.train.run",
+    "Run": "ckptkit.train.saving.run",
     "consolidate": "ckptkit.ops.consolidate",
     "estimate": "ckptkit.ops.estimate",
     "inspect": "ckptkit.ops.inspect",

@@ -97,5 +97,5 @@ def find_checkpoint(path: Path) -> Path:
     raise NotACheckpoint(
         "no checkpoint in any known format, and no run with one",
         path=path,
-        hint="looked for: DCP's metadata, safetensors, and directories like ckpt-500 or checkpoint-500",
+        hint="looked for: DCP's metadata, safetensors, files of torch.save, and directories like ckpt-500",
     )

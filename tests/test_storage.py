@@ -26,7 +26,7 @@ from ckptkit.formats import locate, open_layout
 from ckptkit.ops.weights import find_weights
 from ckptkit.storage import LayoutReader, load_weights, part_of
 from ckptkit.train.launch import Report, launch
-from ckptkit.train.ranks import Place, process_group
+from ckptkit.train.parallel.ranks import Place, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.formats.contract import SHAPES, raw_bytes

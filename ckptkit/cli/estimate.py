@@ -11,7 +11,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, parse_bytes, print_json, print_table, say
 from ckptkit.errors import Usage
-from ckptkit.train.model_config import SIZES, ModelConfig
+from ckptkit.train.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
     from ckptkit.ops.budget import Budget, Setup

@@ -19,7 +19,7 @@ from ckptkit.train.config import SETTINGS, Device, TrainConfig, read_settings
 if TYPE_CHECKING:
     from ckptkit.train.loop import Note
     from ckptkit.train.metrics import Step
-    from ckptkit.train.smoke import Check
+    from ckptkit.train.smoke.smoke import Check
 
 NPROC = typer.Option("--nproc", min=1, help="Processes to start here; by default one per GPU, or one.")
 DEVICE = typer.Option("--device", help="Where to train.")
@@ -136,7 +136,7 @@ def smoke(
 
     Exit codes: 0 all checks passed; 1 one failed; 2 usage; 4 an I/O failure; 5 RUN or OUT exists.
     """
-    from ckptkit.train.smoke import smoke as make_checks
+    from ckptkit.train.smoke.smoke import smoke as make_checks
 
     checks = make_checks(run, out, nproc=nproc, tied=not untied, device=device, overwrite=overwrite, report=note_check)
     ok = all(check.ok is not False for check in checks)

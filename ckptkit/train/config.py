@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from ckptkit.errors import Usage, translate_os_errors
-from ckptkit.train.model_config import require_at_least
+from ckptkit.train.models.config import require_at_least
 
 SETTINGS = "train.toml"  # in a run, what it was started with
 Device = Literal["auto", "cpu", "cuda"]

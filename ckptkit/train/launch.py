@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ckptkit.errors import CkptError, Usage
-from ckptkit.train.ranks import Place
+from ckptkit.train.parallel.ranks import Place
 
 Report = Callable[[Any], None]
 Work = Callable[[Place, Report], None]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ckptkit.train.config import TrainConfig
 from ckptkit.train.launch import Report
 from ckptkit.train.metrics import Log, Step
-from ckptkit.train.ranks import Place, process_group
-from ckptkit.train.run import Run
+from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.train.saving.run import Run
 from ckptkit.train.start import start
 from ckptkit.train.trainer import Trainer
 

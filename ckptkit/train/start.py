@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.runs import find_checkpoint, is_complete
-from ckptkit.train.blueprint import Blueprint, choose_blueprint, resolve_model
 from ckptkit.train.config import SETTINGS, TrainConfig
-from ckptkit.train.data import open_corpus
+from ckptkit.train.data.corpus import open_corpus
+from ckptkit.train.data.tokenizer import choose_tokenizer
+from ckptkit.train.data.tokens import TokenFile, prepare_tokens
 from ckptkit.train.metrics import forget_after
-from ckptkit.train.ranks import on_rank_0
-from ckptkit.train.run import Run
-from ckptkit.train.tokenizer import choose_tokenizer
-from ckptkit.train.tokens import TokenFile, prepare_tokens
+from ckptkit.train.models.blueprint import Blueprint, choose_blueprint, resolve_model
+from ckptkit.train.parallel.ranks import on_rank_0
+from ckptkit.train.saving.run import Run
 from ckptkit.train.trainer import Trainer
 from ckptkit.train.weights import load_weights
 

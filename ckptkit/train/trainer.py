@@ -17,14 +17,14 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckptkit.errors import CkptError, Mismatch
-from ckptkit.train.blueprint import Blueprint
 from ckptkit.train.config import TrainConfig
-from ckptkit.train.data import Batch, Corpus, share
+from ckptkit.train.data.corpus import Batch, Corpus, share
 from ckptkit.train.metrics import Step, flops_per_token, peak_flops, peak_memory
-from ckptkit.train.precision import param_dtype
-from ckptkit.train.run import Run
+from ckptkit.train.models.blueprint import Blueprint
+from ckptkit.train.parallel.precision import param_dtype
+from ckptkit.train.parallel.shard import Sharded, shard
+from ckptkit.train.saving.run import Run
 from ckptkit.train.seeds import derive
-from ckptkit.train.shard import Sharded, shard
 
 LAST_LR = 0.1  # of the highest
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from ckptkit import storage
 from ckptkit.runs import find_checkpoint
-from ckptkit.train.shard import Sharded
+from ckptkit.train.parallel.shard import Sharded
 
 
 def load_weights(sharded: Sharded, path: Path) -> None:

@@ -27,12 +27,12 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported, Usage
 from ckptkit.ops.architecture import read_architecture
 from ckptkit.ops.budget import Budget, Setup, kept_bytes, make_budget, norm_bytes, shard_numel
 from ckptkit.ops.estimate import Estimated
-from ckptkit.train.fsdp2 import prefetch
 from ckptkit.train.launch import Report, launch
-from ckptkit.train.llama import Llama
-from ckptkit.train.model_config import ModelConfig
-from ckptkit.train.ranks import Place, process_group
-from ckptkit.train.recompute import recompute
+from ckptkit.train.models.config import ModelConfig
+from ckptkit.train.models.llama import Llama
+from ckptkit.train.parallel.fsdp2 import prefetch
+from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.train.parallel.recompute import recompute
 from tests.ops.test_fit import FAMILIES, SIZES
 
 LLAMA_8B = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.runs import Run
-from ckptkit.train.checks import CHECKS
 from ckptkit.train.config import settings
+from ckptkit.train.smoke.checks import CHECKS
 
 TINY = ["--sequence-length", "32", "--device", "cpu"]
 

@@ -13,7 +13,7 @@ from ckptkit.train.config import TrainConfig
 from ckptkit.train.launch import launch
 from ckptkit.train.loop import train
 from ckptkit.train.metrics import Step
-from ckptkit.train.smoke import smoke
+from ckptkit.train.smoke.smoke import smoke
 
 pytestmark = pytest.mark.gpu
 

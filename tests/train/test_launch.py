@@ -6,7 +6,7 @@ import pytest
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.train.launch import Report, launch
-from ckptkit.train.ranks import Place
+from ckptkit.train.parallel.ranks import Place
 
 
 def refuse_on_rank_1(place: Place, report: Report) -> None:

@@ -17,18 +17,18 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoi
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.runs import Run
 from ckptkit.train.config import TrainConfig, read_settings
-from ckptkit.train.data import Corpus, open_corpus
-from ckptkit.train.initial import initialise
+from ckptkit.train.data.corpus import Corpus, open_corpus
+from ckptkit.train.data.tokenizer import Bytes
+from ckptkit.train.data.tokens import prepare_tokens
 from ckptkit.train.launch import Report, launch
-from ckptkit.train.llama import Llama, LlamaBlueprint
 from ckptkit.train.loop import train
 from ckptkit.train.metrics import METRICS, Step
-from ckptkit.train.model_config import ModelConfig
-from ckptkit.train.ranks import Place
-from ckptkit.train.tokenizer import Bytes
-from ckptkit.train.tokens import prepare_tokens
+from ckptkit.train.models.config import ModelConfig
+from ckptkit.train.models.llama import Llama, LlamaBlueprint
+from ckptkit.train.parallel.initial import initialise
+from ckptkit.train.parallel.ranks import Place
+from ckptkit.train.smoke.trial import read_tensors
 from ckptkit.train.trainer import make_scheduler
-from ckptkit.train.trial import read_tensors
 
 STEPS, SAVED = 6, 3
 

@@ -1,0 +1,124 @@
+"""Practice: what the ranks of a smoke run do, telling of themselves what no checkpoint shows. Judges nothing."""
+
+from __future__ import annotations
+
+import signal
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ckptkit.train.config import TrainConfig
+from ckptkit.train.launch import Report
+from ckptkit.train.loop import Asked, advance
+from ckptkit.train.metrics import Log, Step
+from ckptkit.train.parallel.precision import param_dtype
+from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.train.start import start
+from ckptkit.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step as one rank saw it."""
+
+    rank: int
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a rank stood after a step: its scheduler, and its place in the data."""
+
+    rank: int
+    step: int
+    scheduler: dict[str, Any]
+    progress: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a rank holds: of parameters, and of the optimizer's moments; and its GPU's peak (None on the CPU)."""
+
+    rank: int
+    parameters: int
+    optimizer: int
+    peak: int | None
+    computes_in: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The CRC-32 of all that a rank holds of the parameters."""
+
+    rank: int
+    crc32: int
+
+
+def practise(config: TrainConfig, place: Place, report: Report) -> None:
+    """Train a run to its end, as `ckptkit.train.loop` does, each rank telling what it saw."""
+    with process_group(place, config.device, deterministic=True) as mesh:
+        trainer, run = start(config, mesh)
+        report(stand(trainer))
+        peak = 0
+        with run, Log(config, place.rank) as log:
+            for step in advance(config, trainer, run, Asked(signal.SIGTERM)):
+                log.write(step)
+                report(Taken(place.rank, step))
+                if step.checkpoint:
+                    report(stand(trainer))
+                peak = max(peak, step.memory_allocated or 0)
+        report(hold(trainer, peak or None))
+
+
+def save_again(config: TrainConfig, place: Place, report: Report) -> None:
+    """Load the checkpoint that the configuration resumes from, and save it as it is, as one of its own run."""
+    with process_group(place, config.device) as mesh:
+        trainer, run = start(config, mesh)
+        with run:
+            trainer.save(run)
+        report(stand(trainer))
+
+
+def replicate(config: TrainConfig, place: Place, report: Report) -> None:
+    """Take the steps of a configuration, and tell what each rank's parameters became."""
+    with process_group(place, config.device) as mesh:
+        trainer, _ = start(config, mesh)
+        while trainer.progress.step < config.steps:
+            trainer.step()
+        report(Copy(place.rank, checksum(trainer.model.parameters())))
+
+
+def stand(trainer: Trainer) -> Standing:
+    """Where a trainer stands."""
+    progress = trainer.progress
+    return Standing(trainer.rank, progress.step, trainer.scheduler.state_dict(), progress.state_dict())
+
+
+def hold(trainer: Trainer, peak: int | None) -> Held:
+    """What a trainer holds."""
+    moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    dtype = str(param_dtype(trainer.config, trainer.device.type)).removeprefix("torch.")
+    return Held(trainer.rank, nbytes(trainer.model.parameters()), nbytes(moments), peak, dtype)
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's part of all tensors."""
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """The CRC-32 of this rank's part of all tensors."""
+    crc = 0
+    for tensor in tensors:
+        crc = zlib.crc32(local(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
+    return crc
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

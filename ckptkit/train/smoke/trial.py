@@ -1,0 +1,137 @@
+"""Trials: a smoke run and the runs that come of it, each made when first asked for; what they left, read by torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ckptkit.runs import Run
+from ckptkit.train.config import Device, TrainConfig
+from ckptkit.train.launch import launch
+from ckptkit.train.models.config import ModelConfig
+from ckptkit.train.models.llama import Llama
+from ckptkit.train.smoke.practice import practise, save_again
+
+STEPS, SAVED = 8, 4
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """What a check looked at is not as it should be."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The run under test, where its export goes, and a room for more runs; each is made when first asked for."""
+
+    config: TrainConfig
+    nproc: int
+    out: Path
+    room: Path
+
+    @cached_property
+    def first(self) -> list[Any]:
+        """What the ranks tell of the run itself."""
+        return work(partial(practise, self.config), self.nproc)
+
+    @cached_property
+    def resumed(self) -> list[Any]:
+        """What they tell of a run that goes on from the first checkpoint of that."""
+        return work(partial(practise, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
+
+    @cached_property
+    def at_another_size(self) -> Path:
+        """The last checkpoint, loaded by one rank more and saved by it as one file."""
+        config = replace(self._go_on("other", self.config.run, STEPS), state_dict="full", device=self._any_device)
+        work(partial(save_again, config), self.nproc + 1)
+        return Run(config.run).checkpoint(STEPS)
+
+    @cached_property
+    def from_full(self) -> Path:
+        """That file, loaded and saved as shards again."""
+        config = self._go_on("back", self.at_another_size.parent, STEPS)
+        work(partial(save_again, config), self.nproc)
+        return Run(config.run).checkpoint(STEPS)
+
+    @property
+    def _any_device(self) -> Device:
+        return "auto" if self.config.device == "cuda" else self.config.device  # there may be no GPU more
+
+    def _go_on(self, name: str, run: Path, step: int) -> TrainConfig:
+        return replace(self.config, run=self.room / name, resume=str(Run(run).checkpoint(step)))
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last checkpoint of the run."""
+        latest = Run(self.config.run).latest()
+        if latest is None:
+            raise Failed(f"no checkpoint in {self.config.run}")
+        return latest.path
+
+    @cached_property
+    def trained(self) -> Llama:
+        """The built-in model with the weights of the last checkpoint, read by torch and no part of ckptkit."""
+        model = Llama(ModelConfig.read(self.checkpoint / "config.json"))
+        with warnings.catch_warnings(action="ignore"):  # torch warns that it loads in one process, as it is told to
+            state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=self.checkpoint, no_dist=True)
+        return model
+
+    @cached_property
+    def exported(self) -> dict[str, Tensor]:
+        """The tensors of the export by name."""
+        files = sorted(self.out.glob("*.safetensors"))
+        if not files:
+            raise Failed(f"no safetensors in {self.out}")
+        return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+    @cached_property
+    def prompt(self) -> Tensor:
+        """Tokens to compare logits on: int64 [4, sequence_length]."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(self.trained.config.vocab_size, (4, self.config.sequence_length), generator=generator)
+
+
+def work(task: Callable[..., None], nproc: int) -> list[Any]:
+    """Do a task on `nproc` ranks; gives what they report."""
+    heard: list[Any] = []
+    launch(task, nproc, heard.append)
+    return heard
+
+
+def of(kind: type[T], heard: list[Any]) -> list[T]:
+    """The reports of one kind."""
+    return [report for report in heard if isinstance(report, kind)]
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a sharded or full checkpoint by their dotted names, read by torch and no part of ckptkit."""
+    if (checkpoint / "state.pt").exists():
+        return dict(flatten(torch.load(checkpoint / "state.pt", weights_only=True)))
+    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings(action="ignore"):
+        state_dict_loader.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+    return tensors
+
+
+def flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dicts, each with the keys that lead to it."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{key}", value

@@ -1,0 +1,182 @@
+"""Every way to shard, on one to four ranks: it starts from the weights of the seed, and trains like the plain model."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from ckptkit.errors import Usage
+from ckptkit.train.config import TrainConfig
+from ckptkit.train.launch import Report, launch
+from ckptkit.train.models.config import ModelConfig
+from ckptkit.train.models.llama import Llama, LlamaBlueprint
+from ckptkit.train.parallel.initial import initialise
+from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.train.parallel.shard import Sharded, shard
+
+# so that nothing divides evenly by two, three or four
+SHAPE = ModelConfig(hidden_size=40, intermediate_size=67, head_dim=10, num_hidden_layers=3)
+RUN = TrainConfig(run=Path("unused"), seed=5, device="cpu")
+TOKENS = torch.randint(256, (8, 12), generator=torch.Generator().manual_seed(0))
+STEPS, LIMIT = 3, 0.5
+
+EVERYWHERE = {
+    "FSDP2": RUN,
+    "FSDP2 shard_grad_op": replace(RUN, strategy="shard_grad_op", prefetch=2),
+    "FSDP2 ddp": replace(RUN, strategy="ddp"),
+    "FSDP2 recompute": replace(RUN, recompute_every=1, prefetch=0),
+    "FSDP2 recompute every second": replace(RUN, recompute_every=2, micro_batch_size=1),
+    "FSDP2 accumulating": replace(RUN, micro_batch_size=1),
+    "FSDP2 frozen": replace(RUN, freeze=("*.mlp.*", "model.norm.weight")),
+    "FSDP1": replace(RUN, fsdp="1"),
+    "FSDP1 shard_grad_op": replace(RUN, fsdp="1", strategy="shard_grad_op", prefetch=0),
+    "FSDP1 ddp": replace(RUN, fsdp="1", strategy="ddp"),
+    "FSDP1 recompute": replace(RUN, fsdp="1", recompute_every=1),
+    "FSDP1 accumulating": replace(RUN, fsdp="1", micro_batch_size=1),
+    "FSDP1 frozen": replace(RUN, fsdp="1", freeze=("*.mlp.*", "model.norm.weight")),
+}
+UNTIED = {"FSDP1 by size": replace(RUN, fsdp="1", wrap="size", wrap_parameters=5000), "FSDP2 untied": RUN}
+ON_FOUR = {
+    "FSDP2 hybrid": replace(RUN, strategy="hybrid_shard", replicas=2),
+    "FSDP1 hybrid": replace(RUN, fsdp="1", strategy="hybrid_shard", replicas=2),
+}
+
+
+def learn(config: TrainConfig, sharded: Sharded, place: Place) -> Iterator[tuple[float, float]]:
+    """Loss on this rank and norm of all gradients, step by step."""
+    model = sharded.model
+    optimizer = torch.optim.SGD([*sharded.parameters(matrices=True), *sharded.parameters(matrices=False)], lr=0.1)
+    mine = TOKENS.tensor_split(place.world_size)[place.rank]
+    for _ in range(STEPS):
+        parts = mine.split(config.micro_batch_size or len(mine))
+        total = 0.0
+        for i, part in enumerate(parts):
+            with nullcontext() if i + 1 == len(parts) else sharded.sharding.accumulating(model):
+                loss = loss_of(model, part) / len(parts)
+                loss.backward()
+                total += float(loss.detach())
+        norm = sharded.sharding.clip(model, LIMIT)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield total, norm
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def whole(model: nn.Module) -> dict[str, Any]:
+    """The model's tensors, gathered, for a pipe."""
+    state: dict[str, Any] = get_model_state_dict(model)
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone().numpy() for k, v in state.items()}
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def describe(variants: dict[str, TrainConfig], shape: ModelConfig, place: Place, report: Report) -> None:
+    with process_group(place, "cpu") as mesh:
+        for name, config in variants.items():
+            sharded = shard(config, LlamaBlueprint(shape), mesh, config.seed)
+            before = whole(sharded.model)
+            held = sum(local(parameter).numel() for parameter in sharded.model.parameters())
+            numbers = list(learn(config, sharded, place))
+            report((name, place.rank, before, whole(sharded.model), numbers, held))
+
+
+def plain(shape: ModelConfig, config: TrainConfig) -> tuple[Any, Any, list[tuple[float, float]]]:
+    """What a model in one process starts from, ends with, and its losses and norms."""
+    model = Llama(shape)
+    initialise(LlamaBlueprint(shape), model, RUN.seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (config.freeze and (".mlp." in name or name == "model.norm.weight")))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    numbers = []
+    for _ in range(STEPS):
+        loss = loss_of(model, TOKENS)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append((float(loss.detach()), float(norm)))
+    return before, model.state_dict(), numbers
+
+
+@pytest.mark.parametrize(
+    ("world_size", "variants", "shape"),
+    [
+        (1, EVERYWHERE, SHAPE),
+        (2, EVERYWHERE, SHAPE),
+        (2, UNTIED, replace(SHAPE, tie_word_embeddings=False)),
+        (4, EVERYWHERE | ON_FOUR, SHAPE),
+    ],
+    ids=["one rank", "two ranks", "untied", "four ranks"],
+)
+def test_every_sharding_trains_like_the_plain_model(
+    world_size: int, variants: dict[str, TrainConfig], shape: ModelConfig
+) -> None:
+    heard: list[Any] = []
+    launch(partial(describe, variants, shape), world_size, heard.append)
+    assert len(heard) == world_size * len(variants)
+    for name, config in variants.items():
+        before, after, numbers = plain(shape, config)
+        ranks = [found for found in heard if found[0] == name]
+        held = sum(found[5] for found in ranks)
+        copies = world_size if config.strategy == "ddp" else config.replicas
+        assert held == copies * sum(parameter.numel() for parameter in Llama(shape).parameters()), name
+        for _, _, initial, trained, steps, _ in ranks:
+            assert initial.keys() == before.keys(), name
+            assert all(torch.equal(torch.from_numpy(initial[key]), before[key]) for key in before), name
+            for key, tensor in after.items():
+                torch.testing.assert_close(torch.from_numpy(trained[key]), tensor, msg=f"{name}: {key}")
+            assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in numbers], rel=1e-4), name
+        for step in range(STEPS):
+            mean = sum(found[4][step][0] for found in ranks) / world_size
+            assert mean == pytest.approx(numbers[step][0], rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_the_same() -> None:
+    shape = replace(SHAPE, num_hidden_layers=1)
+    compiled = {"FSDP2": replace(RUN, compile=True), "FSDP1": replace(RUN, fsdp="1", compile=True, recompute_every=1)}
+    heard: list[Any] = []
+    launch(partial(describe, compiled, shape), 2, heard.append)
+    _, after, numbers = plain(shape, RUN)
+    for name, _, _, trained, steps, _ in heard:
+        assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in numbers], rel=1e-4), name
+        for key, tensor in after.items():
+            torch.testing.assert_close(torch.from_numpy(trained[key]), tensor, msg=f"{name}: {key}")
+
+
+def refuse(place: Place, report: Report) -> None:
+    with process_group(place, "cpu") as mesh:
+        for wrong, said in [
+            (replace(RUN, strategy="hybrid_shard", replicas=3), "3 replicas on 2 ranks"),
+            (replace(RUN, strategy="hybrid_shard"), "1 replicas on 2 ranks"),
+            (replace(RUN, cpu_offload=True), "nothing to offload from"),
+            (replace(RUN, freeze=("*.absent",)), r"no parameter is called `\*\.absent`"),
+            (replace(RUN, freeze=("*",)), "every parameter is frozen"),
+            (replace(RUN, fsdp="1", wrap="size"), "may part tied weights"),
+        ]:
+            with pytest.raises(Usage, match=said):
+                shard(wrong, LlamaBlueprint(SHAPE), mesh, 0)
+    report("done")
+
+
+def test_what_cannot_be_sharded_is_refused_before_anything_is_built() -> None:
+    heard: list[str] = []
+    launch(refuse, 2, heard.append)
+    assert heard == ["done"] * 2

@@ -1,0 +1,222 @@
+"""What is saved comes back to the bit: both forms, every wrapper, other numbers of ranks, in the background."""
+
+import json
+import threading
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import SGD
+
+from ckptkit import runs
+from ckptkit.ops.consolidate import consolidate
+from ckptkit.train.launch import Report, launch
+from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.train.saving.run import Run
+from tests.train.saving.networks import Trainee, differing
+
+FORMS = ("sharded", "full")
+STEPS = 3
+ON_ONE = ("fsdp2", "fsdp1 FULL_SHARD")
+ON_TWO = ("fsdp2", "fsdp1 FULL_SHARD", "fsdp1 FULL_SHARD bare", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD", "plain")
+ON_THREE = ("fsdp2", "fsdp1 FULL_SHARD", "fsdp1 FULL_SHARD bare")
+ON_FOUR = ("hsdp2", "fsdp1 HYBRID_SHARD", "fsdp1 FULL_SHARD")
+
+Heard = list[tuple[str, list[str]]]
+
+
+def trained(wrapper: str, **options: Any) -> Trainee:
+    trainee = Trainee.make(wrapper, seed=0, **options)
+    trainee.learn(STEPS)
+    return trainee
+
+
+def save_and_load(root: Path, wrappers: tuple[str, ...], place: Place, report: Report) -> None:
+    """Save under each wrapper in both forms, load into one of another seed, and go on with both."""
+    warnings.simplefilter("error")
+    with process_group(place, "cpu"):
+        plain = trained("plain")
+        for wrapper in wrappers:
+            for form in FORMS:
+                ours, other = trained(wrapper), Trainee.make(wrapper, seed=1)
+                run = Run(root / f"{wrapper} {form}", state_dict=form)
+                run.save(STEPS, ours.model, ours.optimizer, **ours.state())
+                assert run.load(other.model, other.optimizer, **other.state()) == STEPS
+                wrong = plain.compare(other)
+                report((f"{wrapper} {form}", wrong))
+                assert other.learn(2) == ours.learn(2)
+
+
+def load_across(root: Path, wrappers: tuple[str, ...], place: Place, report: Report) -> None:
+    """Load what these wrappers saved below `root` under each of them."""
+    warnings.simplefilter("error")
+    with process_group(place, "cpu"):
+        load_into([root / f"{wrapper} {form}" for wrapper in wrappers for form in FORMS], wrappers, report)
+
+
+def load_into(roots: list[Path], wrappers: tuple[str, ...], report: Report) -> None:
+    plain = trained("plain")
+    for root in roots:
+        for wrapper in wrappers:
+            other = Trainee.make(wrapper, seed=1)
+            assert Run(root).load(other.model, other.optimizer, **other.state()) == STEPS
+            report((f"{root.name} into {wrapper}", plain.compare(other)))
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Heard]:
+    """Runs of two ranks, one per wrapper and form, and what was heard while they were saved and loaded."""
+    root = tmp_path_factory.mktemp("two")
+    heard: Heard = []
+    launch(partial(save_and_load, root, ON_TWO), 2, heard.append)
+    return root, heard
+
+
+def assert_equal(heard: Heard, count: int) -> None:
+    assert len(heard) == count
+    assert [what for what in heard if what[1]] == []
+
+
+def test_two_ranks_load_what_they_saved(saved_by_two: tuple[Path, Heard]) -> None:
+    assert_equal(saved_by_two[1], 2 * len(ON_TWO) * len(FORMS))
+
+
+def test_three_ranks_load_what_two_saved(saved_by_two: tuple[Path, Heard]) -> None:
+    heard: Heard = []
+    launch(partial(load_across, saved_by_two[0], ON_THREE), 3, heard.append)
+    assert_equal(heard, 3 * len(ON_THREE) ** 2 * len(FORMS))
+
+
+def test_one_process_without_a_group_loads_what_two_saved(saved_by_two: tuple[Path, Heard]) -> None:
+    heard: Heard = []
+    load_into(list(saved_by_two[0].iterdir()), ("plain",), heard.append)
+    assert_equal(heard, len(ON_TWO) * len(FORMS))
+
+
+def test_four_ranks_and_one(tmp_path: Path) -> None:
+    for ranks, wrappers in ((4, ON_FOUR), (1, ON_ONE)):
+        heard: Heard = []
+        launch(partial(save_and_load, tmp_path / str(ranks), wrappers), ranks, heard.append)
+        assert_equal(heard, ranks * len(wrappers) * len(FORMS))
+    heard = []
+    load_into(list((tmp_path / "4").iterdir()), ("plain",), heard.append)
+    assert_equal(heard, len(ON_FOUR) * len(FORMS))
+
+
+def test_others_open_the_checkpoints(saved_by_two: tuple[Path, Heard], tmp_path: Path) -> None:
+    plain = trained("plain").model
+    for run in saved_by_two[0].iterdir():
+        assert [found.step for found in runs.Run(run).checkpoints()] == [STEPS]
+        consolidate(run, tmp_path / run.name)
+        exported = load_file(tmp_path / run.name / "model.safetensors")
+        missing = plain.state_dict().keys() - exported.keys()
+        assert missing <= {"head.weight"}  # tied
+        assert differing(exported, {name: plain.state_dict()[name] for name in exported}) == []
+    tied = torch.load(saved_by_two[0] / "fsdp2 full" / f"ckpt-{STEPS}" / "state.pt", weights_only=True)["model"]
+    assert tied["head.weight"].data_ptr() == tied["embed.weight"].data_ptr()
+    whole = torch.load(saved_by_two[0] / "fsdp1 FULL_SHARD full" / f"ckpt-{STEPS}" / "state.pt", weights_only=True)
+    assert differing(whole["model"], plain.state_dict()) == []
+    assert whole["step"] == STEPS
+
+
+def save_behind(root: Path, place: Place, report: Report) -> None:
+    """Save in the background, and change everything before a byte is written."""
+    warnings.simplefilter("error")
+    with process_group(place, "cpu"):
+        plain = trained("plain")
+        for wrapper in ("fsdp2", "fsdp1 FULL_SHARD", "fsdp1 FULL_SHARD bare", "plain"):
+            for form in FORMS:
+                ours, other = trained(wrapper), Trainee.make(wrapper, seed=1)
+                with Run(root / f"{wrapper} {form}", state_dict=form, background=True, keep_last=1) as run:
+                    gate = hold_back(run)
+                    run.save(STEPS, ours.model, ours.optimizer, **ours.state())
+                    ours.learn(2)
+                    ours.place.clear()
+                    early = run.latest()
+                    gate.set()
+                    run.wait()
+                    run.load(other.model, other.optimizer, **other.state())
+                    wrong = plain.compare(other)
+                    for step in range(STEPS, STEPS + 2):  # one after the other, into the same memory
+                        run.save(step + 1, other.model, other.optimizer, **other.state())
+                        other.learn(1)
+                again = Trainee.make(wrapper, seed=2)
+                assert run.load(again.model, again.optimizer, **again.state()) == STEPS + 2
+                assert [found.step for found in run.checkpoints()] == [STEPS + 2]
+                report((f"{wrapper} {form}", [*wrong, *["early"] * (early is not None)]))
+
+
+def hold_back(run: Run) -> threading.Event:
+    """Let the thread of a run do nothing before the event."""
+    gate = threading.Event()
+    assert run._thread is not None
+    run._thread.submit(gate.wait)
+    return gate
+
+
+def test_in_the_background_the_state_of_the_moment_is_saved(tmp_path: Path) -> None:
+    heard: Heard = []
+    launch(partial(save_behind, tmp_path), 2, heard.append)
+    assert_equal(heard, 2 * 4 * len(FORMS))
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loop_of_three_lines(tmp_path: Path, form: str, background: bool) -> None:
+    def train(root: Path, steps: int) -> tuple[nn.Module, list[int]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        taken = []
+        with Run(root, state_dict=form, background=background) as run:
+            step = run.load(model, optimizer) if run.latest() else 0
+            while step < steps:
+                model(torch.ones(3)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                taken.append(step)
+                assert run.save(step, model, optimizer) == root / f"ckpt-{step}"
+        return model, taken
+
+    train(tmp_path / "resumed", 2)
+    resumed, taken = train(tmp_path / "resumed", 4)
+    assert taken == [3, 4]
+    straight, taken = train(tmp_path / "straight", 4)
+    assert taken == [1, 2, 3, 4]
+    assert differing(resumed.state_dict(), straight.state_dict()) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_and_metrics_lie_beside_the_state(tmp_path: Path, form: str) -> None:
+    run = Run(tmp_path, state_dict=form, files={"config.json": b"{}"})
+    path = run.save(7, nn.Linear(2, 2), metrics={"loss": 0.5, "accuracy": 1})
+    assert (path / "config.json").read_bytes() == b"{}"
+    assert json.loads((path / "metrics.json").read_text()) == {"loss": 0.5, "accuracy": 1.0, "step": 7}
+    path.rename(tmp_path / "best")
+    assert run.load(nn.Linear(2, 2), path=tmp_path / "best") == 7
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_old_checkpoints_go_and_the_best_stay(tmp_path: Path, form: str) -> None:
+    (tmp_path / ".ckpt-0.leaving").mkdir()  # of a process that was ended
+    run = Run(tmp_path, state_dict=form, keep_last=2, keep_best="loss:2")
+    for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0, 4.0, 5.0], 1):
+        run.save(step, nn.Linear(2, 2), metrics={"loss": loss})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-2", "ckpt-4", "ckpt-5", "ckpt-6"]
+    Run(tmp_path, state_dict=form, keep_last=1).save(3, nn.Linear(2, 2))  # after resuming from step 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-3", "ckpt-6"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_ends_no_training(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=1)
+    run.save(1, nn.Linear(2, 2), metrics={"loss": 1.0})
+    (tmp_path / "ckpt-1" / "metrics.json").write_text("not JSON")
+    with pytest.warns(UserWarning, match="an old checkpoint was not deleted: .*metrics.json: not the metrics"):
+        run.save(2, nn.Linear(2, 2))
+    assert [found.step for found in run.checkpoints()] == [1, 2]
