@@ -128,7 +128,6 @@ def main() -> None:
         if command is consolidate:
             options.add_argument("--size-gb", type=float, default=1.6, help="size of the checkpoint, 1.6 by default")
     options = commands.add_parser("train", help=train.__doc__)
-    options.add_argument("--runs", type=int, default=3, help="runs of each loop, 3 by default")
     add_options(options)
     arguments = parser.parse_args()
     if arguments.command == "consolidate":
