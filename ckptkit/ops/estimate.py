@@ -145,8 +145,6 @@ def notes_on(config: Mapping[str, Any], model: Architecture, setup: Setup) -> It
         )
     if not is_known(config):
         yield f"activations of `{model.model_type}` are counted as if its blocks were Llama's of the same sizes"
-    whole = DTYPES["float32"].itemsize * model.numel / 10**9
-    yield f"a step of several micro-batches adds up whole gradients in float32 on each GPU: {whole:.3g} GB not counted"
     yield "not counted: the CUDA context, NCCL's buffers, and what the allocator cannot use for being in pieces"
 
 

@@ -6,7 +6,7 @@ On the CPU torch 2.13 trains it when told `device_id`; its sharded state dict is
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -67,6 +67,7 @@ class Fsdp1:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated, and still asked for
+            warnings.filterwarnings("ignore", ".* has both parameters with requires_grad")  # some are frozen, as asked
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # on one rank there is no other
             return FullyShardedDataParallel(
                 model,
@@ -99,5 +100,6 @@ class Fsdp1:
         return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(limit))
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Gradients stay unsharded on each rank."""
-        return cast(FullyShardedDataParallel, model).no_sync()
+        """Where nothing is sharded, gradients stay on each rank. Else they are reduced: whole, they might not fit."""
+        whole = self.config.strategy == "ddp"
+        return cast(FullyShardedDataParallel, model).no_sync() if whole else nullcontext()

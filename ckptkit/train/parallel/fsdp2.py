@@ -53,11 +53,11 @@ class Fsdp2:
 
     @contextmanager
     def accumulating(self, model: nn.Module) -> Iterator[None]:
-        """Gradients stay unsharded, in the dtype that they will be reduced in."""
+        """Gradients are reduced to shards each time, which keeps them small, and across replicas once, at the end."""
         root = cast(FSDPModule, model)
-        root.set_requires_gradient_sync(False)
+        root.set_requires_all_reduce(False)
         yield
-        root.set_requires_gradient_sync(True)
+        root.set_requires_all_reduce(True)
 
 
 def prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:

@@ -30,7 +30,7 @@ class Sharding(Protocol):
         """Scale the gradients down to norm `limit` if theirs is larger; gives the norm that they had. A collective."""
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """While open, backward adds up gradients on each rank and reduces none."""
+        """While open, backward adds up gradients, and leaves out all communication that can wait for the last one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,17 +36,20 @@ EVERYWHERE = {
     "FSDP2 recompute": replace(RUN, recompute_every=1, prefetch=0),
     "FSDP2 recompute every second": replace(RUN, recompute_every=2, micro_batch_size=1),
     "FSDP2 accumulating": replace(RUN, micro_batch_size=1),
+    "FSDP2 ddp accumulating": replace(RUN, strategy="ddp", micro_batch_size=1),
     "FSDP2 frozen": replace(RUN, freeze=("*.mlp.*", "model.norm.weight")),
     "FSDP1": replace(RUN, fsdp="1"),
     "FSDP1 shard_grad_op": replace(RUN, fsdp="1", strategy="shard_grad_op", prefetch=0),
     "FSDP1 ddp": replace(RUN, fsdp="1", strategy="ddp"),
     "FSDP1 recompute": replace(RUN, fsdp="1", recompute_every=1),
     "FSDP1 accumulating": replace(RUN, fsdp="1", micro_batch_size=1),
+    "FSDP1 ddp accumulating": replace(RUN, fsdp="1", strategy="ddp", micro_batch_size=1),
     "FSDP1 frozen": replace(RUN, fsdp="1", freeze=("*.mlp.*", "model.norm.weight")),
 }
 UNTIED = {"FSDP1 by size": replace(RUN, fsdp="1", wrap="size", wrap_parameters=5000), "FSDP2 untied": RUN}
 ON_FOUR = {
     "FSDP2 hybrid": replace(RUN, strategy="hybrid_shard", replicas=2),
+    "FSDP2 hybrid accumulating": replace(RUN, strategy="hybrid_shard", replicas=2, micro_batch_size=1),
     "FSDP1 hybrid": replace(RUN, fsdp="1", strategy="hybrid_shard", replicas=2),
 }
 
