@@ -56,8 +56,6 @@ def train(
 
     told = Told(chosen.steps)
     launch(partial(work, chosen), nproc, told.hear)
-    if not told.steps:
-        note("nothing to do: the checkpoint is at the last step already")
     if torchrun_place():
         leave(told.exit_code)
     raise typer.Exit(told.exit_code)
@@ -68,7 +66,8 @@ def own_settings(run: Path, resume: str | None) -> dict[str, Any]:
     path = run / SETTINGS
     if resume is None or not path.is_file():
         return {}
-    note(f"settings from {path}")
+    if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks need not say it again
+        note(f"settings from {path}")
     return read_settings(path)
 
 
@@ -77,7 +76,6 @@ class Told:
     """What rank 0 has told so far."""
 
     last_step: int
-    steps: int = 0
     exit_code: int = 0
 
     def hear(self, message: Step | Note) -> None:
@@ -87,9 +85,7 @@ class Told:
         if isinstance(message, Note):
             note(message.text)
             self.exit_code = TERMINATED if message.ended_early else self.exit_code
-            self.steps += message.ended_early
             return
-        self.steps += 1
         say(describe(message, self.last_step))
         if message.checkpoint:
             note(f"saved {message.checkpoint}")

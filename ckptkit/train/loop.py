@@ -33,7 +33,8 @@ def train(config: TrainConfig, place: Place, report: Report) -> None:
         trainer, run = start(config, mesh)
         tell = report if place.rank == 0 else lambda _: None
         if trainer.progress.step:
-            tell(Note(f"going on from step {trainer.progress.step}"))
+            rest = "going on" if trainer.progress.step < config.steps else "nothing to do"
+            tell(Note(f"{rest}: {run.root} is at step {trainer.progress.step} of {config.steps}"))
         with run, Log(config, place.rank) as log:
             for step in advance(config, trainer, run, asked):
                 log.write(step)

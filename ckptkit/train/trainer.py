@@ -68,6 +68,7 @@ class Trainer:
         self.sharded = shard(config, blueprint, mesh, seed)
         self.model = self.sharded.model
         self.optimizer = make_optimizer(config, self.sharded)
+        self._decays = [float(group["weight_decay"]) for group in self.optimizer.param_groups]
         self.scheduler = make_scheduler(config, self.optimizer)
         self.progress = Progress(config.seed, corpus.length, corpus.checksum)
         peak = peak_flops(mesh.device_type, param_dtype(config, mesh.device_type))
@@ -134,8 +135,17 @@ class Trainer:
                     path=path,
                     hint="go on with the same data, seed and length, or start anew from `--weights`",
                 )
-        for group, decay in zip(self.optimizer.param_groups, (self.config.weight_decay, 0.0), strict=False):
-            group["weight_decay"] = decay  # as asked for now, not as saved
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Learn, and let decay, at the rates that are asked for now, which need not be those that were saved."""
+        self.scheduler.base_lrs = [self.config.lr] * len(self._decays)
+        for group, decay, factor in zip(
+            self.optimizer.param_groups, self._decays, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["initial_lr"] = self.config.lr
+            group["lr"] = self.config.lr * factor(self.progress.step)
+            group["weight_decay"] = decay
 
     def next_batches(self) -> list[Batch]:
         """This rank's share of the next global batch, in as many parts as every other rank has."""

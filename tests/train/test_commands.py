@@ -35,7 +35,7 @@ def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path
     second = ckptkit(tmp_path, "train", "--steps", "3", "--nproc", "1", "--resume", "auto", *TINY)
     assert second.returncode == 0, second.stderr
     assert [line.split()[1] for line in second.stdout.splitlines()] == ["3/3"]
-    assert "going on from step 2" in second.stderr
+    assert "going on: run is at step 2 of 3" in second.stderr
     assert [checkpoint.step for checkpoint in Run(tmp_path / "run").checkpoints()] == [2, 3]
     third = ckptkit(tmp_path, "train", "--resume", "auto", "--nproc", "1")
     assert (third.returncode, third.stdout) == (0, "")
