@@ -73,7 +73,7 @@ def open_layout(path: Path) -> Layout:
     """The layout of the checkpoint at `path`, in whatever format. Raises `NotACheckpoint` if none claims it."""
     reader = detect_format(path)
     if reader is None:
-        looked_for = "DCP's `.metadata`, `*.safetensors` with its index, a file of torch.save, a file of torch.save"
+        looked_for = "DCP's `.metadata`, `*.safetensors` with its index, a file of torch.save"
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
         raise NotACheckpoint(what, path=path, hint=f"looked for: {looked_for}")
     with translate_os_errors(path):

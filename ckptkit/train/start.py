@@ -28,11 +28,12 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What rank 0 found out for all: where to go on from, where the model lies, and its tokens."""
+    """What rank 0 found out for all: where to go on from, where the model lies, and what its tokenizer is."""
 
     resume: Path | None
     model: str
-    tokens: TokenFile
+    tokenizer: str | None
+    vocab_size: int
     tokenizer_files: Mapping[str, bytes]
 
 
@@ -41,12 +42,13 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
     if config.batch_size < mesh.size():
         raise Usage(f"batch_size {config.batch_size} leaves some of {mesh.size()} ranks without a sequence")
     ground = on_rank_0(partial(explore, config))
-    blueprint = choose_blueprint(ground.model, tied=not config.untied, vocab_size=ground.tokens.vocab_size)
+    blueprint = choose_blueprint(ground.model, tied=not config.untied, vocab_size=ground.vocab_size)
     require_fit(config, blueprint, ground)
-    corpus = open_corpus(ground.tokens, length=config.sequence_length, seed=config.seed)
+    run = make_run(config, {**ground.tokenizer_files, **blueprint.files()})
+    tokens = on_rank_0(partial(tokenise, config, ground))
+    corpus = open_corpus(tokens, length=config.sequence_length, seed=config.seed)
     weights = config.weights or blueprint.weights
     trainer = Trainer(config, blueprint, corpus, mesh, None if ground.resume or weights else config.seed)
-    run = make_run(config, {**ground.tokenizer_files, **blueprint.files()})
     if ground.resume is not None:
         trainer.load(run, ground.resume)
     elif weights is not None:
@@ -60,9 +62,14 @@ def explore(config: TrainConfig) -> Ground:
     resume = find_resume(config)
     model = resolve_model(config.model)
     own = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
-    tokenizer = choose_tokenizer(config.tokenizer or own)
-    tokens = prepare_tokens(config.data, tokenizer, config.run)
-    return Ground(resume, model, tokens, tokenizer.files())
+    name = config.tokenizer or own
+    tokenizer = choose_tokenizer(name)
+    return Ground(resume, model, name, tokenizer.vocab_size, tokenizer.files())
+
+
+def tokenise(config: TrainConfig, ground: Ground) -> TokenFile:
+    """The tokens of the data, in a file of the run that every rank opens."""
+    return prepare_tokens(config.data, choose_tokenizer(ground.tokenizer), config.run)
 
 
 def find_resume(config: TrainConfig) -> Path | None:
@@ -85,9 +92,9 @@ def require_fit(config: TrainConfig, blueprint: Blueprint, ground: Ground) -> No
     """Raise unless model, data and the checkpoint to go on from belong together."""
     if config.sequence_length > blueprint.max_length:
         raise Usage(f"sequence_length {config.sequence_length} is beyond the model's {blueprint.max_length} positions")
-    if ground.tokens.vocab_size > blueprint.vocab_size:
+    if ground.vocab_size > blueprint.vocab_size:
         raise Usage(
-            f"the tokenizer has {ground.tokens.vocab_size} tokens, the model {blueprint.vocab_size}",
+            f"the tokenizer has {ground.vocab_size} tokens, the model {blueprint.vocab_size}",
             hint="give the model's own with `--tokenizer`",
         )
     if ground.resume is not None:

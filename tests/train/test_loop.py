@@ -184,7 +184,6 @@ def test_a_run_goes_on_from_two_to_four_to_three_ranks_with_the_same_batches(
     assert [line["step"] for line in lines] == [4, 5, 6]
 
 
-@pytest.mark.usefixtures("steps")
 def test_a_resumed_run_learns_at_the_rates_asked_for_now(
     config: TrainConfig, steps: list[Step], tmp_path: Path
 ) -> None:
@@ -192,6 +191,7 @@ def test_a_resumed_run_learns_at_the_rates_asked_for_now(
     assert [step.lr for step in go(slower, 1)] == pytest.approx([step.lr / 2 for step in steps[SAVED:]])
 
 
+@pytest.mark.usefixtures("steps")
 def test_starting_weights_come_from_an_export_or_any_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
     consolidate(config.run, tmp_path / "out")
     places = [tmp_path / "out", config.run, config.run / "ckpt-6", config.run / "ckpt-3"]
