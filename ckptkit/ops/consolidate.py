@@ -84,7 +84,7 @@ def consolidate(
     layout, notes = fit(layout, companions, strict)
     layout, casts = apply_dtype(layout, dtype)
     output = Output(dst, max_shard_size, overwrite, sync, jobs, progress)
-    draft = make_draft(layout, get_writer("hf"), output, companion_files(companions, layout))
+    draft = make_draft(source, layout, get_writer("hf"), output, companion_files(companions, layout))
     result = Consolidated(
         source=source,
         output=dst,

@@ -51,9 +51,12 @@ class Draft:
         return sizes | {name: len(content) for name, content in self.companions.items()}
 
 
-def make_draft(wanted: Layout, writer: Writer, output: Output, companions: Mapping[str, bytes]) -> Draft:
-    """Find every byte of `wanted` and arrange the files; nothing is written, so this is all of a dry run."""
-    check_apart(wanted.root, output.path)
+def make_draft(src: Path, wanted: Layout, writer: Writer, output: Output, companions: Mapping[str, bytes]) -> Draft:
+    """Find every byte of `wanted`, which is of the checkpoint `src`, and arrange the files.
+
+    Nothing is written, so this is all of a dry run.
+    """
+    check_apart(src, output.path)
     files = writer.arrange(wanted.specs, max_shard_size=output.max_shard_size)
     return Draft(locate(wanted), writer, files, companions)
 

@@ -92,6 +92,15 @@ def test_consolidates_to_what_torch_loads(wrap: Any, tmp_path: Path) -> None:
     assert_same(load_file(out / "model.safetensors"), dict(expected.get("state_dict", expected)))
 
 
+def test_a_file_is_consolidated_beside_itself_but_not_over_itself(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.arange(4.0), "a.bias": torch.ones(1)}, tmp_path / "best.pt")
+    consolidate(tmp_path / "best.pt", tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a.weight"], torch.arange(4.0))
+    with pytest.raises(Unsafe, match="lies inside it"):
+        consolidate(tmp_path / "best.pt", tmp_path, overwrite=True)
+    assert (tmp_path / "best.pt").exists()
+
+
 def test_consolidates_a_full_checkpoint_of_a_run(produce: Produce, tmp_path: Path) -> None:
     full = produce(producers.full)
     (tmp_path / "run").mkdir()
