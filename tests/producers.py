@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -91,6 +92,7 @@ def _be_rank(rank: int, world_size: int, meeting: str, function: Callable[..., N
         function(*arguments)
         dist.barrier()
         dist.destroy_process_group()
+        os._exit(0)  # not by the interpreter's way out, on which gloo's threads may abort what is done (torch 2.13)
     except BaseException:
         Path(meeting, f"failure-{rank}").write_text(traceback.format_exc())
         raise
