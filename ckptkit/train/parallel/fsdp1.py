@@ -26,8 +26,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from ckptkit.errors import Usage
 from ckptkit.train.config import TrainConfig
 from ckptkit.train.models.blueprint import Blueprint
-from ckptkit.train.parallel.initial import has_buffers, initialise_module, put
+from ckptkit.train.parallel.initial import has_buffers, initialise_module
 from ckptkit.train.parallel.precision import param_dtype, reduce_dtype
+from ckptkit.train.saving.gather import scatter
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -60,9 +61,8 @@ class Fsdp1:
             module.to_empty(device=device, recurse=False)
             if self.seed is not None or has_buffers(module):
                 whole = initialise_module(blueprint, model, names[module], module, self.seed or 0)
-                with torch.no_grad():
-                    for name, parameter in module.named_parameters(recurse=False):
-                        put(parameter, whole[name])
+                for name, parameter in module.named_parameters(recurse=False):
+                    scatter(whole[name], parameter)
             blueprint.tie(model)
 
         with warnings.catch_warnings():

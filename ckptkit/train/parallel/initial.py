@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptkit.train.models.blueprint import Blueprint
+from ckptkit.train.saving.gather import scatter
 from ckptkit.train.seeds import derive
 
 
@@ -27,7 +27,7 @@ def initialise(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None
         if has_buffers(module) or (new and seed is not None):
             whole = initialise_module(blueprint, model, name, module, seed or 0)
             for key, parameter in new.items():
-                put(parameter, whole[key])
+                scatter(whole[key], parameter)
             done.update(new.values())
 
 
@@ -55,15 +55,6 @@ def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield dict(whole)
     finally:
         module._parameters.update(own)
-
-
-def put(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter, or each rank's shard of it; nothing is sent."""
-    if isinstance(parameter, DTensor):
-        whole = distribute_tensor(
-            whole.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    parameter.copy_(whole)
 
 
 def has_buffers(module: nn.Module) -> bool:
