@@ -19,11 +19,10 @@ from ckptkit.checksums import Checksums, crc32
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files import Opened, write_from
 from ckptkit.gather import BLOCK_BYTES, Gatherer
-from ckptkit.layout import Chunk, Piece
+from ckptkit.layout import Chunk, Piece, Place
 from ckptkit.plan import Plan, Target
 
 Progress = Callable[[int], None]
-Place = tuple[str, int]  # file and offset: what tells one chunk from another
 Unit = TypeVar("Unit")
 Worker = Callable[[], AbstractContextManager[Callable[[Unit], None]]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -84,20 +84,41 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """An entry that is no tensor: `length` opaque bytes at `offset` of file `path`. Nobody opens them."""
+    """An entry that is no tensor: an archive of torch.save, `length` bytes at `offset` of file `path`.
+
+    Where it has no bytes to itself, but lies with all others in one pickle, `content` is the pickle of its own value.
+    While `wrapper` is set the archive is inside an envelope of that name.
+    """
 
     path: str
     offset: int
     length: int
+    content: bytes | None = None
+    wrapper: str | None = None
+
+
+Place = tuple[str, int]  # a file and an offset in it: what tells one chunk from another
+Part = tuple[int, bytes]  # bytes, and the offset in a file that they lie at
 
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file that a checkpoint to be written needs: its size, and the bytes that are known before any tensor's."""
+    """A file that a checkpoint to be written needs: its size, and those of its bytes that are known beforehand.
+
+    The rest are holes, for the data of tensors and blobs.
+    """
 
     name: str
     nbytes: int
-    head: bytes
+    parts: Iterable[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a writer is asked for: the most bytes in a file, and how many ranks are to load it; each heeds its own."""
+
+    max_shard_size: int
+    world_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckptkit.box import Box, BoxIndex
+from ckptkit.box import Box, BoxIndex, whole
+from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Mismatch
-from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.layout import Blob, Chunk, Layout, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One chunk to be made of tensor `name`, and the copies that fill it."""
+    """One chunk to be made of the tensor or blob `name`, and the copies that fill it."""
 
     name: str
     chunk: Chunk
@@ -49,7 +50,7 @@ class Plan:
 
 
 def make_plan(src: Layout, dst: Layout) -> Plan:
-    """Join two layouts by tensor name. Raises `Mismatch` if a tensor or any element of `dst` has no source in `src`."""
+    """Join two layouts by name. Raises `Mismatch` if a tensor, any element of one, or a blob has no source in `src`."""
     targets: list[Target] = []
     for name, wanted in dst.tensors.items():
         source = src.tensors.get(name)
@@ -58,6 +59,7 @@ def make_plan(src: Layout, dst: Layout) -> Plan:
         if source.spec != wanted.spec:
             raise Mismatch(f"the source has {source.spec}, wanted is {wanted.spec}", path=src.root, tensor=name)
         targets.extend(join(name, source, wanted, src))
+    targets += [target for name, blob in dst.blobs.items() if (target := join_blob(name, blob, src)) is not None]
     targets.sort(key=lambda target: (target.chunk.path, target.chunk.offset))
     return Plan(src, dst, tuple(targets))
 
@@ -74,3 +76,17 @@ def join(name: str, source: StoredTensor, wanted: StoredTensor, src: Layout) -> 
             message = f"the source has {found} of the {chunk.box.numel} elements of {chunk.box}"
             raise Mismatch(message, path=src.root, tensor=name)
         yield Target(name, chunk, copies)
+
+
+def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
+    """The target of one blob: its bytes as they are. None for one that holds none, or had to be made anew."""
+    source = src.blobs.get(name)
+    if source is None:
+        raise Mismatch("there is no such entry in the source", path=src.root, tensor=name)
+    if wanted.content is not None or source.content is not None or not wanted.length:
+        return None
+    if source.length != wanted.length:
+        raise Mismatch(f"the source has {source.length} bytes, wanted are {wanted.length}", path=src.root, tensor=name)
+    box = whole((wanted.length,))
+    there, here = (Chunk(box, blob.path, blob.offset, blob.length, DTYPES["uint8"]) for blob in (source, wanted))
+    return Target(name, here, (Copy(box, there, here),))

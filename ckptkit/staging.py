@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -222,13 +222,24 @@ def free_bytes(path: Path) -> int:
         return shutil.disk_usage(there).free
 
 
-def create_file(path: Path, size: int, head: bytes) -> None:
-    """Create a file of `size` bytes that starts with `head`; the disk's room for the rest is reserved, not filled."""
+def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]]) -> None:
+    """Create a file of `size` bytes with `parts` at their offsets; the disk's room for the rest is reserved only."""
     with translate_os_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             reserve(fd, size)
-            write_from(fd, memoryview(head), 0, path)
+            for offset, content in parts:
+                write_from(fd, memoryview(content), offset, path)
+        finally:
+            os.close(fd)
+
+
+def write_part(path: Path, offset: int, content: bytes) -> None:
+    """Write `content` at `offset` of a file that is there."""
+    with translate_os_errors(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            write_from(fd, memoryview(content), offset, path)
         finally:
             os.close(fd)
 

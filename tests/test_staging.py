@@ -16,7 +16,7 @@ from ckptkit.staging import Stage, check_room, create_file, staging, staging_pat
 
 
 def write_file(path: Path, content: bytes) -> None:
-    create_file(path, len(content), content)
+    create_file(path, len(content), [(0, content)])
 
 
 def listing(path: Path) -> dict[str, bytes]:
@@ -204,12 +204,12 @@ def test_a_destination_below_a_file_is_an_io_failure(tmp_path: Path) -> None:
 
 
 def test_files_are_created_at_their_size(tmp_path: Path) -> None:
-    create_file(tmp_path / "a", 100, b"head")
+    create_file(tmp_path / "a", 100, [(0, b"head")])
     assert (tmp_path / "a").read_bytes() == b"head" + bytes(96)
-    create_file(tmp_path / "empty", 0, b"")
+    create_file(tmp_path / "empty", 0, [])
     assert (tmp_path / "empty").read_bytes() == b""
     with pytest.raises(CkptError):
-        create_file(tmp_path / "a", 1, b"")
+        create_file(tmp_path / "a", 1, [])
 
 
 def test_room_is_checked_before_it_is_needed(tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ A format is one file here and one line in `FORMATS`. It imports no other format,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 from ckptkit.errors import NotACheckpoint, Unsupported, translate_os_errors
-from ckptkit.layout import Layout, NewFile, Spec
+from ckptkit.layout import Layout, NewFile, Options, Part, Place
 
 # the word that users type, and the class, imported when first needed; `open_layout` asks in this order
 FORMATS = {
@@ -44,8 +44,11 @@ class Reader(Protocol):
 class Writer(Reader, Protocol):
     """A format that can also be written: by its reader, once its files have been made."""
 
-    def arrange(self, specs: Mapping[str, Spec], *, max_shard_size: int) -> tuple[NewFile, ...]:
-        """The files of a checkpoint with tensors of `specs`: final names, final sizes, everything but the data."""
+    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+        """The files of a checkpoint with the tensors and blobs of `wanted`: final names and sizes, all but the data."""
+
+    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:
+        """What is to be written, by file, when the data is there: `checksums` has the CRC-32 of the chunks of `made`."""
 
 
 @cache

@@ -182,8 +182,9 @@ class _Reading:
     def add_entry(self, name: str, entry: Record, places: Places) -> None:
         kind = entry.of.name if isinstance(entry.of, Global) else ""
         if kind == "BytesStorageMetadata":
-            path, offset, length, _ = self.place(places.get((name, None)))
-            self.blobs.setdefault(name, Blob(path, offset, length))
+            path, offset, length, wrapper = self.place(places.get((name, None)))
+            transform = None if wrapper == _ENVELOPE else wrapper
+            self.blobs.setdefault(name, Blob(path, offset, length, wrapper=transform))
             return
         if kind != "TensorStorageMetadata":
             raise Unsupported(f"an entry of kind `{kind}`")

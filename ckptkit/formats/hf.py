@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ckptkit.box import Shape, whole
 from ckptkit.dtypes import DTYPES, DType
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files import check_name, open_regular, read_at, read_small, recognise
-from ckptkit.layout import Chunk, Layout, NewFile, Spec, StoredTensor
+from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Place, Spec, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -85,11 +85,12 @@ class HuggingFace:
         """The layout itself: a header gives the place of every byte."""
         return layout
 
-    def arrange(self, specs: Mapping[str, Spec], *, max_shard_size: int) -> tuple[NewFile, ...]:
-        """The files for tensors of `specs`: headers and index, and room where the data goes."""
+    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+        """The files for the tensors of `wanted`: headers and index, and room for the data. Blobs have no place in them."""
+        specs = wanted.specs
         for name, spec in specs.items():
             check_writable(name, spec)
-        shards = split(specs, max_shard_size)
+        shards = split(specs, options.max_shard_size)
         names = shard_names(len(shards))
         files = [
             new_file(file, {name: specs[name] for name in members}) for file, members in zip(names, shards, strict=True)
@@ -97,14 +98,18 @@ class HuggingFace:
         if len(shards) > 1:
             places = {name: file for file, members in zip(names, shards, strict=True) for name in members}
             index = make_index(specs, places)
-            files.append(NewFile(INDEX, len(index), index))
+            files.append(NewFile(INDEX, len(index), ((0, index),)))
         return tuple(files)
+
+    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:  # noqa: ARG002
+        """Nothing: safetensors keep no checksums."""
+        return ()
 
 
 def new_file(name: str, specs: Mapping[str, Spec]) -> NewFile:
     """A safetensors file with its header, and holes for the tensors."""
     header = make_header(specs)
-    return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), header)
+    return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
 
 
 def files_of(path: Path) -> tuple[Path, list[str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.errors import Unsafe
 from ckptkit.execute import Copied, execute
 from ckptkit.formats import Writer, locate
-from ckptkit.layout import Layout, NewFile
+from ckptkit.layout import Layout, NewFile, Options
 from ckptkit.ops.manifest import NAME as MANIFEST
 from ckptkit.ops.manifest import make_manifest
 from ckptkit.plan import Plan, make_plan
@@ -57,7 +57,7 @@ def make_draft(src: Path, wanted: Layout, writer: Writer, output: Output, compan
     Nothing is written, so this is all of a dry run.
     """
     check_apart(src, output.path)
-    files = writer.arrange(wanted.specs, max_shard_size=output.max_shard_size)
+    files = writer.arrange(wanted, Options(output.max_shard_size))
     return Draft(locate(wanted), writer, files, companions)
 
 
@@ -66,14 +66,14 @@ def write(draft: Draft, output: Output) -> Copied:
     check_room(output.path, sum(draft.file_sizes.values()))
     with staging(output.path, overwrite=output.overwrite, sync=output.sync) as room:
         for file in draft.files:
-            create_file(room / file.name, file.nbytes, file.head)
+            create_file(room / file.name, file.nbytes, file.parts)
         copies = make_plan(draft.source, draft.writer.read(room))
         total = copies.nbytes
         tell = output.progress
         copied = execute(copies, jobs=output.jobs, progress=tell and (lambda nbytes: tell(nbytes, total)))
         manifest = make_manifest(draft.source, draft.file_sizes, tensor_checksums(copies, copied))
         for name, content in {**draft.companions, MANIFEST: manifest}.items():
-            create_file(room / name, len(content), content)
+            create_file(room / name, len(content), [(0, content)])
     return copied
 
 

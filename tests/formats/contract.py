@@ -17,9 +17,9 @@ from ckptkit.dtypes import DTYPES as OURS
 from ckptkit.errors import CkptError
 from ckptkit.execute import execute
 from ckptkit.formats import detect_format, get_writer, locate, open_layout
-from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.plan import make_plan
-from ckptkit.staging import create_file
+from ckptkit.staging import create_file, write_part
 from tests.producers import DTYPES, bits, counted
 from tests.raw import Files, contents
 
@@ -125,11 +125,13 @@ class WriterContract(ReaderContract):
         source = files.layout(**stored)
         writer = get_writer(self.format)
         root.mkdir()
-        for file in writer.arrange(source.specs, max_shard_size=max_shard_size):
-            create_file(root / file.name, file.nbytes, file.head)
-        made = writer.read(root)
-        execute(make_plan(source, made), jobs=2)
-        return made
+        for file in writer.arrange(source, Options(max_shard_size)):
+            create_file(root / file.name, file.nbytes, file.parts)
+        made = writer.locate(writer.read(root))
+        copied = execute(make_plan(source, made), jobs=2)
+        for name, part in writer.seal(made, copied.checksums):
+            write_part(root / name, *part)
+        return writer.read(root)
 
     def check_writing(self, root: Path, tensors: dict[str, Tensor], *, max_shard_size: int = 1 << 40) -> None:
         assert_holds(self.make(root, tensors, max_shard_size=max_shard_size), tensors)
@@ -160,7 +162,7 @@ class WriterContract(ReaderContract):
 
     def test_refuses_what_it_cannot_hold_before_writing(self, tmp_path: Path) -> None:
         for dtype in self.cannot_hold:
-            spec = spec_of(torch.empty(2, dtype=dtype))
+            stored = StoredTensor(spec_of(torch.empty(2, dtype=dtype)), ())
             with pytest.raises(CkptError) as raised:
-                get_writer(self.format).arrange({"w": spec}, max_shard_size=1 << 40)
+                get_writer(self.format).arrange(Layout(tmp_path, "raw", {"w": stored}), Options(1 << 40))
             assert raised.value.tensor == "w"

@@ -19,7 +19,7 @@ from ckptkit.dtypes import DTYPES
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats import open_layout
 from ckptkit.formats.hf import HuggingFace
-from ckptkit.layout import Spec
+from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from tests.formats.contract import WriterContract, assert_holds
 from tests.producers import counted
 
@@ -285,9 +285,9 @@ def test_a_linked_shard_is_unsafe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
 def test_a_name_that_the_header_cannot_hold_is_unsupported(name: str) -> None:
-    spec = Spec(DTYPES["float32"], (2,))
+    stored = StoredTensor(Spec(DTYPES["float32"], (2,)), ())
     with pytest.raises(Unsupported) as raised:
-        HuggingFace().arrange({name: spec}, max_shard_size=1 << 40)
+        HuggingFace().arrange(Layout(Path(), "raw", {name: stored}), Options(1 << 40))
     assert raised.value.tensor == name
 
 
