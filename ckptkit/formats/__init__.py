@@ -48,7 +48,7 @@ class Writer(Reader, Protocol):
         """The files of a checkpoint with the tensors and blobs of `wanted`: final names and sizes, all but the data."""
 
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:
-        """What is to be written, by file, when the data is there: `checksums` has the CRC-32 of the chunks of `made`."""
+        """What is to be written, by file, when the data is there: `checksums` gives the CRC-32 of each chunk."""
 
 
 @cache

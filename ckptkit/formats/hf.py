@@ -86,7 +86,7 @@ class HuggingFace:
         return layout
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
-        """The files for the tensors of `wanted`: headers and index, and room for the data. Blobs have no place in them."""
+        """The files for the tensors of `wanted`: headers, index, and room for the data. Blobs have no place in them."""
         specs = wanted.specs
         for name, spec in specs.items():
             check_writable(name, spec)
