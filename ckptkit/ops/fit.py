@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ckptkit import edits
 from ckptkit.box import Shape
@@ -55,6 +57,17 @@ def drop_tied(layout: Layout, notes: list[str]) -> Layout:
         )
     notes.append(f"{HEAD} is tied to {embedding} and equal to it: written once")
     return edits.select(layout, lambda name: name != HEAD)
+
+
+def restore_tied(layout: Layout, config: Mapping[str, Any]) -> Layout:
+    """The layout with a head that `config` ties to the embedding, and that was left out for it: the same bytes again.
+
+    A model in training has both names in its state dict, and so has its checkpoint.
+    """
+    embedding = find_embedding(layout.tensors)
+    if not is_tied(config) or embedding is None or HEAD in layout.tensors:
+        return layout
+    return replace(layout, tensors={**layout.tensors, HEAD: layout.tensors[embedding]})
 
 
 def check_names(layout: Layout, shapes: Mapping[str, Shape], tied: bool, found_in: str) -> None:
