@@ -28,15 +28,21 @@ class Global:
 
 
 class Record:
-    """A call that the pickle would have made: of what, with which arguments, then given which state and items."""
+    """A call that the pickle would have made: of what, with which arguments, then given which state and contents.
 
-    __slots__ = ("args", "items", "of", "state")
+    `is_new` if a class would have made an instance without its `__init__`. `items` are pairs put into what would be a
+    dict, `members` what was added to a list.
+    """
 
-    def __init__(self, of: object, args: tuple[Any, ...]) -> None:
+    __slots__ = ("args", "is_new", "items", "members", "of", "state")
+
+    def __init__(self, of: object, args: tuple[Any, ...], *, is_new: bool = False) -> None:
         self.of = of
         self.args = args
+        self.is_new = is_new
         self.state: Any = None
         self.items: list[Any] | None = None
+        self.members: list[Any] | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """The attribute `name` of the object that this would have been."""
@@ -54,6 +60,7 @@ class PersistentId:
 
 
 Names = Container[tuple[str, str]]
+_SET = Global("builtins", "set")
 SCALARS: Final = (str, int, float, bytes, bool, type(None))
 _u16, _u32, _u64, _i32, _f64 = Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
 
@@ -244,10 +251,10 @@ class _Machine:
     def extend(self, target: Any, items: list[Any]) -> None:
         if not isinstance(target, Record):
             target.extend(items)
-        elif target.items is None:
-            target.items = items
+        elif target.members is None:
+            target.members = items
         else:
-            target.items.extend(items)
+            target.members.extend(items)
 
     def empty_dict(self) -> None:
         self.stack.append({})
@@ -262,7 +269,10 @@ class _Machine:
 
     def update(self, target: Any, items: list[Any]) -> None:
         if isinstance(target, Record):
-            self.extend(target, list(zip(items[::2], items[1::2], strict=True)))
+            pairs = list(zip(items[::2], items[1::2], strict=True))
+            if target.items is None:
+                target.items = []
+            target.items.extend(pairs)
             return
         for key in items[::2]:
             if type(key) is not str:
@@ -270,7 +280,11 @@ class _Machine:
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def empty_set(self) -> None:
-        self.stack.append([])  # a set needs hashes of what the pickle made; a list holds the same members
+        self.stack.append(Record(_SET, ([],)))  # a set needs hashes of what the pickle made
+
+    def add_items(self) -> None:
+        items = self.pop_marked()
+        self.stack[-1].args[0].extend(items)
 
     # memo
 
@@ -302,15 +316,19 @@ class _Machine:
             raise TypeError("global")
         self.stack.append(self.find(module, name))
 
-    def call(self) -> None:
+    def call(self, *, is_new: bool = False) -> None:
         args, of = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple:
             raise TypeError("arguments")
-        self.stack.append(Record(of, args))
+        self.stack.append(Record(of, args, is_new=is_new))
 
-    def call_with_keywords(self) -> None:
-        self.stack.pop()
-        self.call()
+    def make(self) -> None:
+        self.call(is_new=True)
+
+    def make_with_keywords(self) -> None:
+        if self.stack.pop() != {}:
+            raise TypeError("keywords")
+        self.make()
 
     def build(self) -> None:
         state = self.stack.pop()
@@ -342,10 +360,10 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x29: _M.empty_tuple, 0x85: _M.tuple1, 0x86: _M.tuple2, 0x87: _M.tuple3, 0x74: _M.tuple_marked,
     0x5D: _M.empty_list, 0x61: _M.append, 0x65: _M.appends,
     0x7D: _M.empty_dict, 0x73: _M.set_item, 0x75: _M.set_items,
-    0x8F: _M.empty_set, 0x90: _M.appends,
+    0x8F: _M.empty_set, 0x90: _M.add_items,
     0x94: _M.memoize, 0x71: _M.put1, 0x72: _M.put4, 0x68: _M.get1, 0x6A: _M.get4,
     0x63: _M.global_line, 0x93: _M.global_stack,
-    0x52: _M.call, 0x81: _M.call, 0x92: _M.call_with_keywords, 0x62: _M.build,
+    0x52: _M.call, 0x81: _M.make, 0x92: _M.make_with_keywords, 0x62: _M.build,
     0x51: _M.persistent,
 }  # fmt: skip
 _TABLE: Final = [_OPERATIONS.get(opcode) for opcode in range(256)]
