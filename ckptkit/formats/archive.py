@@ -35,7 +35,7 @@ _DIRECTORY_LIMIT = 1 << 26  # bytes; half a million entries
 _CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
 _GLANCE = 2048  # bytes read at each end; torch's own head and directory take about 800 and 600
 
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -67,7 +67,7 @@ _REFUSED = {
 }
 _NAMES = frozenset(
     [
-        *(("torch", name) for name in (*DTYPES, *_STORAGES, "Size", "device", "Tensor", "strided")),
+        *(("torch", name) for name in (*DTYPES, *STORAGES, "Size", "device", "Tensor", "strided")),
         *(("torch._utils", name) for name in (*_REBUILDS, *_REFUSED)),
         ("torch._tensor", "_rebuild_from_type_v2"),
         ("torch.storage", "UntypedStorage"),
@@ -338,7 +338,7 @@ def parse_rebuild(call: Record) -> TensorRecord:
         shape, strides = as_shape(shape), as_shape(strides)
         kind, storage_type, key, _location, _numel = storage.value
         typed = is_call(call, "_rebuild_tensor_v2")
-        dtype = DTYPES[_STORAGES[storage_type.name] if typed else call.args[6].name]
+        dtype = DTYPES[STORAGES[storage_type.name] if typed else call.args[6].name]
         bits = call.args[6 if typed else 7 :]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("data.pkl describes a tensor of a kind that ckptkit does not know") from error
