@@ -21,8 +21,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
@@ -31,23 +32,34 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats import locate, open_layout
 from ckptkit.layout import Layout
 from tests import producers
 from tests.conftest import Produce
-from tests.formats.contract import ReaderContract, assert_holds
+from tests.formats.contract import WriterContract, assert_holds
 from tests.producers import ENCODED, READABLE, Producer
 
 
-class TestDcp(ReaderContract):
+class TestDcp(WriterContract):
     format = "dcp"
+    keeps_order = True
 
     def write(self, root: Path, tensors: dict[str, Tensor]) -> None:
         dcp.save(dict(tensors), storage_writer=FileSystemWriter(root), no_dist=True)
 
+    def load(self, root: Path) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        _load_state_dict(found, FileSystemReader(root), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        return found
+
     pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class TestDcpOfThreeRanks(TestDcp):
+    world_size = 3
 
 
 @pytest.mark.parametrize("producer", READABLE, ids=lambda producer: producer.__name__)
