@@ -390,16 +390,38 @@ def safetensors_items(root: Path) -> Truth:
     return save_alone({"model": {"weight": counted(4, 3)}}, root, serialization_format=SerializationFormat.SAFETENSORS)
 
 
-def _save_hf_shards(root: Path) -> Mapping[str, Any]:
-    mesh = init_device_mesh("cpu", (2,))
-    state = {"weight": distribute_tensor(counted(5, 3), mesh, [Shard(0)]), "columns": counted(2, 3)}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(root), save_distributed=True))
+def _save_hf_shards(root: Path, parts: int) -> Mapping[str, Any]:
+    mesh = init_device_mesh("cpu", (3,))
+    model = Oddments()
+    model.head.weight = nn.Parameter(torch.randn(11, 6))  # torch's writer refuses ties
+    fully_shard(model, mesh=mesh)
+    state = get_model_state_dict(model) | {
+        "columns": distribute_tensor(counted(2, 7, dtype=torch.bfloat16), mesh, [Shard(1)]),
+        "no_rows": distribute_tensor(counted(0, 3), mesh, [Shard(0)]),
+    }
+    places = {name: 1 + i % parts for i, name in enumerate(state)}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(root), places, save_distributed=True))
     return state
 
 
 def hf_shards(root: Path) -> Truth:
     """`HuggingFaceStorageWriter(save_distributed=True)`: safetensors shards that carry their offsets, and no index."""
-    return _on_ranks(2, _save_hf_shards, root)
+    return _on_ranks(3, _save_hf_shards, root, 1)
+
+
+def hf_shards_in_parts(root: Path) -> Truth:
+    """The same with several files per rank (`fqn_to_index_mapping`)."""
+    return _on_ranks(3, _save_hf_shards, root, 3)
+
+
+def hf_alone(root: Path) -> Truth:
+    """`HuggingFaceStorageWriter()` in one process: a sharded repository whose files note that all begins at 0."""
+    state = {f"layers.{layer}.weight": counted(4, 3) + layer for layer in range(5)} | {"scale": torch.tensor(2.5)}
+    writer = HuggingFaceStorageWriter(str(root), {name: 1 + i // 2 for i, name in enumerate(state)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    return state
 
 
 # -- what may be stored ------------------------------------------------------------------------------------------------

@@ -194,8 +194,27 @@ def test_lazy_tensors_are_stored_unresolved(produce: Produce) -> None:
 
 def test_hf_shards_carry_their_offsets(produce: Produce) -> None:
     root = produce(producers.hf_shards).root
-    assert len(list(root.glob("shard-*.safetensors"))) == 2
+    assert sorted(path.name for path in root.iterdir()) == [
+        f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in (1, 2, 3)
+    ]
     assert all(b"DCP_SHARDING_INFO" in path.read_bytes() for path in root.iterdir())
+    assert sum(b'"shape":[0,6]' in path.read_bytes() for path in root.iterdir()) == 1, "an empty shard"
+
+
+def test_hf_shards_in_parts_have_a_file_per_rank_and_part(produce: Produce) -> None:
+    names = {path.name for path in produce(producers.hf_shards_in_parts).root.iterdir()}
+    assert names == {
+        f"shard-{rank:05d}-model-{part:05d}-of-00003.safetensors" for rank in (1, 2, 3) for part in (1, 2, 3)
+    }
+
+
+def test_hf_alone_has_an_index_and_notes_offsets(produce: Produce) -> None:
+    root = produce(producers.hf_alone).root
+    assert {path.name for path in root.iterdir()} == {
+        "model.safetensors.index.json",
+        *(f"model-{part:05d}-of-00003.safetensors" for part in (1, 2, 3)),
+    }
+    assert all(b"DCP_SHARDING_INFO" in path.read_bytes() for path in root.glob("*.safetensors"))
 
 
 def test_accelerate_writes_model_and_optimizer_beside_each_other(produce: Produce) -> None:

@@ -27,6 +27,9 @@ class Reader(Protocol):
 
     name: str
 
+    def owns(self, name: str) -> bool:
+        """True if a file of this name, in a checkpoint's directory, can only be a part of it or of an older one."""
+
     def detect(self, path: Path) -> bool:
         """True if `path` looks like mine. Cheap: file names, never data."""
 
@@ -42,7 +45,12 @@ class Reader(Protocol):
 
 @runtime_checkable
 class Writer(Reader, Protocol):
-    """A format that can also be written: by its reader, once its files have been made."""
+    """A format that can also be written: by its reader, once its files have been made.
+
+    `is_sharded` if each rank of the job that is to load it has a file of its own.
+    """
+
+    is_sharded: bool
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """The files of a checkpoint with the tensors and blobs of `wanted`: final names and sizes, all but the data."""

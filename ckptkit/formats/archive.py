@@ -49,8 +49,9 @@ STORAGES = {
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
 }
+_TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
-_REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", *_PARAMETERS)
+_REBUILDS = (*_TENSORS, *_PARAMETERS)
 _REBUILD_OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _PLAIN_TYPES = (
     Global("torch", "Tensor"),
@@ -86,11 +87,20 @@ _NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file in the archive: `length` bytes of content at `offset`. A `crc32` of 0 means that none was computed."""
+    """A file in the archive: `length` bytes of content at `offset`, described at `record` of the archive's directory.
+
+    A `crc32` of 0 means that none was computed.
+    """
 
     offset: int
     length: int
     crc32: int
+    record: int = 0
+
+    @property
+    def crc_at(self) -> tuple[int, int]:
+        """Where its CRC-32 stands: in the description that follows the content, and in the directory."""
+        return self.offset + self.length + 4, self.record + 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +197,7 @@ def read_directory(read: ReadAt, length: int) -> dict[str, Entry]:
         if at + _central.size > size:
             raise Corrupt("the zip directory is cut short")
         fields = _central.unpack_from(directory, at)
+        record = offset + at
         name_length, extra_length, comment_length = fields[10:13]
         at += _central.size
         raw_name = directory[at : at + name_length]
@@ -195,12 +206,14 @@ def read_directory(read: ReadAt, length: int) -> dict[str, Entry]:
         name = raw_name.decode("utf-8", "replace").partition("/")[2]
         if name in entries:
             raise Corrupt(f"the archive has two entries `{name}`")
-        entries[name] = read_entry_place(read, fields, raw_name, extra, offset)
+        entries[name] = Entry(*read_entry_place(read, fields, raw_name, extra, offset), fields[7], record)
     return entries
 
 
-def read_entry_place(read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, extra: bytes, limit: int) -> Entry:
-    """The content's place of one central-directory entry; `limit` is where the directory starts."""
+def read_entry_place(
+    read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, extra: bytes, limit: int
+) -> tuple[int, int]:
+    """Offset and length of the content of one central-directory entry; `limit` is where the directory starts."""
     signature, flags, method, checksum, packed, unpacked, header = (fields[i] for i in (0, 3, 4, 7, 8, 9, 16))
     if signature != b"PK\x01\x02":
         raise Corrupt("the zip directory is garbled")
@@ -222,7 +235,7 @@ def read_entry_place(read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, ext
         )
     if flags & _HAS_DESCRIPTOR and read(offset + unpacked, 8) != b"PK\x07\x08" + checksum.to_bytes(4, "little"):
         raise Corrupt(f"the zip entry at {offset}:{offset + unpacked} is not followed by its own description")
-    return Entry(offset, unpacked, checksum)
+    return offset, unpacked
 
 
 def widen(unpacked: int, packed: int, header: int, extra: bytes) -> tuple[int, int, int]:
@@ -304,7 +317,7 @@ def is_tensor(value: object) -> bool:
 def as_tensor(value: object) -> TensorRecord:
     """The tensor that a pickled value would have been. Raises `Unsupported` naming what it is instead."""
     call = unwrap(value)
-    if not (is_call(call, "_rebuild_tensor_v2") or is_call(call, "_rebuild_tensor_v3")):
+    if not any(is_call(call, name) for name in _TENSORS):
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
         what = _REFUSED.get(made_by, f"something else than a plain tensor ({made_by or type(call).__name__})")
         raise Unsupported(
@@ -332,12 +345,16 @@ def is_call(value: object, name: str) -> bool:
 
 
 def parse_rebuild(call: Record) -> TensorRecord:
-    """The arguments of `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, [dtype], [bits])`."""
+    """The arguments of `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, [dtype], [bits])`.
+
+    In torch 0.4 and before, the storage could itself be a view of a larger one, `(key, offset, size)`.
+    """
     try:
         storage, offset, shape, strides = call.args[:4]
         shape, strides = as_shape(shape), as_shape(strides)
-        kind, storage_type, key, _location, _numel = storage.value
-        typed = is_call(call, "_rebuild_tensor_v2")
+        kind, storage_type, key, _location, _numel, *view = storage.value
+        offset += view[0][1] if view and view[0] else 0
+        typed = not is_call(call, "_rebuild_tensor_v3")
         dtype = DTYPES[STORAGES[storage_type.name] if typed else call.args[6].name]
         bits = call.args[6 if typed else 7 :]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:

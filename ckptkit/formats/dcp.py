@@ -15,15 +15,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from ckptkit.checksums import crc32
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files import Opened, file_size, read_at
-from ckptkit.formats.archive import locate_tensor
+from ckptkit.formats.archive import locate_tensor, read_directory, read_entry
 from ckptkit.formats.metadata import ENVELOPE, Reading, read_metadata
 from ckptkit.formats.recording import record
 from ckptkit.formats.shards import Known, deal, end_of, seal
 from ckptkit.layout import Blob, Chunk, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
 
 METADATA = ".metadata"
+_LARGEST_CHECKED = 1 << 26  # bytes of a blob, which is held in memory while it is checked
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA = re.compile(r"(?:.*?)__(\d+)_\d+\.distcp")
 
@@ -32,6 +34,11 @@ class Dcp:
     """Reads DCP directories, with one `.metadata` or one `__{rank}.metadata` per rank; writes the former."""
 
     name = "dcp"
+    is_sharded = True
+
+    def owns(self, name: str) -> bool:
+        """True for the metadata, and for data of whatever rank."""
+        return name == METADATA or bool(_RANK_METADATA.fullmatch(name) or _DATA.fullmatch(name))
 
     def detect(self, path: Path) -> bool:
         """True for a directory in which DCP has written, or has begun to."""
@@ -65,7 +72,8 @@ class Dcp:
         """The layout with every chunk's bytes found inside its envelope, and compared with what is expected there."""
         with Opened(layout.root) as files:
             tensors = {name: locate_chunks(layout, name, files) for name in layout.tensors}
-        return replace(layout, tensors=tensors)
+            blobs = {name: check_blob(layout, name, files) for name in layout.blobs}
+        return replace(layout, tensors=tensors, blobs=blobs)
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """One file for each of `options.world_size` ranks, with its items and room for their data; and the metadata."""
@@ -172,6 +180,33 @@ def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: Opened) -> Chun
         crc32=found.crc32,
         wrapper=None,
     )
+
+
+def check_blob(layout: Layout, name: str, files: Opened) -> Blob:
+    """A blob with the CRC-32 of its bytes, if it is an archive and what is in it has those recorded there.
+
+    `Corrupt` if not. What is no archive, or is too large to be held, remains unchecked.
+    """
+    blob = layout.blobs[name]
+    path = layout.root / blob.path
+    if blob.content is not None or blob.wrapper or blob.length > _LARGEST_CHECKED:
+        return blob
+    data = read_at(files.fd(blob.path), blob.length, blob.offset, path)
+    if not data.startswith(b"PK"):
+        return blob
+
+    def read(offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > len(data):
+            raise Corrupt(f"bytes {offset}:{offset + length} lie outside the entry's {len(data)}")
+        return data[offset : offset + length]
+
+    try:
+        entries = read_directory(read, len(data))
+        for entry in entries:
+            read_entry(read, entries, entry, limit=len(data))
+    except CkptError as error:
+        raise error.blame(path=path, tensor=name) from None
+    return replace(blob, crc32=crc32(data))
 
 
 @contextmanager

@@ -7,8 +7,9 @@ input and allocates no more than it read, so memory and time are bounded by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final
@@ -52,14 +53,20 @@ class Record:
         return f"<{self.of}>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PersistentId:
-    """A reference to something outside the pickle; torch uses it for storages."""
+    """A reference to something outside the pickle; torch uses it for storages. May be made to refer to another."""
 
     value: Any
 
 
+class _AnyName:
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
 Names = Container[tuple[str, str]]
+ANY_NAME: Final = _AnyName()  # for the pickle of a user's own state: a name does no harm, since none is ever imported
 _SET = Global("builtins", "set")
 SCALARS: Final = (str, int, float, bytes, bool, type(None))
 _u16, _u32, _u64, _i32, _f64 = Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
@@ -85,6 +92,29 @@ def load(data: bytes, names: Names, *, at: int = 0) -> tuple[Any, int]:
         RecursionError,
     ) as error:
         raise Corrupt(f"the pickle breaks off or makes no sense at byte {machine.at} of {len(data)}") from error
+
+
+def parts_of(value: Any) -> Sequence[Any]:
+    """Everything directly in a loaded value, whatever it would have been."""
+    if isinstance(value, Record):
+        return [value.of, value.args, value.members, value.items, value.state]
+    if isinstance(value, PersistentId):
+        return [value.value]
+    if isinstance(value, dict):
+        return list(chain.from_iterable(value.items()))
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def walk(value: Any, parts: Callable[[Any], Sequence[Any]] = parts_of) -> Iterator[Any]:
+    """A loaded value and all that is in it (or what of that `parts` gives), each once and in the pickle's order."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            waiting.extend(reversed(parts(part)))
 
 
 class _Machine:
@@ -174,6 +204,12 @@ class _Machine:
 
     def unicode8(self) -> None:
         self.stack.append(self.take(self.number(_u64)).decode("utf-8", "surrogatepass"))
+
+    def short_string(self) -> None:
+        self.stack.append(self.take(self.byte()).decode("utf-8"))  # what Python 2 wrote of its `str`
+
+    def string(self) -> None:
+        self.stack.append(self.take(self.number(_i32)).decode("utf-8"))
 
     def short_bytes(self) -> None:
         self.stack.append(self.take(self.byte()))
@@ -353,7 +389,7 @@ _M = _Machine
 _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x80: _M.proto, 0x95: _M.frame,
     0x8C: _M.short_unicode, 0x58: _M.unicode, 0x8D: _M.unicode8,
-    0x43: _M.short_bytes, 0x42: _M.bytes4, 0x8E: _M.bytes8,
+    0x55: _M.short_string, 0x54: _M.string, 0x43: _M.short_bytes, 0x42: _M.bytes4, 0x8E: _M.bytes8,
     0x4B: _M.int1, 0x4D: _M.int2, 0x4A: _M.int4, 0x8A: _M.long1, 0x47: _M.float8,
     0x4E: _M.none, 0x88: _M.true, 0x89: _M.false,
     0x28: _M.mark, 0x30: _M.pop, 0x31: _M.drop_marked,

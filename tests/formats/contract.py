@@ -19,7 +19,7 @@ from ckptkit.execute import execute
 from ckptkit.formats import detect_format, get_writer, locate, open_layout
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.plan import make_plan
-from ckptkit.staging import create_file, write_part
+from ckptkit.staging import create_file, write_parts
 from tests.producers import DTYPES, bits, counted
 from tests.raw import Files, contents
 
@@ -132,8 +132,7 @@ class WriterContract(ReaderContract):
             create_file(root / file.name, file.nbytes, file.parts)
         made = writer.locate(writer.read(root))
         copied = execute(make_plan(source, made), jobs=2)
-        for name, part in writer.seal(made, copied.checksums):
-            write_part(root / name, *part)
+        write_parts(root, writer.seal(made, copied.checksums))
         return writer.read(root)
 
     def check_writing(self, root: Path, tensors: dict[str, Tensor], *, max_shard_size: int = 1 << 40) -> None:

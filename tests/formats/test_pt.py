@@ -25,15 +25,22 @@ from ckptkit.formats import detect_format, open_layout
 from ckptkit.formats.pt import Pt
 from tests import producers
 from tests.conftest import Produce
-from tests.formats.contract import ReaderContract, assert_holds, assert_same
+from tests.formats.contract import WriterContract, assert_holds, assert_same
 from tests.producers import counted, flatten
 
 
-class TestPt(ReaderContract):
+class TestPt(WriterContract):
     format = "pt"
 
     def write(self, root: Path, tensors: dict[str, Tensor]) -> None:
         torch.save(tensors, root)
+
+    def load(self, root: Path) -> dict[str, Tensor]:
+        mapped: dict[str, Tensor] = torch.load(root / "state.pt", mmap=True, weights_only=True)
+        assert_same(torch.load(root / "state.pt", weights_only=True), mapped)
+        with zipfile.ZipFile(root / "state.pt") as archive:
+            assert archive.testzip() is None
+        return mapped
 
 
 def loaded(path: Path) -> Any:
@@ -152,7 +159,7 @@ def test_parameters_buffers_and_tensors_with_attributes(tmp_path: Path) -> None:
     assert_holds(open_layout(tmp_path / "f.pt"), {name: t.detach() for name, t in state.items()})
 
 
-def test_whatever_else_is_in_it_is_an_entry_without_bytes(tmp_path: Path) -> None:
+def test_whatever_else_is_in_it_is_an_entry_with_a_pickle_of_its_own(tmp_path: Path) -> None:
     state = {
         "w": counted(2),
         "args": argparse.Namespace(lr=1e-3, path=Path("x")),
@@ -164,12 +171,26 @@ def test_whatever_else_is_in_it_is_an_entry_without_bytes(tmp_path: Path) -> Non
         "device": torch.device("cpu"),
         "size": torch.Size([2, 3]),
         "class": OrderedDict,
+        "empty": {},
+        "list": [[1, 2], [3], (4, {"five": 5})],
+        "tuple": ({"six": 6}, 7),
     }
     torch.save(state, tmp_path / "f.pt")
     layout = open_layout(tmp_path / "f.pt")
     assert_holds(layout, {"w": counted(2)})
-    assert layout.blobs.keys() == {name.replace("counts", "counts.seen") for name in state} - {"w"}
+    expected = {"counts.seen" if name == "counts" else name: value for name, value in state.items() if name != "w"}
+    expected["counts.seen"] = 3
+    assert {name: pickle.loads(blob.content or b"") for name, blob in layout.blobs.items()} == expected
     assert {blob.length for blob in layout.blobs.values()} == {0}
+
+
+def test_a_tuple_is_entered_only_for_the_sake_of_a_tensor(tmp_path: Path) -> None:
+    state = {"found": ({"w": counted(2), "n": 1}, 2), "left": ({"n": 1}, 2), "deep": [[({"w": counted(1)},)]]}
+    torch.save(state, tmp_path / "f.pt")
+    layout = open_layout(tmp_path / "f.pt")
+    assert_holds(layout, {"found.0.w": counted(2), "deep.0.0.0.w": counted(1)})
+    assert layout.key("found.0.w") == ("found", 0, "w")
+    assert layout.blobs.keys() == {"found.0.n", "found.1", "left"}
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])
@@ -304,17 +325,12 @@ def test_a_file_without_a_state_dict_is_refused(value: object, tmp_path: Path) -
         open_layout(tmp_path / "f.pt")
 
 
-def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
-    torch.save({"a.b": counted(2), "a": {"b": counted(2)}}, tmp_path / "f.pt")
+@pytest.mark.parametrize("value", [counted(2), 3], ids=["tensor", "number"])
+def test_two_entries_of_one_name_are_refused(value: object, tmp_path: Path) -> None:
+    torch.save({"a.b": value, "a": {"b": value}}, tmp_path / "f.pt")
     with pytest.raises(Unsupported, match="two entries") as caught:
         open_layout(tmp_path / "f.pt")
     assert caught.value.tensor == "a.b"
-
-
-def test_the_format_before_archives_is_refused_by_name(tmp_path: Path) -> None:
-    torch.save({"w": counted(2)}, tmp_path / "f.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(Unsupported, match=r"before version 1.6"):
-        open_layout(tmp_path / "f.pt")
 
 
 def rewrite(path: Path, **change: bytes) -> None:
@@ -426,6 +442,12 @@ def shared(depth: int) -> dict[str, Any]:
     return state
 
 
+def repeated() -> dict[str, Any]:
+    """A long list, and a long string, under many names."""
+    numbers, text = list(range(10_000)), "x" * 10_000
+    return {str(i): [numbers, text] for i in range(1000)}
+
+
 def endless() -> dict[str, Any]:
     state: dict[str, Any] = {"w": counted(1)}
     state["again"] = state
@@ -437,7 +459,9 @@ def long_names() -> dict[str, Any]:
     return {"x" * 100_000: {str(i): i for i in range(10_000)}}
 
 
-@pytest.mark.parametrize("state", [shared(40), endless(), long_names()], ids=["shared", "endless", "long names"])
+@pytest.mark.parametrize(
+    "state", [shared(40), endless(), long_names(), repeated()], ids=["shared", "endless", "long names", "repeated"]
+)
 def test_a_small_pickle_that_says_much_is_refused(state: dict[str, Any], tmp_path: Path) -> None:
     torch.save(state, tmp_path / "f.pt")
     with pytest.raises(Unsupported, match=r"repeats itself|nested more"):
