@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from isal import isal_zlib
@@ -47,6 +47,12 @@ class Checksums(Generic[Key]):
             return 0
         start, stop, crc = self._pieces.get(key, [(0, 0, 0)])[0]
         return crc if (start, stop) == (0, length) else None
+
+    def __iter__(self) -> Iterator[tuple[Key, int, int, int]]:
+        """Each merged piece: key, start, length, CRC-32."""
+        for key, pieces in self._pieces.items():
+            for start, stop, crc in pieces:
+                yield key, start, stop - start, crc
 
     def forget(self, key: Key) -> None:
         """Drop what was gathered of the range `key`."""

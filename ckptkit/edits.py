@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ckptkit.dtypes import DType
 from ckptkit.errors import Mismatch
-from ckptkit.layout import Layout, Spec
+from ckptkit.layout import KeyPath, Layout, Spec
 
 
 def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
@@ -25,13 +25,39 @@ def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
     for name in layout.tensors:
         new = new_name(name)
         if new in came_from:
-            message = f"`{came_from[new]}` and `{name}` would both be called this"
-            raise Mismatch(
-                message, path=layout.root, tensor=new, hint="change --rename, or leave one out with --exclude"
-            )
+            raise clash(layout, came_from[new], name, new)
         came_from[new] = name
     tensors = {new: layout.tensors[old] for new, old in came_from.items()}
     return replace(layout, tensors=tensors, blobs={}, keys={})
+
+
+def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
+    """The same tensors and blobs, each by a new way through the nested dict. `Mismatch` if two names become one."""
+    came_from: dict[str, str] = {}
+    keys: dict[str, KeyPath] = {}
+    for name in layout.names:
+        key = ways[name]
+        new = ".".join(map(str, key))
+        if new in came_from:
+            raise clash(layout, came_from[new], name, new)
+        came_from[new], keys[new] = name, key
+    return replace(
+        layout,
+        tensors={new: layout.tensors[old] for new, old in came_from.items() if old in layout.tensors},
+        blobs={new: layout.blobs[old] for new, old in came_from.items() if old in layout.blobs},
+        keys=keys,
+    )
+
+
+def nest(layout: Layout, above: KeyPath) -> Layout:
+    """The same tensors and blobs, all under one key of the nested dict."""
+    return rekey(layout, {name: (*above, *layout.key(name)) for name in layout.names})
+
+
+def clash(layout: Layout, one: str, other: str, new: str) -> Mismatch:
+    """The error for two names that would become one."""
+    message = f"`{one}` and `{other}` would both be called this"
+    return Mismatch(message, path=layout.root, tensor=new, hint="change --rename, or leave one out with --exclude")
 
 
 def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:

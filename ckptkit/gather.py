@@ -13,7 +13,7 @@ from typing import Self
 
 from ckptkit.blocks import span_of
 from ckptkit.box import Box
-from ckptkit.checksums import crc32
+from ckptkit.checksums import Checksums, crc32
 from ckptkit.dtypes import DType
 from ckptkit.files import Opened, read_into
 from ckptkit.layout import Chunk, Piece
@@ -61,6 +61,15 @@ class Gatherer:
         """Fill `target` with the chunk's bytes from `start`, as they lie."""
         read_into(self._files.fd(chunk.path), target, chunk.offset + start, self._root / chunk.path)
         return Piece(chunk, start, len(target), crc32(target))
+
+    def checksum(self, path: str, offset: int, length: int) -> int:
+        """CRC-32 of `length` bytes at `offset` of a file."""
+        whole: Checksums[str] = Checksums()
+        for start in range(0, length, BLOCK_BYTES):
+            target = self.scratch[: min(BLOCK_BYTES, length - start)]
+            read_into(self._files.fd(path), target, offset + start, self._root / path)
+            whole.add(path, start, len(target), crc32(target))
+        return whole.whole(path, length) or 0
 
     def read(self, chunk: Chunk, start: int, length: int) -> Piece:
         """Read bytes `start:start + length` of a chunk, at most a block, for the sake of their CRC-32."""

@@ -87,7 +87,8 @@ class Blob:
     """An entry that is no tensor: an archive of torch.save, `length` bytes at `offset` of file `path`.
 
     Where it has no bytes to itself, but lies with all others in one pickle, `content` is the pickle of its own value.
-    While `wrapper` is set the archive is inside an envelope of that name.
+    While `wrapper` is set the archive is inside an envelope of that name. `crc32` is that of all its bytes, taken when
+    what is in it was compared with the checksums recorded there.
     """
 
     path: str
@@ -95,6 +96,7 @@ class Blob:
     length: int
     content: bytes | None = None
     wrapper: str | None = None
+    crc32: int | None = None
 
 
 Place = tuple[str, int]  # a file and an offset in it: what tells one chunk from another
@@ -146,6 +148,11 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of every tensor, then of every blob."""
+        return (*self.tensors, *self.blobs)
 
     def key(self, name: str) -> KeyPath:
         """The recorded way to `name` through the producer's nested dict."""

@@ -88,5 +88,6 @@ def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
     if source.length != wanted.length:
         raise Mismatch(f"the source has {source.length} bytes, wanted are {wanted.length}", path=src.root, tensor=name)
     box = whole((wanted.length,))
-    there, here = (Chunk(box, blob.path, blob.offset, blob.length, DTYPES["uint8"]) for blob in (source, wanted))
+    there = Chunk(box, source.path, source.offset, source.length, DTYPES["uint8"], crc32=source.crc32)
+    here = Chunk(box, wanted.path, wanted.offset, wanted.length, DTYPES["uint8"])
     return Target(name, here, (Copy(box, there, here),))

@@ -74,6 +74,21 @@ def find_parts(path: Path) -> list[Path]:
     return sorted(part for part in inside if detect_format(part) is not None)
 
 
+def find_whole(path: Path) -> Path:
+    """The checkpoint that a user means by `path`, with all its parts: itself, or the latest complete one of a run.
+
+    Raises `NotACheckpoint` if there is none.
+    """
+    if not path.is_dir() or detect_format(path) is not None:
+        return path
+    latest = Run(path).latest()
+    if latest is not None:
+        return latest.path
+    if find_parts(path):
+        return path
+    raise no_checkpoint(path)
+
+
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a user means by `path`: itself, the model's part of it, or the latest complete one of a run.
 
@@ -90,11 +105,16 @@ def find_checkpoint(path: Path) -> Path:
     if parts:
         names = ", ".join(part.name for part in parts)
         raise Unsupported(f"several checkpoints are in this directory: {names}", path=path, hint="name one of them")
+    raise no_checkpoint(path)
+
+
+def no_checkpoint(path: Path) -> NotACheckpoint:
+    """The error for a directory that is neither a checkpoint nor a run with one."""
     unfinished = sorted(child.name for child in path.iterdir() if child.is_dir() and step_of(child) is not None)
     if unfinished:
         message = f"a run without a complete checkpoint; unfinished: {', '.join(unfinished)}"
-        raise NotACheckpoint(message, path=path)
-    raise NotACheckpoint(
+        return NotACheckpoint(message, path=path)
+    return NotACheckpoint(
         "no checkpoint in any known format, and no run with one",
         path=path,
         hint="looked for: DCP's metadata, safetensors, files of torch.save, and directories like ckpt-500",

@@ -10,16 +10,21 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import IOFailure, NoRoom, Occupied, Unsafe, translate_os_errors
-from ckptkit.files import write_from
+from ckptkit.files import Opened, write_from
 
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _AT_FDCWD = -100
+WORK = ".ckptkit-work"
+_KEY = "key"
+_PATIENCE = 60.0  # seconds that a part waits for others to open the same destination
+_PAUSE = 0.05
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -38,31 +43,53 @@ class Stage:
 
     Holds a lock beside the destination from one to the other: a second run on the same destination is `Occupied`
     while the first is alive, and clears its leavings away when it is not.
+
+    With a `key`, which says what is being made, a directory that was begun under the same key is gone on with, and
+    `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time.
     """
 
-    def __init__(self, dst: Path, *, overwrite: bool = False, sync: bool = True) -> None:
+    def __init__(
+        self, dst: Path, *, overwrite: bool = False, sync: bool = True, key: bytes | None = None, is_part: bool = False
+    ) -> None:
         self.dst = dst.absolute()
         self.path = staging_path(self.dst)
         self.overwrite = overwrite
         self.sync = sync
+        self.key = key
+        self.is_part = is_part
         self._lock: int | None = None
+        self._claim: int | None = None  # on what is being made under a key; shared among parts
+
+    @property
+    def work(self) -> Path:
+        """A directory in `path` for notes on what has been done; it is not part of the output."""
+        return self.path / WORK
 
     def open(self) -> Self:
-        """Lock the destination and make `path`, empty.
+        """Lock the destination and make `path`, empty unless there is something to go on with.
 
         Apart from `__init__`, so that there is something to discard whenever a signal comes.
         """
         check_destination(self.dst, self.overwrite)
         with translate_os_errors(self.dst):
             self.dst.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = acquire(lock_path(self.dst))
+            self._lock = acquire(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
             check_destination(self.dst, self.overwrite)  # a run before us may just have made it
-            make_empty(self.path)
+            if self.key is None or read_key(self.path) != self.key:
+                close(claim(self.path))
+                make_empty(self.path)
+                if self.key is not None:
+                    write_key(self.path, self.key)
+            if self.key is not None:
+                self._claim = claim(self.path, shared=self.is_part)
+            if self.is_part:
+                self._release()
         return self
 
     def commit(self) -> None:
         """Make the destination what `path` holds, durably. A failed fsync is never tried again."""
         with translate_os_errors(self.path):
+            shutil.rmtree(self.work, ignore_errors=True)
             if self.sync:
                 sync_tree(self.path)
             replaced = move_into_place(self.path, self.dst, self.overwrite)
@@ -70,22 +97,26 @@ class Stage:
                 sync_path(self.dst.parent)
         if replaced:  # `path` is now what was there before; should it not go away, the next run removes it
             shutil.rmtree(self.path, ignore_errors=True)
-        self._release()
+        self.leave()
 
     def discard(self) -> None:
         """Remove what was made, if anything was. The destination is as it was."""
-        if self._lock is not None:
-            if not self.path.is_symlink():
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._release()
+        if self._lock is not None and not self.path.is_symlink():
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """Let go of what was made, for others to go on with."""
+        claimed, self._claim = self._claim, None
+        close(claimed)
+        self._release()
 
     def _release(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             with suppress(OSError):
                 lock_path(self.dst).unlink()
-            with suppress(OSError):
-                os.close(lock)
+            close(lock)
 
 
 @contextmanager
@@ -111,22 +142,70 @@ def check_destination(dst: Path, overwrite: bool) -> None:
             raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
 
 
-def acquire(path: Path) -> int:
-    """A lock on file `path`, which its owner removes when done; `Occupied` if somebody alive has it."""
+def acquire(path: Path, *, patience: float = 0) -> int:
+    """A lock on file `path`, which its owner removes when done; `Occupied` if it is not free within `patience` s."""
+    last = time.monotonic() + patience
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(lock):
             os.close(lock)
-            raise Occupied("another run is writing this destination", path=path, hint="wait for it to end") from error
-        except OSError as error:  # a file system without locks: `make_empty` still refuses what is not ours
-            if error.errno not in (*_NOT_HERE, errno.ENOLCK):
-                os.close(lock)
-                raise
-        if is_same_file(lock, path):
+            if time.monotonic() >= last:
+                raise Occupied("another run is writing this destination", path=path, hint="wait for it to end")
+            time.sleep(_PAUSE)
+        elif is_same_file(lock, path):
             return lock
-        os.close(lock)  # its owner removed it between our two calls
+        else:
+            os.close(lock)  # its owner removed it between our two calls
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file for as long as it stays open; False if somebody has a lock on it that forbids this."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks: `make_empty` still refuses what is not ours
+        if error.errno not in (*_NOT_HERE, errno.ENOLCK):
+            os.close(fd)
+            raise
+    return True
+
+
+def claim(path: Path, *, shared: bool = False) -> int | None:
+    """A lock on what is being made in directory `path`, None if nothing is that others may go on with."""
+    try:
+        fd = os.open(path / WORK / _KEY, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    if not try_lock(fd, shared=shared):
+        os.close(fd)
+        hint = "wait for them to end"
+        raise Occupied("parts of this destination, or of another one, are still being made", path=path, hint=hint)
+    return fd
+
+
+def close(fd: int | None) -> None:
+    """Close a descriptor, if there is one."""
+    if fd is not None:
+        with suppress(OSError):
+            os.close(fd)
+
+
+def read_key(path: Path) -> bytes | None:
+    """The key under which directory `path` was begun; None if there is no such directory, or it has none."""
+    file = path / WORK / _KEY
+    if path.is_symlink() or not file.is_file():
+        return None
+    with translate_os_errors(file):
+        return file.read_bytes()
+
+
+def write_key(path: Path, key: bytes) -> None:
+    """Begin directory `path` under a key; whoever reads one reads all of it."""
+    (path / WORK).mkdir()
+    written = path / WORK / f"{_KEY}.new"
+    written.write_bytes(key)
+    written.rename(path / WORK / _KEY)
 
 
 def make_empty(path: Path) -> None:
@@ -213,6 +292,18 @@ def check_room(path: Path, nbytes: int) -> None:
         )
 
 
+def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
+    """Bytes that files of these sizes still need on the disk, by their names in directory `root`."""
+    missing = 0
+    for name, nbytes in sizes.items():
+        try:
+            reserved = 512 * (root / name).stat().st_blocks
+        except OSError:
+            reserved = 0
+        missing += max(0, nbytes - reserved)
+    return missing
+
+
 def free_bytes(path: Path) -> int:
     """Bytes free for us on the file system that `path` is or will be on."""
     there = path.absolute()
@@ -222,26 +313,28 @@ def free_bytes(path: Path) -> int:
         return shutil.disk_usage(there).free
 
 
-def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]]) -> None:
-    """Create a file of `size` bytes with `parts` at their offsets; the disk's room for the rest is reserved only."""
+def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, anew: bool = True) -> None:
+    """Create a file of `size` bytes with `parts` at their offsets; the disk's room for the rest is reserved only.
+
+    With `anew` false it may be there already, from an earlier attempt, with whatever lies between the parts.
+    """
     with translate_os_errors(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
-            reserve(fd, size)
+            if os.fstat(fd).st_size != size:
+                os.ftruncate(fd, 0)
+                reserve(fd, size)
             for offset, content in parts:
                 write_from(fd, memoryview(content), offset, path)
         finally:
             os.close(fd)
 
 
-def write_part(path: Path, offset: int, content: bytes) -> None:
-    """Write `content` at `offset` of a file that is there."""
-    with translate_os_errors(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            write_from(fd, memoryview(content), offset, path)
-        finally:
-            os.close(fd)
+def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
+    """Write parts, each the name of a file that is there, an offset and bytes; file by file."""
+    with Opened(root, writable=True) as files:
+        for name, (offset, content) in sorted(parts):
+            write_from(files.fd(name), memoryview(content), offset, root / name)
 
 
 def reserve(fd: int, size: int) -> None:

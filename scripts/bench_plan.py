@@ -8,9 +8,9 @@ from statistics import median
 
 from ckptkit.box import Box
 from ckptkit.dtypes import DTYPES
-from ckptkit.execute import blocks
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, check_cover
 from ckptkit.plan import make_plan
+from ckptkit.units import blocks
 
 RANKS, ROWS, COLUMNS = 1000, 8, 64
 

@@ -29,8 +29,8 @@ SMALL = 96  # bytes of a block in these tests, so that small tensors are cut as 
 def small_blocks() -> object:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.execute.BLOCK_BYTES", SMALL)
-        patch.setattr("ckptkit.gather.BLOCK_BYTES", SMALL)
+        for module in ("execute", "gather", "units"):
+            patch.setattr(f"ckptkit.{module}.BLOCK_BYTES", SMALL)
         patch.setattr("ckptkit.rearrange._SMALL_SPAN", SMALL // 2)
         yield
 

@@ -27,11 +27,20 @@ LAYERS = (
     ("dtypes", "box", "files"),
     ("layout",),
     ("edits", "plan", "blocks", "checksums", "staging"),
-    ("casting", "formats.pickles"),
+    ("casting", "formats.pickles", "ledger"),
     ("rearrange", "formats.archive", "formats.headers", "formats.pickling"),
-    ("gather", "formats.envelopes", "formats.flatten", "formats.legacy", "formats.metadata"),
-    ("formats.shards", "formats.storages", "formats.unflatten"),
-    ("formats.recording",),
+    (
+        "gather",
+        "journal",
+        "sources",
+        "workers",
+        "formats.envelopes",
+        "formats.flatten",
+        "formats.legacy",
+        "formats.metadata",
+    ),
+    ("units", "formats.shards", "formats.storages", "formats.unflatten"),
+    ("formats.recording", "formats.values"),
     ("execute", "formats.*"),
     ("formats",),
     ("runs",),
@@ -80,7 +89,10 @@ FORBIDDEN = {
 }
 
 # Rooms in which no format may be named, neither in an identifier nor in a string.
-NAMELESS = ("box", "blocks", "layout", "edits", "plan", "execute", "gather", "casting", "checksums", "staging")
+NAMELESS = (
+    *("box", "blocks", "layout", "edits", "plan", "units", "sources", "workers", "execute", "gather", "casting"),
+    *("checksums", "ledger", "journal", "staging"),
+)
 
 # Strings by which a format is known, and the one file that may hold them.
 MARKERS = {".distcp": "formats.dcp", "weight_map": "formats.hf"}

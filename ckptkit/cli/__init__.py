@@ -11,9 +11,12 @@ import typer
 
 from ckptkit import __version__
 from ckptkit.cli.consolidate import consolidate
+from ckptkit.cli.convert import convert
 from ckptkit.cli.estimate import estimate
+from ckptkit.cli.finalize import finalize
 from ckptkit.cli.inspect import inspect
 from ckptkit.cli.output import print_error
+from ckptkit.cli.reshard import reshard
 from ckptkit.cli.train import smoke, train
 from ckptkit.errors import CkptError
 
@@ -24,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (consolidate, inspect, estimate, train, smoke):
+for command in (consolidate, reshard, convert, finalize, inspect, estimate, train, smoke):
     app.command()(command)
 
 
@@ -39,7 +42,7 @@ def print_version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
-    """Checkpoints of PyTorch distributed training: consolidate, inspect, train.
+    """Checkpoints of PyTorch distributed training: consolidate, reshard, convert, inspect, train.
 
     Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, damaged or beyond us;
     4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
@@ -69,5 +72,5 @@ def main() -> None:
         print_error(error, as_json="--json" in sys.argv)
         sys.exit(error.exit_code)
     except Interrupted as stop:
-        typer.echo("interrupted", err=True)
+        typer.echo("\n".join(["interrupted", *getattr(stop, "__notes__", [])]), err=True)
         sys.exit(stop.exit_code)

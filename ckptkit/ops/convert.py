@@ -1,102 +1,70 @@
-"""Converts: the pipeline that every command which writes a checkpoint is a preset of.
-
-locate -> arrange -> stage -> plan -> execute -> manifest -> commit
-"""
+"""Converts: any checkpoint that can be read into any format that can be written."""
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from ckptkit.errors import Unsafe
-from ckptkit.execute import Copied, execute
-from ckptkit.formats import Writer, locate
-from ckptkit.layout import Layout, NewFile, Options
-from ckptkit.ops.manifest import NAME as MANIFEST
-from ckptkit.ops.manifest import make_manifest
-from ckptkit.plan import Plan, make_plan
-from ckptkit.staging import check_room, create_file, staging
-
-Progress = Callable[[int, int], None]  # (bytes just written, bytes in all)
+from ckptkit.errors import Usage
+from ckptkit.formats import get_writer
+from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE, consolidate
+from ckptkit.ops.converted import Converted
+from ckptkit.ops.edit import Edits
+from ckptkit.ops.pipeline import ALONE, Output, Progress, Workers
+from ckptkit.ops.recipe import Recipe
+from ckptkit.ops.rewrite import Request, rewrite
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where and how to write."""
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str,
+    world_size: int | None = None,
+    under: str = "",
+    dtype: str | Sequence[str] = (),
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    overwrite: bool = False,
+    dry_run: bool = False,
+    jobs: int | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+    workers: Workers = ALONE,
+) -> Converted:
+    """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
-    path: Path
-    max_shard_size: int
-    overwrite: bool = False
-    sync: bool = True
-    jobs: int | None = None
-    progress: Progress | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A conversion thought through: the source with every byte found, and the files to be made of it."""
-
-    source: Layout
-    writer: Writer
-    files: tuple[NewFile, ...]
-    companions: Mapping[str, bytes]
-
-    @property
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes by file name, companions included."""
-        sizes = {file.name: file.nbytes for file in self.files}
-        return sizes | {name: len(content) for name, content in self.companions.items()}
-
-
-def make_draft(src: Path, wanted: Layout, writer: Writer, output: Output, companions: Mapping[str, bytes]) -> Draft:
-    """Find every byte of `wanted`, which is of the checkpoint `src`, and arrange the files.
-
-    Nothing is written, so this is all of a dry run.
+    "dcp" and "pt" keep everything, optimizer and all, and the files beside it; `under` puts it all under a key, such as
+    `model`, and "dcp" is written for `world_size` ranks, by default as many as before. "hf" is `consolidate`: the model
+    only. `include` and `exclude` are globs of names as the checkpoint has them; `rename` rules `REGEX=>TEXT` on the
+    names of parameters, in the optimizer too; `dtype` one for the weights, or `GLOB=DTYPE` for whatever matches.
+    Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
-    check_apart(src, output.path)
-    files = writer.arrange(wanted, Options(output.max_shard_size))
-    return Draft(locate(wanted), writer, files, companions)
-
-
-def write(draft: Draft, output: Output) -> Copied:
-    """Make the draft's files and fill them. The destination appears whole or not at all."""
-    check_room(output.path, sum(draft.file_sizes.values()))
-    with staging(output.path, overwrite=output.overwrite, sync=output.sync) as room:
-        for file in draft.files:
-            create_file(room / file.name, file.nbytes, file.parts)
-        copies = make_plan(draft.source, draft.writer.read(room))
-        total = copies.nbytes
-        tell = output.progress
-        copied = execute(copies, jobs=output.jobs, progress=tell and (lambda nbytes: tell(nbytes, total)))
-        manifest = make_manifest(draft.source, draft.file_sizes, tensor_checksums(copies, copied))
-        for name, content in {**draft.companions, MANIFEST: manifest}.items():
-            create_file(room / name, len(content), [(0, content)])
-    return copied
-
-
-def tensor_checksums(plan: Plan, copied: Copied) -> dict[str, int]:
-    """CRC-32 by name, of the tensors that lie in one chunk; an empty tensor has that of no bytes."""
-    found: dict[str, int] = {}
-    for name, tensor in plan.dst.tensors.items():
-        if len(tensor.chunks) == 1:
-            chunk = tensor.chunks[0]
-            found[name] = copied.checksums.get((chunk.path, chunk.offset), 0) if chunk.length else 0
-    return found
-
-
-def check_apart(src: Path, dst: Path) -> None:
-    """Raise `Unsafe` if the source lies in the destination or is it: replacing it would destroy what is being read."""
-    source, target = src.resolve(), dst.resolve()
-    if source == target or target in source.parents:
-        raise Unsafe("the source is the destination, or lies inside it", path=dst, hint="choose another destination")
-    if source in target.parents:
-        raise Unsafe("the destination lies inside the source", path=dst, hint="choose another destination")
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has had resident, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    recipe = Recipe.of("convert", locals(), src=Path(src), dst=Path(dst))
+    asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
+    writer = get_writer(to)
+    if world_size is not None and not writer.is_sharded:
+        raise Usage(f"`{to}` is the same for any number of ranks", hint="leave the world size out")
+    output = Output(Path(dst), overwrite, sync, jobs, progress, workers)
+    if to != "hf":
+        request = Request(writer, asked, max_shard_size, world_size, (under,) if under else ())
+        return rewrite(Path(src), request, output, recipe, dry_run=dry_run)
+    if under:
+        raise Usage("the weights of a Hugging Face model lie under no key", hint="rename them with --rename '^=>KEY.'")
+    return consolidate(
+        src,
+        dst,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        jobs=jobs,
+        sync=sync,
+        progress=progress,
+        workers=workers,
+    )

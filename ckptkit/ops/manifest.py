@@ -13,11 +13,14 @@ from ckptkit.layout import Layout
 NAME = "ckptkit.json"
 
 
-def make_manifest(source: Layout, files: Mapping[str, int], checksums: Mapping[str, int]) -> bytes:
-    """The manifest: where the tensors came from, bytes per file, CRC-32 (of the row-major bytes) per tensor."""
+def make_manifest(source: Layout | None, files: Mapping[str, int], checksums: Mapping[str, int]) -> bytes:
+    """The manifest: where the tensors came from, bytes per file, CRC-32 (of the row-major bytes) per tensor.
+
+    `source` is None for tensors that were saved by those who had them in memory.
+    """
     manifest: dict[str, Any] = {
         "ckptkit": __version__,
-        "source": {"path": str(Path(source.root).absolute()), "format": source.format},
+        "source": source and {"path": str(Path(source.root).absolute()), "format": source.format},
         "files": {name: {"nbytes": nbytes} for name, nbytes in sorted(files.items())},
         "tensors": {name: {"crc32": f"{crc:08x}"} for name, crc in sorted(checksums.items())},
     }

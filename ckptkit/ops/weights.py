@@ -54,6 +54,12 @@ def find_weights(layout: Layout) -> Weights:
     return Weights(weights, ".".join(map(str, prefix)), {new: old for old, new in names.items()}, left_out)
 
 
+def has_weights(layout: Layout) -> bool:
+    """True if there is anything but a training's state: an optimizer may have a directory to itself."""
+    training = training_state(layout, ())
+    return any(layout.key(name)[0] not in training for name in layout.tensors)
+
+
 def find_prefix(layout: Layout) -> KeyPath:
     """The key path under which the model lies: down through `state`, `app`, `model`, to where tensors have names."""
     prefix: KeyPath = ()

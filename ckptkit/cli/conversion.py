@@ -1,0 +1,149 @@
+"""What the commands that write a checkpoint have in common: their options, and the report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.output import be_quiet, count, format_bytes, note, print_json, print_table, say
+from ckptkit.errors import Usage
+
+if TYPE_CHECKING:
+    from ckptkit.ops.converted import Converted
+    from ckptkit.ops.pipeline import Workers
+
+Source = Annotated[Path, typer.Argument(help="A checkpoint, or a run: then its latest complete checkpoint.")]
+Out = Annotated[Path, typer.Argument(help="The directory to make.")]
+Dtypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="keep, bfloat16 (bf16), float16 or float32 for the weights; 'GLOB=DTYPE' for others; repeatable."
+    ),
+]
+MaxShardSize = Annotated[str, typer.Option(help="Largest file, like 5GB or 512MiB.")]
+Include = Annotated[list[str] | None, typer.Option(help="Only entries matching this GLOB; repeatable.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="No entries matching this GLOB; repeatable.")]
+Rename = Annotated[list[str] | None, typer.Option(help="'REGEX=>TEXT' on parameters' names; repeatable.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Threads; by default one per core, at most 8.")]
+NoSync = Annotated[bool, typer.Option("--no-sync", help="Do not wait for the disk: faster, not safe from power loss.")]
+Part = Annotated[
+    str | None, typer.Option(help="Do part I/N of the work only, 1/N to N/N; `ckptkit finalize OUT` ends it.")
+]
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def find_workers(part: str | None) -> Workers:
+    """Who does the work: this process, one part of it, or as one of torchrun's ranks, of which the first finishes."""
+    from ckptkit.ops.pipeline import ALONE, Workers
+
+    if part is not None:
+        number, count = parse_part(part)
+        return Workers(count, number - 1, finishes=count == 1)
+    if all(name in os.environ for name in _TORCHRUN):
+        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        be_quiet(rank > 0)
+        return Workers(count, rank, finishes=rank == 0, waits=True)
+    return ALONE
+
+
+def parse_part(part: str) -> tuple[int, int]:
+    """The numbers in `3/8`."""
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise Usage(f"`{part}` is no part", hint="of eight the first is 1/8, the last 8/8")
+    return int(number), int(count)
+
+
+def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
+    """The result, for a reader or for scripts; of several ranks the first speaks."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    if json:
+        print_json(to_json(done))
+    else:
+        report(src, done, verb)
+
+
+def to_json(done: Converted) -> dict[str, Any]:
+    """The result under the keys that scripts rely on."""
+    result = {
+        "source": str(done.source),
+        "output": str(done.output),
+        "format": done.format,
+        "world_size": done.world_size,
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()],
+        "tensors": done.tensors,
+        "nbytes": done.nbytes,
+        "seconds": done.seconds,
+        "renamed": dict(done.renamed),
+        "dropped": [{"name": left.name, "entries": left.entries, "nbytes": left.nbytes} for left in done.dropped],
+        "cast": dict(done.cast),
+        "plan": done.plan,
+        "finished": done.is_finished,
+        "notes": list(done.notes),
+    }
+    if done.dry_run:
+        return result | {"copies": done.copies, "free_bytes": done.free_bytes}
+    return result | {
+        "checked_bytes": done.checked_bytes,
+        "unchecked_bytes": done.unchecked_bytes,
+        "peak_rss_bytes": done.peak_rss_bytes,
+    }
+
+
+def report(src: Path | None, done: Converted, verb: str) -> None:
+    """The result for a reader."""
+    if done.source != src:
+        note(f"taking {done.source}")
+    ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
+    say(f"{'would make' if done.dry_run else verb} {done.source} into {done.output}{ranks}")
+    print_table(files_of(done), ("  file", "size"))
+    for line in remarks(done):
+        say(line)
+    if not done.is_finished:
+        say(f"this part is done; when all are: ckptkit finalize {done.output}")
+    elif done.dry_run:
+        say(f"{count(done.copies, 'copy')} of {format_bytes(done.nbytes)}; {format_bytes(done.free_bytes)} are free")
+    else:
+        say(summary(done))
+
+
+def files_of(done: Converted) -> list[tuple[str, str]]:
+    """The files and their sizes; of many, the first and the last."""
+    rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()]
+    if len(rows) <= 20:
+        return rows
+    return [*rows[:9], (f"  ... {len(rows) - 18} more", ""), *rows[-9:]]
+
+
+def remarks(done: Converted) -> list[str]:
+    """What was changed on the way, what was left out, and what else there is to say."""
+    lines = []
+    if done.wrapper:
+        lines.append(f"the model was under `{done.wrapper}`")
+    lines += [
+        f"left out `{left.name}`: {count(left.entries, 'entry')}, {format_bytes(left.nbytes)}" for left in done.dropped
+    ]
+    named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
+    if named:
+        lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
+    for change in sorted(set(done.cast.values())):
+        lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
+    return lines + [f"note: {text}" for text in done.notes]
+
+
+def summary(done: Converted) -> str:
+    """The last line: how much, how fast, how sure, in how much memory."""
+    checked = f"{format_bytes(done.checked_bytes)} of the source compared with its CRC-32"
+    if done.unchecked_bytes:
+        checked += f", {format_bytes(done.unchecked_bytes)} have none"
+    rate = format_bytes(done.nbytes / done.seconds)
+    return (
+        f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s ({rate}/s); "
+        f"{checked}; peak memory {format_bytes(done.peak_rss_bytes)}"
+    )

@@ -1,0 +1,32 @@
+"""`ckptkit finalize`: options in, report out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptkit.cli.conversion import Jobs, NoSync, show
+from ckptkit.cli.output import Json, Quiet, progress_bar
+
+
+def finalize(
+    out: Annotated[Path, typer.Argument(help="The directory that was made in parts.")],
+    jobs: Jobs = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Check what several jobs have made with --part, and let it appear.
+
+    Example: ckptkit finalize out
+
+    Exit codes: 0 done; 3 no parts are there, or the checkpoint is damaged; 4 an I/O failure; 5 a part is missing or
+    still at work; 130 interrupted.
+    """
+    from ckptkit.ops.finalize import finalize as run
+
+    with progress_bar("finishing") as progress:
+        done = run(out, jobs=jobs, sync=not no_sync, progress=progress)
+    show(done.source, done, "made", json=json)

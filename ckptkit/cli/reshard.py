@@ -1,0 +1,67 @@
+"""`ckptkit reshard`: options in, report out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptkit.cli.conversion import (
+    DryRun,
+    Dtypes,
+    Exclude,
+    Include,
+    Jobs,
+    NoSync,
+    Overwrite,
+    Part,
+    Rename,
+    find_workers,
+    show,
+)
+from ckptkit.cli.output import Json, Quiet, progress_bar
+
+
+def reshard(
+    to: Annotated[int, typer.Option(min=1, help="The number of ranks.")],
+    src: Annotated[Path | None, typer.Argument(help="A checkpoint, or a run; by default run/, or else here.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="The directory to make; by default SRC-toN.")] = None,
+    dtype: Dtypes = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    rename: Rename = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    jobs: Jobs = None,
+    part: Part = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Write a checkpoint, optimizer and all, for another number of ranks.
+
+    Example: ckptkit reshard run/ckpt-500 --to 16
+
+    Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or beyond us; 4 an I/O failure, OUT is as it
+    was; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    """
+    from ckptkit.ops.reshard import reshard as run
+
+    with progress_bar("resharding") as progress:
+        done = run(
+            src,
+            out,
+            to=to,
+            dtype=dtype or (),
+            include=include or (),
+            exclude=exclude or (),
+            rename=rename or (),
+            overwrite=overwrite,
+            dry_run=dry_run,
+            jobs=jobs,
+            sync=not no_sync,
+            progress=progress,
+            workers=find_workers(part),
+        )
+    show(src, done, "resharded", json=json)

@@ -1,0 +1,96 @@
+"""Edits as users ask for them: globs that select, rules that rename, and dtypes. No bytes move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckptkit import edits
+from ckptkit.dtypes import DType, parse_dtype
+from ckptkit.errors import Usage
+from ckptkit.layout import Layout, Spec
+
+Rule = tuple[re.Pattern[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What is asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`."""
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    dtype: Sequence[str] = ()
+
+    def admit(self, name: str) -> bool:
+        """True if an entry is to be taken."""
+        included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
+        return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
+
+    def check_globs(self, layouts: Sequence[Layout]) -> None:
+        """Raise `Usage` for an `--include` that admits nothing in any of the layouts."""
+        names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]
+        for glob in self.include:
+            if not any(fnmatchcase(name, glob) for name in names):
+                hint = "`ckptkit inspect --tensors` shows the names"
+                raise Usage(f"--include '{glob}' matches no tensor", path=layouts[0].root, hint=hint)
+
+    def renaming(self) -> Callable[[str], str]:
+        """The new name of a parameter, by each rule in turn."""
+        rules = [parse_rule(rule) for rule in self.rename]
+
+        def new_name(name: str) -> str:
+            for pattern, text in rules:
+                name = pattern.sub(text, name)
+            return name
+
+        return new_name
+
+    def cast(self, layout: Layout, is_weight: Callable[[str], bool]) -> tuple[Layout, dict[str, str]]:
+        """The layout in the dtypes asked for, and what changes, by name. Of several rules for a tensor the last counts.
+
+        Only floats of 16 bits and more are converted. A dtype without a glob is that of the model's weights alone:
+        moments and steps lose by it what they are kept for.
+        """
+        rules = [parse_cast(rule) for rule in self.dtype]
+
+        def choose(name: str, spec: Spec) -> DType:
+            chosen = spec.dtype
+            for glob, dtype in rules:
+                if is_weight(name) if glob is None else fnmatchcase(name, glob):
+                    chosen = dtype or spec.dtype
+            return chosen if spec.dtype.can_become(chosen) else spec.dtype
+
+        changed = edits.cast(layout, choose)
+        casts = {
+            name: f"{before} => {after}"
+            for name, tensor in layout.tensors.items()
+            if (before := tensor.spec.dtype) != (after := changed.tensors[name].spec.dtype)
+        }
+        return changed, casts
+
+
+def parse_rule(rule: str) -> Rule:
+    """A rule `REGEX=>TEXT`, compiled."""
+    pattern, arrow, text = rule.partition("=>")
+    if not arrow:
+        raise Usage(f"--rename '{rule}' has no `=>`", hint="for example --rename '^model\\.=>'")
+    try:
+        compiled = re.compile(pattern)
+        compiled.sub(text, "")
+    except (re.error, IndexError) as error:
+        raise Usage(f"--rename '{rule}': {error}") from error
+    return compiled, text
+
+
+def parse_cast(rule: str) -> tuple[str | None, DType | None]:
+    """The glob of a rule `GLOB=DTYPE`, None if it has none, and the dtype, None for `keep`."""
+    glob, equals, name = rule.rpartition("=")
+    if name == "keep":
+        return (glob if equals else None), None
+    dtype = parse_dtype(name)
+    if not dtype.can_become(dtype):
+        raise Usage(f"weights can be cast to float64, float32, float16 and bfloat16, not to {dtype}")
+    return (glob if equals else None), dtype

@@ -1,0 +1,49 @@
+"""Ranks: state that belongs to one rank of the job that saved it, which no job of another size has a use for.
+
+Kept for as many ranks as there were, dropped for any other number: a generator or a loader of one rank cannot be shared
+out, and whoever loads the checkpoint learns that it is missing instead of taking another's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ckptkit import edits
+from ckptkit.layout import KeyPath, Layout
+
+_LOADER = re.compile(r"dp_rank_(\d+)")  # torchtitan's `dataloader.dp_rank_3`
+_FILE = re.compile(r"(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)")  # transformers' and accelerate's
+
+
+def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
+    """The checkpoint without the state of single ranks if they were not `world_size`; and what was dropped."""
+    owners = {name: owner for name in layout.names if (owner := owner_of(layout.key(name))) is not None}
+    groups = sorted({str(layout.key(name)[0]) for name in owners})
+    dropped: set[str] = set()
+    notes = []
+    for group in groups:
+        members = [name for name in owners if str(layout.key(name)[0]) == group]
+        ranks = 1 + max(owners[name] for name in members)
+        if ranks != world_size:
+            dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
+            notes.append(f"dropped `{group}`: it is the state of {ranks} ranks one by one, of no use to {world_size}")
+    return edits.select(layout, lambda name: name not in dropped), notes
+
+
+def owner_of(key: KeyPath) -> int | None:
+    """The rank whose own state lies at a key path: a loader's in torchtitan, a generator's in Composer."""
+    if key[0] == "rng" and len(key) > 1 and isinstance(key[1], int):
+        return key[1]
+    match = _LOADER.match(str(key[1])) if key[0] == "dataloader" and len(key) > 1 else None
+    return int(match[1]) if match else None
+
+
+def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
+    """Those of some file names that hold the state of single ranks, if they were not `world_size`; and in words."""
+    owners = {name: int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
+    if not owners or 1 + max(owners.values()) == world_size:
+        return set(), []
+    count = 1 + max(owners.values())
+    first = min(owners)
+    return set(owners), [f"left out `{first}` and the like: the state of {count} ranks, of no use to {world_size}"]

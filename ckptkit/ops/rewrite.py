@@ -1,0 +1,126 @@
+"""Rewrites: a checkpoint with all its parts, optimizer and all, in another form. What `convert` and `reshard` share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptkit import edits
+from ckptkit.errors import Mismatch
+from ckptkit.formats import Writer, open_layout
+from ckptkit.layout import KeyPath, Layout, Options
+from ckptkit.ops.beside import files_beside, own_files
+from ckptkit.ops.companions import find_companions
+from ckptkit.ops.converted import Converted, carry_out
+from ckptkit.ops.edit import Edits
+from ckptkit.ops.fit import restore_tied
+from ckptkit.ops.names import rename_parameters
+from ckptkit.ops.pipeline import Draft, Drafts, Output, check_apart, make_draft
+from ckptkit.ops.ranks import drop_files_of_ranks, drop_state_of_ranks
+from ckptkit.ops.recipe import Recipe
+from ckptkit.ops.weights import LeftOut, find_weights, has_weights, summarise
+from ckptkit.runs import find_parts, find_whole
+from ckptkit.staging import check_destination
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a checkpoint is to become: of which format, for how many ranks (None: as many as it had), with which edits.
+
+    `under` is a way into the nested dict that everything is put under.
+    """
+
+    writer: Writer
+    edits: Edits
+    max_shard_size: int
+    world_size: int | None = None
+    under: KeyPath = ()
+
+
+@dataclass(slots=True)
+class Changes:
+    """What was made of the parts, and became of their names and dtypes."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    renamed: dict[str, str] = field(default_factory=dict)
+    dropped: list[LeftOut] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_run: bool) -> Converted:
+    """Write the checkpoint at `src`, or the latest of a run, as `request` says: all of its parts, or nothing."""
+    began = time.perf_counter()
+    check_destination(output.path, output.overwrite)
+    source = find_whole(src)
+    check_apart(source, output.path)
+    parts = {path: open_layout(path) for path in find_parts(source)}
+    world_size = request.world_size or max((layout.world_size or 1 for layout in parts.values()), default=1)
+    options = Options(request.max_shard_size, world_size)
+    request.edits.check_globs(list(parts.values()))
+    changes = Changes()
+    edited = {path: edit(with_tied(path, layout, changes), request, options, changes) for path, layout in parts.items()}
+    drafts = [draft(source, path, layout, request, options) for path, layout in edited.items() if layout.names]
+    if not drafts:
+        raise Mismatch("nothing is left to be written", path=source, hint="check --include and --exclude")
+    whole = Drafts(drafts, copied=carry(source, parts, options, changes) if source.is_dir() else {})
+    report = Converted(
+        source=source,
+        output=output.path,
+        format=request.writer.name,
+        files=whole.file_sizes,
+        tensors=changes.tensors,
+        nbytes=changes.nbytes,
+        renamed=changes.renamed,
+        dropped=changes.dropped,
+        cast=changes.cast,
+        notes=changes.notes,
+        world_size=world_size if request.world_size or request.writer.is_sharded else None,
+        dry_run=dry_run,
+    )
+    return carry_out(whole, output, recipe, report, began)
+
+
+def with_tied(path: Path, layout: Layout, changes: Changes) -> Layout:
+    """A part with the weight that a Hugging Face model leaves out since another holds it: training states have both."""
+    config = find_companions(path, None).config if not layout.keys else None
+    complete = layout if config is None else restore_tied(layout, config)
+    changes.notes += [f"`{name}` is tied, and was written too" for name in complete.tensors.keys() - layout.tensors]
+    return complete
+
+
+def edit(layout: Layout, request: Request, options: Options, changes: Changes) -> Layout:
+    """A part as it shall be; `changes` is told what that takes."""
+    chosen = edits.select(layout, request.edits.admit)
+    if request.writer.is_sharded:
+        chosen, notes = drop_state_of_ranks(chosen, options.world_size)
+        changes.notes += notes
+    left = set(chosen.names)
+    changes.dropped += summarise(layout, (), [name for name in layout.names if name not in left])
+    weights = set(find_weights(chosen).came_from.values()) if has_weights(chosen) else set()
+    chosen, casts = request.edits.cast(chosen, weights.__contains__)
+    chosen, renamed = rename_parameters(chosen, request.edits.renaming())
+    changes.cast |= casts
+    changes.renamed |= renamed
+    changes.tensors += len(chosen.tensors)
+    changes.nbytes += chosen.nbytes
+    return edits.nest(chosen, request.under) if request.under else chosen
+
+
+def draft(source: Path, path: Path, layout: Layout, request: Request, options: Options) -> Draft:
+    """The draft of a part, to lie where it lies in the source."""
+    place = "" if path == source else str(path.relative_to(source))
+    return make_draft(layout, request.writer, options, place)
+
+
+def carry(source: Path, parts: Mapping[Path, Layout], options: Options, changes: Changes) -> dict[str, Path]:
+    """The other files of the checkpoint directory that go with it; `changes` is told of those that do not."""
+    taken = frozenset(file for layout in parts.values() for file in own_files(layout))
+    found, left = files_beside(source, taken)
+    changes.notes += [f"left out `{name}`: not a regular file" for name in left]
+    dropped, notes = drop_files_of_ranks(found, options.world_size)
+    changes.notes += notes
+    return {name: path for name, path in found.items() if name not in dropped}

@@ -1,0 +1,50 @@
+"""Workers: threads that each take a unit of work when they are done with the one before. Know no work by name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+Unit = TypeVar("Unit")
+Step = Callable[[Unit], None]
+Worker = Callable[[], AbstractContextManager[Step[Unit]]]
+
+
+def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None) -> None:
+    """Let `jobs` threads take units, each when it is done with the one before. The first error ends the work."""
+    waiting = iter(units)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def take() -> Unit | None:
+        with lock:
+            return None if errors else next(waiting, None)
+
+    def run() -> None:
+        try:
+            with worker() as step:
+                while (unit := take()) is not None:
+                    step(unit)
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(jobs or default_jobs())]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # noqa: BLE001 - Ctrl-C: the others finish their block first
+        errors.insert(0, error)
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def default_jobs() -> int:
+    """Threads to use where nobody said: enough to keep a disk busy, no more than there are cores."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
