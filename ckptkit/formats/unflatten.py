@@ -19,8 +19,8 @@ _MOST_MISSING = 256  # members of a list
 def unflatten(names: Iterable[str], key: Callable[[str], KeyPath], value: Callable[[str], Any]) -> Any:
     """The value of each name, in the dicts and lists that its key path leads through.
 
-    Values are asked for in the order in which they lie in the result; that depends on the names alone. Two names of
-    which one lies where the other should are `Unsupported`.
+    Values are asked for in the order in which they lie in the result. Two names of which one lies where the other
+    should are `Unsupported`.
     """
     tree: Tree = {}
     for name in names:

@@ -31,6 +31,7 @@ from tests.producers import counted, flatten
 
 class TestPt(WriterContract):
     format = "pt"
+    keeps_order = True
 
     def write(self, root: Path, tensors: dict[str, Tensor]) -> None:
         torch.save(tensors, root)

@@ -52,7 +52,7 @@ def test_values_are_asked_for_in_the_order_in_which_they_lie() -> None:
         return name
 
     state = unflatten(ways, ways.__getitem__, value)
-    assert asked == [state["a.z"], state["a"]["b"], *(member["w"] for member in state["l"])]
+    assert asked == [*(member["w"] for member in state["l"]), state["a.z"], state["a"]["b"]]
 
 
 @pytest.mark.parametrize(
