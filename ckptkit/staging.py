@@ -59,6 +59,7 @@ class Stage:
         self.is_part = is_part
         self._lock: int | None = None
         self._claim: int | None = None  # on what is being made under a key; shared among parts
+        self._is_ours = False  # what lies in `path`
 
     @property
     def work(self) -> Path:
@@ -77,11 +78,13 @@ class Stage:
             check_destination(self.dst, self.overwrite)  # a run before us may just have made it
             if self.key is None or read_key(self.path) != self.key:
                 close(claim(self.path))
+                self._is_ours = True
                 make_empty(self.path)
                 if self.key is not None:
                     write_key(self.path, self.key)
             if self.key is not None:
                 self._claim = claim(self.path, shared=self.is_part)
+            self._is_ours = True
             if self.is_part:
                 self._release()
         return self
@@ -101,7 +104,7 @@ class Stage:
 
     def discard(self) -> None:
         """Remove what was made, if anything was. The destination is as it was."""
-        if self._lock is not None and not self.path.is_symlink():
+        if self._is_ours and self._lock is not None and not self.path.is_symlink():
             shutil.rmtree(self.path, ignore_errors=True)
         self.leave()
 

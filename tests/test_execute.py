@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +17,14 @@ from hypothesis import strategies as st
 from ckptkit.box import Box, Shape, whole
 from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Corrupt, Unsafe
-from ckptkit.execute import Copied, compare, execute
+from ckptkit.execute import Copied, compare, copy, execute, settle
+from ckptkit.journal import Journal
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.plan import make_plan
+from ckptkit.ledger import Ledger
+from ckptkit.plan import Plan, make_plan
+from ckptkit.units import Share
 from tests.raw import Files, Numbers, allocated, contents
-from tests.strategies import shapes, tilings
+from tests.strategies import shapes, solid_shapes, tilings
 
 FLOAT = DTYPES["float32"]
 SMALL = 96  # bytes of a block in these tests, so that small tensors are cut as large ones are
@@ -72,6 +77,84 @@ def test_any_chunks_become_any_chunks(data: st.DataObject) -> None:
         check_checksums(copied, dst)
         checked = src.nbytes if chunks[0].crc32 is not None else 0
         assert (copied.checked_bytes, copied.unchecked_bytes) == (checked, src.nbytes - checked)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_shares_done_by_anyone_in_any_order_are_the_whole(data: st.DataObject) -> None:
+    shape = data.draw(solid_shapes)
+    numbers = random_numbers(shape, 4)
+    with tempfile.TemporaryDirectory() as home:
+        source = Files(Path(home, "src"))
+        orders = st.none() | st.permutations(range(len(shape)))
+        chunks = [source.put(numbers, box, FLOAT, order=data.draw(orders)) for box in data.draw(tilings(shape))]
+        src = source.layout(t=StoredTensor(Spec(FLOAT, shape), tuple(chunks)))
+        dst = allocated(Path(home, "dst"), Spec(FLOAT, shape), data.draw(tilings(shape)))
+        plan = make_plan(src, dst)
+        count = data.draw(st.integers(1, 5))
+        ledger = Ledger()
+        told: list[int] = []
+        for number in data.draw(st.permutations(range(count))):
+            ledger.add(copy(plan, Share(number, count), jobs=2, progress=told.append))
+        copied = settle(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
+        assert contents(dst) == numbers.tobytes()
+        check_checksums(copied, dst)
+        assert (sum(told), copied.checked_bytes) == (src.nbytes, src.nbytes)
+
+
+def a_long_plan(home: Path) -> Plan:
+    """Twenty units, one byte after another."""
+    numbers = np.arange(5 * SMALL, dtype=np.float32)
+    source = Files(home / "src")
+    spec = Spec(FLOAT, numbers.shape)
+    src = source.layout(t=StoredTensor(spec, (source.put(numbers, whole(spec.shape), FLOAT),)))
+    return make_plan(src, allocated(home / "dst", spec, [whole(spec.shape)]))
+
+
+def test_a_share_that_is_missing_is_noticed(tmp_path: Path) -> None:
+    plan = a_long_plan(tmp_path)
+    ledger = copy(plan, Share(0, 3))
+    ledger.add(copy(plan, Share(2, 3)))
+    with pytest.raises(Corrupt, match="not all"):
+        settle(plan, ledger)
+
+
+def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.units.UNIT_BYTES", SMALL)
+    plan = a_long_plan(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        copy(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
+    assert len(Journal(tmp_path / "j").units) == 6
+    written: list[int] = []
+    monkeypatch.setattr("ckptkit.execute.write_from", lambda fd, data, at, path: written.append(at))
+    copy(plan, journal=Journal(tmp_path / "j"), jobs=1)
+    assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
+
+
+def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a power cut, which may lose what was written, though it was noted."""
+    monkeypatch.setattr("ckptkit.units.UNIT_BYTES", SMALL)
+    plan = a_long_plan(tmp_path)
+    whole_file = plan.dst.root / "f0"
+    with pytest.raises(KeyboardInterrupt):
+        copy(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
+    damaged = bytearray(whole_file.read_bytes())
+    damaged[2 * SMALL + 5 : 2 * SMALL + 9] = bytes(4)
+    whole_file.write_bytes(damaged)
+    settle(plan, copy(plan, journal=Journal(tmp_path / "j"), jobs=2))
+    assert contents(plan.dst) == contents(plan.src)
+
+
+def interrupt_after(count: int) -> Callable[[int], None]:
+    """A progress that is told of so many blocks."""
+    told: list[int] = []
+
+    def progress(nbytes: int) -> None:
+        told.append(nbytes)
+        if len(told) == count:
+            raise KeyboardInterrupt
+
+    return progress
 
 
 def check_checksums(copied: Copied, dst: Layout) -> None:
