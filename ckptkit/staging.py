@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from ckptkit.errors import IOFailure, NoRoom, Occupied, Unsafe, translate_os_errors
-from ckptkit.files import Opened, write_from
+from ckptkit.errors import IOFailure, Occupied, Unsafe, translate_os_errors
+from ckptkit.locks import acquire, close, try_lock
 
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _AT_FDCWD = -100
 WORK = ".ckptkit-work"
 _KEY = "key"
 _PATIENCE = 60.0  # seconds that a part waits for others to open the same destination
-_PAUSE = 0.05
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -46,10 +43,19 @@ class Stage:
 
     With a `key`, which says what is being made, a directory that was begun under the same key is gone on with, and
     `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time.
+
+    With `is_file` the destination becomes the one file that was made in the directory.
     """
 
     def __init__(
-        self, dst: Path, *, overwrite: bool = False, sync: bool = True, key: bytes | None = None, is_part: bool = False
+        self,
+        dst: Path,
+        *,
+        overwrite: bool = False,
+        sync: bool = True,
+        key: bytes | None = None,
+        is_part: bool = False,
+        is_file: bool = False,
     ) -> None:
         self.dst = dst.absolute()
         self.path = staging_path(self.dst)
@@ -57,6 +63,7 @@ class Stage:
         self.sync = sync
         self.key = key
         self.is_part = is_part
+        self.is_file = is_file
         self._lock: int | None = None
         self._claim: int | None = None  # on what is being made under a key; shared among parts
         self._is_ours = False  # what lies in `path`
@@ -71,11 +78,11 @@ class Stage:
 
         Apart from `__init__`, so that there is something to discard whenever a signal comes.
         """
-        check_destination(self.dst, self.overwrite)
+        check_destination(self.dst, self.overwrite, is_file=self.is_file)
         with translate_os_errors(self.dst):
             self.dst.parent.mkdir(parents=True, exist_ok=True)
             self._lock = acquire(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
-            check_destination(self.dst, self.overwrite)  # a run before us may just have made it
+            check_destination(self.dst, self.overwrite, is_file=self.is_file)  # a run before us may have made it
             if self.key is None or read_key(self.path) != self.key:
                 close(claim(self.path))
                 self._is_ours = True
@@ -95,11 +102,15 @@ class Stage:
             shutil.rmtree(self.work, ignore_errors=True)
             if self.sync:
                 sync_tree(self.path)
-            replaced = move_into_place(self.path, self.dst, self.overwrite)
+            if self.is_file:
+                (made,) = self.path.iterdir()
+                move_file_into_place(made, self.dst, self.overwrite)
+            else:
+                move_into_place(self.path, self.dst, self.overwrite)
             if self.sync:
                 sync_path(self.dst.parent)
-        if replaced:  # `path` is now what was there before; should it not go away, the next run removes it
-            shutil.rmtree(self.path, ignore_errors=True)
+        # what is at `path` now was at the destination before; should it not go away, the next run removes it
+        shutil.rmtree(self.path, ignore_errors=True)
         self.leave()
 
     def discard(self) -> None:
@@ -134,44 +145,15 @@ def staging(dst: Path, *, overwrite: bool = False, sync: bool = True) -> Iterato
         raise
 
 
-def check_destination(dst: Path, overwrite: bool) -> None:
-    """Raise `Occupied` if something is at `dst` that may not be replaced; an empty directory may."""
+def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> None:
+    """Raise `Occupied` if something is at `dst` that may not be replaced; an empty directory may, by a directory."""
     if dst.is_symlink():
         raise Unsafe("the destination is a symbolic link", path=dst, hint="name the directory that it points to")
-    if dst.exists() and not dst.is_dir():
-        raise Occupied("the destination is a file", path=dst)
+    if dst.exists() and dst.is_dir() == is_file:
+        raise Occupied(f"the destination is a {'directory' if is_file else 'file'}", path=dst)
     with translate_os_errors(dst):
-        if dst.is_dir() and any(dst.iterdir()) and not overwrite:
+        if dst.exists() and (is_file or any(dst.iterdir())) and not overwrite:
             raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
-
-
-def acquire(path: Path, *, patience: float = 0) -> int:
-    """A lock on file `path`, which its owner removes when done; `Occupied` if it is not free within `patience` s."""
-    last = time.monotonic() + patience
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        if not try_lock(lock):
-            os.close(lock)
-            if time.monotonic() >= last:
-                raise Occupied("another run is writing this destination", path=path, hint="wait for it to end")
-            time.sleep(_PAUSE)
-        elif is_same_file(lock, path):
-            return lock
-        else:
-            os.close(lock)  # its owner removed it between our two calls
-
-
-def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file for as long as it stays open; False if somebody has a lock on it that forbids this."""
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # a file system without locks: `make_empty` still refuses what is not ours
-        if error.errno not in (*_NOT_HERE, errno.ENOLCK):
-            os.close(fd)
-            raise
-    return True
 
 
 def claim(path: Path, *, shared: bool = False) -> int | None:
@@ -185,13 +167,6 @@ def claim(path: Path, *, shared: bool = False) -> int | None:
         hint = "wait for them to end"
         raise Occupied("parts of this destination, or of another one, are still being made", path=path, hint=hint)
     return fd
-
-
-def close(fd: int | None) -> None:
-    """Close a descriptor, if there is one."""
-    if fd is not None:
-        with suppress(OSError):
-            os.close(fd)
 
 
 def read_key(path: Path) -> bytes | None:
@@ -221,14 +196,6 @@ def make_empty(path: Path) -> None:
         path.mkdir()
 
 
-def is_same_file(fd: int, path: Path) -> bool:
-    """True if `path` still is the file open as `fd`."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
 def remove(path: Path) -> None:
     """Remove a file or a directory with all it holds; a link is removed, not followed."""
     if path.is_dir() and not path.is_symlink():
@@ -237,8 +204,19 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def move_into_place(path: Path, dst: Path, overwrite: bool) -> bool:
-    """Rename directory `path` to `dst`. True if something was there before, which now is at `path`."""
+def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
+    """Rename file `path` to `dst`."""
+    if overwrite:
+        os.replace(path, dst)
+        return
+    try:
+        os.link(path, dst)
+    except FileExistsError as error:
+        raise Occupied("the destination came into being meanwhile", path=dst) from error
+
+
+def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
+    """Rename directory `path` to `dst`. If something was there before, it is at `path` now."""
     if not overwrite or not dst.exists() or not any(dst.iterdir()):
         try:
             os.rename(path, dst)  # replaces nothing but an empty directory
@@ -246,9 +224,8 @@ def move_into_place(path: Path, dst: Path, overwrite: bool) -> bool:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             raise Occupied("the destination came into being meanwhile", path=dst) from error
-        return False
+        return
     exchange(path, dst)
-    return True
 
 
 def exchange(a: Path, b: Path) -> None:
@@ -284,68 +261,3 @@ def sync_path(path: Path) -> None:
             raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
     finally:
         os.close(fd)
-
-
-def check_room(path: Path, nbytes: int) -> None:
-    """Raise `NoRoom` if the file system of `path` (or of its nearest parent) has fewer than `nbytes` bytes free."""
-    free = free_bytes(path)
-    if free < nbytes:
-        raise NoRoom(
-            f"{nbytes} bytes are needed and {free} are free", path=path, hint="free some space, or write elsewhere"
-        )
-
-
-def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
-    """Bytes that files of these sizes still need on the disk, by their names in directory `root`."""
-    missing = 0
-    for name, nbytes in sizes.items():
-        try:
-            reserved = 512 * (root / name).stat().st_blocks
-        except OSError:
-            reserved = 0
-        missing += max(0, nbytes - reserved)
-    return missing
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes free for us on the file system that `path` is or will be on."""
-    there = path.absolute()
-    while not there.exists():
-        there = there.parent
-    with translate_os_errors(path):
-        return shutil.disk_usage(there).free
-
-
-def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, anew: bool = True) -> None:
-    """Create a file of `size` bytes with `parts` at their offsets; the disk's room for the rest is reserved only.
-
-    With `anew` false it may be there already, from an earlier attempt, with whatever lies between the parts.
-    """
-    with translate_os_errors(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            if os.fstat(fd).st_size != size:
-                os.ftruncate(fd, 0)
-                reserve(fd, size)
-            for offset, content in parts:
-                write_from(fd, memoryview(content), offset, path)
-        finally:
-            os.close(fd)
-
-
-def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
-    """Write parts, each the name of a file that is there, an offset and bytes; file by file."""
-    with Opened(root, writable=True) as files:
-        for name, (offset, content) in sorted(parts):
-            write_from(files.fd(name), memoryview(content), offset, root / name)
-
-
-def reserve(fd: int, size: int) -> None:
-    """Give an empty file its size, and its blocks where the file system can: running out of disk then shows at once."""
-    try:
-        if size:
-            os.posix_fallocate(fd, 0, size)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _NOT_HERE:
-            raise
-        os.ftruncate(fd, size)

@@ -26,8 +26,8 @@ LAYERS = (
     ("errors",),
     ("dtypes", "box", "files"),
     ("layout",),
-    ("edits", "plan", "blocks", "checksums", "staging"),
-    ("casting", "formats.pickles", "ledger"),
+    ("edits", "plan", "blocks", "checksums", "allocation", "locks"),
+    ("casting", "staging", "formats.pickles", "ledger"),
     ("rearrange", "formats.archive", "formats.headers", "formats.pickling"),
     (
         "gather",
@@ -91,7 +91,7 @@ FORBIDDEN = {
 # Rooms in which no format may be named, neither in an identifier nor in a string.
 NAMELESS = (
     *("box", "blocks", "layout", "edits", "plan", "units", "sources", "workers", "execute", "gather", "casting"),
-    *("checksums", "ledger", "journal", "staging"),
+    *("checksums", "ledger", "journal", "staging", "allocation", "locks"),
 )
 
 # Strings by which a format is known, and the one file that may hold them.

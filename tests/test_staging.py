@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.allocation import check_room, create_file
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
-from ckptkit.staging import Stage, check_room, create_file, staging, staging_path
+from ckptkit.staging import Stage, staging, staging_path
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -217,3 +218,36 @@ def test_room_is_checked_before_it_is_needed(tmp_path: Path) -> None:
     with pytest.raises(NoRoom) as raised:
         check_room(tmp_path / "not" / "yet", 1 << 60)
     assert raised.value.exit_code == 4
+
+
+def make_file(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
+    stage = Stage(dst, overwrite=overwrite, is_file=True)
+    try:
+        write_file(stage.open().path / "any name", content)
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise
+
+
+def test_a_single_file_appears_when_it_is_whole(tmp_path: Path) -> None:
+    make_file(tmp_path / "out.pt", b"1")
+    assert listing(tmp_path) == {"out.pt": b"1"}
+    with pytest.raises(Occupied):
+        make_file(tmp_path / "out.pt", b"2")
+    make_file(tmp_path / "out.pt", b"2", overwrite=True)
+    assert listing(tmp_path) == {"out.pt": b"2"}
+    (tmp_path / "there").mkdir()
+    with pytest.raises(Occupied):
+        make_file(tmp_path / "there", b"3", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["out.pt", "there"]
+
+
+def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "out.pt", is_file=True).open()
+    write_file(stage.path / "made", b"ours")
+    write_file(tmp_path / "out.pt", b"theirs")
+    with pytest.raises(Occupied):
+        stage.commit()
+    stage.discard()
+    assert listing(tmp_path) == {"out.pt": b"theirs"}

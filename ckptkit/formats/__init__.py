@@ -47,10 +47,12 @@ class Reader(Protocol):
 class Writer(Reader, Protocol):
     """A format that can also be written: by its reader, once its files have been made.
 
-    `is_sharded` if each rank of the job that is to load it has a file of its own.
+    `is_sharded` if each rank of the job that is to load it has a file of its own; `suffixes` are those of a file that
+    is a checkpoint by itself, if one can be.
     """
 
     is_sharded: bool
+    suffixes: tuple[str, ...]  # of a checkpoint that is one file
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """The files of a checkpoint with the tensors and blobs of `wanted`: final names and sizes, all but the data."""

@@ -35,6 +35,7 @@ class Dcp:
 
     name = "dcp"
     is_sharded = True
+    suffixes = ()
 
     def owns(self, name: str) -> bool:
         """True for the metadata, and for data of whatever rank."""

@@ -32,6 +32,7 @@ class HuggingFace:
 
     name = "hf"
     is_sharded = False
+    suffixes = ()
 
     def owns(self, name: str) -> bool:
         """True for safetensors and an index of them."""

@@ -45,6 +45,7 @@ class Pt:
 
     name = "pt"
     is_sharded = False
+    suffixes = _SUFFIXES
 
     def owns(self, name: str) -> bool:
         """True for the name that is always the model's."""

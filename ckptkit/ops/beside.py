@@ -22,8 +22,9 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     with translate_os_errors(root):
         for directory, directories, names in os.walk(root):
             here = Path(directory)
+            links = [name for name in directories if (here / name).is_symlink()]
             directories[:] = sorted(name for name in directories if name[0] != "." and here / name not in taken)
-            for name in sorted(names):
+            for name in sorted(names + links):
                 path = here / name
                 if path in taken or name == MANIFEST or name.startswith("."):
                     continue

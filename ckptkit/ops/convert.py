@@ -36,18 +36,20 @@ def convert(
 ) -> Converted:
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
-    "dcp" and "pt" keep everything, optimizer and all, and the files beside it; `under` puts it all under a key, such as
-    `model`, and "dcp" is written for `world_size` ranks, by default as many as before. "hf" is `consolidate`: the model
-    only. `include` and `exclude` are globs of names as the checkpoint has them; `rename` rules `REGEX=>TEXT` on the
-    names of parameters, in the optimizer too; `dtype` one for the weights, or `GLOB=DTYPE` for whatever matches.
-    Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
+    "dcp" and "pt" keep everything, optimizer and all, and the files beside it; a `dst` like `model.pt` is made a file,
+    with nothing beside it. `under` puts all under a key, such as `model`; "dcp" is written for `world_size` ranks, by
+    default as many as before. "hf" is `consolidate`: the model only. `include` and `exclude` are globs of names as the
+    checkpoint has them; `rename` rules `REGEX=>TEXT` on the names of parameters, in the optimizer too; `dtype` one for
+    the weights, or `GLOB=DTYPE` for whatever matches; `workers` lets several processes share the work. Raises a
+    `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
     recipe = Recipe.of("convert", locals(), src=Path(src), dst=Path(dst))
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
     writer = get_writer(to)
     if world_size is not None and not writer.is_sharded:
-        raise Usage(f"`{to}` is the same for any number of ranks", hint="leave the world size out")
-    output = Output(Path(dst), overwrite, sync, jobs, progress, workers)
+        raise Usage(f"`{to}` is the same for any number of ranks", hint="leave --world-size out")
+    is_file = Path(dst).suffix in writer.suffixes
+    output = Output(Path(dst), overwrite, sync, jobs, progress, workers, is_file)
     if to != "hf":
         request = Request(writer, asked, max_shard_size, world_size, (under,) if under else ())
         return rewrite(Path(src), request, output, recipe, dry_run=dry_run)

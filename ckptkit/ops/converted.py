@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptkit.allocation import free_bytes
 from ckptkit.ops.pipeline import Drafts, Output, peak_rss_bytes, write
 from ckptkit.ops.recipe import Recipe, make_key
 from ckptkit.ops.weights import LeftOut
-from ckptkit.staging import free_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,11 @@ class Edits:
                 hint = "`ckptkit inspect --tensors` shows the names"
                 raise Usage(f"--include '{glob}' matches no tensor", path=layouts[0].root, hint=hint)
 
+    @property
+    def are_of_weights(self) -> bool:
+        """True if something is asked of the model's weights alone, so that one must know which they are."""
+        return bool(self.rename) or any("=" not in rule for rule in self.dtype)
+
     def renaming(self) -> Callable[[str], str]:
         """The new name of a parameter, by each rule in turn."""
         rules = [parse_rule(rule) for rule in self.rename]

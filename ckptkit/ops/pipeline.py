@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit import edits
+from ckptkit.allocation import check_room, create_file, missing_bytes, write_parts
 from ckptkit.errors import Mismatch, Occupied, Unsafe, translate_os_errors
 from ckptkit.execute import Copied, copy, settle
 from ckptkit.formats import Writer, locate
@@ -27,7 +28,7 @@ from ckptkit.ledger import Ledger
 from ckptkit.ops.manifest import NAME as MANIFEST
 from ckptkit.ops.manifest import make_manifest
 from ckptkit.plan import Plan, make_plan
-from ckptkit.staging import Stage, check_room, create_file, missing_bytes, sync_tree, write_parts
+from ckptkit.staging import Stage, sync_tree
 from ckptkit.units import Share
 
 Progress = Callable[[int, int], None]  # (bytes just written, bytes in all)
@@ -52,7 +53,7 @@ ALONE = Workers()
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where and how to write, and by whom."""
+    """Where and how to write, and by whom; a directory, unless it `is_file`."""
 
     path: Path
     overwrite: bool = False
@@ -60,6 +61,7 @@ class Output:
     jobs: int | None = None
     progress: Progress | None = None
     workers: Workers = ALONE
+    is_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,14 @@ def opened(drafts: Drafts, output: Output, key: bytes, *, is_part: bool = False)
     It is cleared away after an error, but kept after an interruption, if there is something to go on with; and always
     if others have a part in it.
     """
-    stage = Stage(output.path, overwrite=output.overwrite, sync=output.sync, key=key, is_part=is_part)
+    stage = Stage(
+        output.path,
+        overwrite=output.overwrite,
+        sync=output.sync,
+        key=key,
+        is_part=is_part,
+        is_file=output.is_file,
+    )
     try:
         stage.open()
         check_room(output.path, missing_bytes(stage.path, drafts.file_sizes))
@@ -233,8 +242,9 @@ def finish(drafts: Drafts, plans: Sequence[Plan], ledgers: Sequence[Ledger], sta
     for draft, plan, done in zip(drafts.parts, plans, copied, strict=True):
         root = plan.dst.root
         write_parts(root, draft.writer.seal(plan.dst, done.checksums))
-        manifest = make_manifest(draft.source, drafts.sizes_in(draft.place), tensor_checksums(plan, done))
-        create_file(root / MANIFEST, len(manifest), [(0, manifest)], anew=False)
+        if not output.is_file:
+            manifest = make_manifest(draft.source, drafts.sizes_in(draft.place), tensor_checksums(plan, done))
+            create_file(root / MANIFEST, len(manifest), [(0, manifest)], anew=False)
     for name, content in drafts.given.items():
         create_file(stage.path / name, len(content), [(0, content)], anew=False)
     for name, path in drafts.copied.items():

@@ -25,7 +25,7 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
     for group in groups:
         members = [name for name in owners if str(layout.key(name)[0]) == group]
         ranks = 1 + max(owners[name] for name in members)
-        if ranks != world_size:
+        if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
             notes.append(f"dropped `{group}`: it is the state of {ranks} ranks one by one, of no use to {world_size}")
     return edits.select(layout, lambda name: name not in dropped), notes

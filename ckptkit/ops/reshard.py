@@ -55,5 +55,5 @@ def default_source() -> Path:
 
 def default_output(source: Path, to: int) -> Path:
     """A directory beside the source, called like it."""
-    there = source.resolve()
+    there = source if source.name not in ("", "..") else source.resolve()
     return there.with_name(f"{there.name}-to{to}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Usage
 from ckptkit.formats import Writer, open_layout
 from ckptkit.layout import KeyPath, Layout, Options
 from ckptkit.ops.beside import files_beside, own_files
@@ -54,10 +54,10 @@ class Changes:
 def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_run: bool) -> Converted:
     """Write the checkpoint at `src`, or the latest of a run, as `request` says: all of its parts, or nothing."""
     began = time.perf_counter()
-    check_destination(output.path, output.overwrite)
+    check_destination(output.path, output.overwrite, is_file=output.is_file)
     source = find_whole(src)
     check_apart(source, output.path)
-    parts = {path: open_layout(path) for path in find_parts(source)}
+    parts = {path: open_layout(path) for path in (find_parts(source) if source.is_dir() else [source])}
     world_size = request.world_size or max((layout.world_size or 1 for layout in parts.values()), default=1)
     options = Options(request.max_shard_size, world_size)
     request.edits.check_globs(list(parts.values()))
@@ -66,12 +66,17 @@ def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_
     drafts = [draft(source, path, layout, request, options) for path, layout in edited.items() if layout.names]
     if not drafts:
         raise Mismatch("nothing is left to be written", path=source, hint="check --include and --exclude")
-    whole = Drafts(drafts, copied=carry(source, parts, options, changes) if source.is_dir() else {})
+    if output.is_file and len(drafts) > 1:
+        names = ", ".join(draft.place for draft in drafts)
+        hint = "name one of them, or a directory as destination"
+        raise Usage(f"the checkpoint is of {len(drafts)} parts ({names}), the destination one file", hint=hint)
+    has_more = source.is_dir() and not output.is_file
+    whole = Drafts(drafts, copied=carry(source, parts, request, options, changes) if has_more else {})
     report = Converted(
         source=source,
         output=output.path,
         format=request.writer.name,
-        files=whole.file_sizes,
+        files={output.path.name: sum(whole.file_sizes.values())} if output.is_file else whole.file_sizes,
         tensors=changes.tensors,
         nbytes=changes.nbytes,
         renamed=changes.renamed,
@@ -100,14 +105,19 @@ def edit(layout: Layout, request: Request, options: Options, changes: Changes) -
         changes.notes += notes
     left = set(chosen.names)
     changes.dropped += summarise(layout, (), [name for name in layout.names if name not in left])
-    weights = set(find_weights(chosen).came_from.values()) if has_weights(chosen) else set()
+    weights = find_names(chosen) if request.edits.are_of_weights else frozenset()
     chosen, casts = request.edits.cast(chosen, weights.__contains__)
-    chosen, renamed = rename_parameters(chosen, request.edits.renaming())
-    changes.cast |= casts
+    chosen, renamed = rename_parameters(chosen, weights, request.edits.renaming())
+    changes.cast |= {renamed.get(name, name): change for name, change in casts.items()}
     changes.renamed |= renamed
     changes.tensors += len(chosen.tensors)
     changes.nbytes += chosen.nbytes
     return edits.nest(chosen, request.under) if request.under else chosen
+
+
+def find_names(layout: Layout) -> frozenset[str]:
+    """The names of the model's weights. Raises `Unsupported` where it cannot be told which of several is the model."""
+    return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
 
 
 def draft(source: Path, path: Path, layout: Layout, request: Request, options: Options) -> Draft:
@@ -116,11 +126,15 @@ def draft(source: Path, path: Path, layout: Layout, request: Request, options: O
     return make_draft(layout, request.writer, options, place)
 
 
-def carry(source: Path, parts: Mapping[Path, Layout], options: Options, changes: Changes) -> dict[str, Path]:
+def carry(
+    source: Path, parts: Mapping[Path, Layout], request: Request, options: Options, changes: Changes
+) -> dict[str, Path]:
     """The other files of the checkpoint directory that go with it; `changes` is told of those that do not."""
     taken = frozenset(file for layout in parts.values() for file in own_files(layout))
     found, left = files_beside(source, taken)
     changes.notes += [f"left out `{name}`: not a regular file" for name in left]
-    dropped, notes = drop_files_of_ranks(found, options.world_size)
-    changes.notes += notes
-    return {name: path for name, path in found.items() if name not in dropped}
+    if request.writer.is_sharded:
+        dropped, notes = drop_files_of_ranks(found, options.world_size)
+        changes.notes += notes
+        found = {name: path for name, path in found.items() if name not in dropped}
+    return found

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit import edits, storage
+from ckptkit.allocation import create_file, write_parts
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.execute import execute
 from ckptkit.formats import get_writer, locate, open_layout
@@ -29,7 +30,6 @@ from ckptkit.formats.pickles import PersistentId
 from ckptkit.formats.pickling import dump
 from ckptkit.layout import Blob, Layout, NewFile, Options
 from ckptkit.plan import make_plan
-from ckptkit.staging import create_file, write_parts
 from tests import producers
 from tests.conftest import Produce
 from tests.formats.contract import assert_holds, raw_bytes
