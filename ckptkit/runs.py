@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptkit.errors import NotACheckpoint, Unsupported, translate_os_errors
 from ckptkit.formats import detect_format
 
+TRAINING = "training"
 # ckpt-5, checkpoint-5, step-5, step_5, global_step5, iter_0000005
 _NAME = re.compile(r"(?:ckpt|checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
 
@@ -66,9 +67,12 @@ def is_complete(path: Path) -> bool:
 
 
 def find_parts(path: Path) -> list[Path]:
-    """`path` itself if it is a checkpoint, or else the directories in it that are: model and optimizer apart."""
+    """`path` itself if it is a checkpoint, or else the directories in it that are: model and optimizer apart.
+
+    A Hugging Face model that is still trained has the rest of its checkpoint in `training` beside it.
+    """
     if detect_format(path) is not None:
-        return [path]
+        return [path, *(rest for rest in (path / TRAINING,) if rest.is_dir())]
     with translate_os_errors(path):
         inside = [part for part in path.iterdir() if part.is_dir() and step_of(part) is None]
     return sorted(part for part in inside if detect_format(part) is not None)
@@ -99,7 +103,7 @@ def find_checkpoint(path: Path) -> Path:
     latest = Run(path).latest()
     if latest is not None:
         path = latest.path
-    parts = [part for part in find_parts(path) if not part.name.startswith("optim")]
+    parts = [part for part in find_parts(path) if not part.name.startswith(("optim", TRAINING))]
     if len(parts) == 1:
         return parts[0]
     if parts:

@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.runs import Run, find_checkpoint, step_of
+from ckptkit.runs import Run, find_checkpoint, find_parts, step_of
 from tests import producers
 from tests.conftest import Produce
 
@@ -52,6 +54,16 @@ def test_of_several_parts_the_model_is_meant(produce: Produce, tmp_path: Path) -
     shutil.copytree(root / "pytorch_model_fsdp_0", tmp_path / "run" / "checkpoint-7" / "ema")
     with pytest.raises(Unsupported, match="ema, pytorch_model_fsdp_0"):
         find_checkpoint(tmp_path / "run")
+
+
+def test_a_model_and_the_rest_of_its_training_are_one_checkpoint(produce: Produce, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "ckpt-7"
+    shutil.copytree(produce(producers.fsdp2).root, checkpoint / "training")
+    save_file({"w": torch.ones(2)}, checkpoint / "model.safetensors")
+    assert find_checkpoint(tmp_path / "run") == checkpoint
+    assert find_parts(checkpoint) == [checkpoint, checkpoint / "training"]
+    (checkpoint / "training" / ".metadata").unlink()
+    assert Run(tmp_path / "run").latest() is None
 
 
 def test_an_unfinished_part_makes_the_whole_incomplete(produce: Produce, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class TrainConfig:
     deterministic: Annotated[bool, "The same bits each time on a GPU too, where it can; slower."] = False
     # checkpoints and metrics
     save_every: Annotated[int, "Steps between checkpoints; 0: the last only."] = 0
-    state_dict: Annotated[Literal["sharded", "full"], "A directory of shards, or one file."] = "sharded"
+    state_dict: Annotated[Literal["sharded", "full", "hf"], "Shards, one file, or a Hugging Face model."] = "sharded"
     background: Annotated[bool, "Train on while a checkpoint is written."] = False
     keep_last: Annotated[int | None, "Keep so many checkpoints; by default all."] = None
     keep_best: Annotated[str | None, "Keep the best by METRIC[:min|max][:N] too, such as loss."] = None

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.ops.consolidate import consolidate
@@ -127,6 +129,8 @@ WAYS: list[dict[str, Any]] = [
     {"fsdp": "1"},
     {"fsdp": "1", "state_dict": "full"},
     {"strategy": "ddp"},
+    {"state_dict": "hf"},
+    {"background": True, "state_dict": "hf", "fsdp": "1"},
 ]
 
 
@@ -146,10 +150,16 @@ def numbers(step: Step) -> tuple[float, ...]:
 
 
 def require_equal_tensors(one: Path, other: Path) -> None:
-    expected, found = read_tensors(one), read_tensors(other)
+    expected, found = tensors_in(one), tensors_in(other)
     assert any(name.endswith(".exp_avg_sq") for name in expected)
     assert found.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
+def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
+    if not (checkpoint / "training").exists():
+        return read_tensors(checkpoint)
+    return load_file(checkpoint / "model.safetensors") | read_tensors(checkpoint / "training")
 
 
 def test_what_changes_the_way_changes_no_number(config: TrainConfig, steps: list[Step], tmp_path: Path) -> None:
@@ -175,7 +185,7 @@ def test_a_run_goes_on_from_two_to_four_to_three_ranks_with_the_same_batches(
     config: TrainConfig, steps: list[Step], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    first = go(replace(config, run=run, resume=str(config.run / "ckpt-3"), steps=4), 4)
+    first = go(replace(config, run=run, resume=str(config.run / "ckpt-3"), state_dict="hf", steps=4), 4)
     then = go(replace(config, run=run, resume="auto", state_dict="full", fsdp="1", steps=STEPS), 3)
     assert [step.step for step in first + then] == [4, 5, 6]
     assert [step.tokens for step in first + then] == [step.tokens for step in steps[SAVED:]]
@@ -202,6 +212,28 @@ def test_starting_weights_come_from_an_export_or_any_checkpoint(config: TrainCon
     with pytest.raises(Mismatch, match="lacks 1 of the model's 21 tensors") as raised:
         go(replace(starts[0], run=tmp_path / "untied", untied=True), 1)
     assert raised.value.tensor == "lm_head.weight"
+
+
+@pytest.mark.usefixtures("steps")
+def test_no_weight_is_left_out_in_silence(config: TrainConfig, tmp_path: Path) -> None:
+    consolidate(config.run, tmp_path / "out")
+    weights = load_file(tmp_path / "out/model.safetensors")
+    embedding, inner = weights["model.embed_tokens.weight"], "model.layers.0.self_attn"
+    cases: list[tuple[dict[str, Tensor], str | None]] = [
+        ({f"{inner}.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": embedding.clone()}, None),
+        ({"lm_head.weight": embedding + 1}, "the checkpoint's bytes differ"),
+        ({f"{inner}.q_proj.bias": torch.ones(64)}, "no place for 1 of the checkpoint's tensors: model.layers.0"),
+    ]
+    for number, (more, said) in enumerate(cases):
+        (tmp_path / f"{number}").mkdir()
+        save_file(weights | more, tmp_path / f"{number}/model.safetensors")
+        start = replace(config, run=tmp_path / f"run-{number}", weights=tmp_path / f"{number}", steps=1)
+        if said is None:
+            assert len(go(start, 1)) == 1
+        else:
+            with pytest.raises(Mismatch, match=said) as raised:
+                go(start, 1)
+            assert raised.value.tensor == next(iter(more))
 
 
 def test_old_checkpoints_go_and_the_best_stays(config: TrainConfig, steps: list[Step], tmp_path: Path) -> None:

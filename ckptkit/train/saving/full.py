@@ -12,6 +12,7 @@ from torch import Tensor
 from ckptkit.errors import Corrupt, translate_os_errors
 from ckptkit.train.saving.gather import Gatherer, scatter
 from ckptkit.train.saving.peers import Peers
+from ckptkit.train.saving.sharded import unwrap
 from ckptkit.train.saving.trees import Tree, outlined
 
 FILE = "state.pt"
@@ -37,7 +38,8 @@ class FullForm:
         return self._peers.on_first(lambda: self._open(path))
 
     def _open(self, path: Path) -> Tree:
-        self._stored = read_file(path / FILE)
+        # a sharded checkpoint that was made into one file has its dicts wrapped still
+        self._stored = {name: unwrap(part) for name, part in read_file(path / FILE).items()}
         outline: Tree = outlined(self._stored)
         return outline
 

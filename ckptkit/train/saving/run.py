@@ -25,11 +25,14 @@ from ckptkit.files import check_name
 from ckptkit.retention import METRICS, Best, Policy, decide, delete, find_saved, finish_deleting, write_metrics
 from ckptkit.staging import Stage
 from ckptkit.train.saving.full import FILE, FullForm
+from ckptkit.train.saving.huggingface import CONFIG, HuggingFaceForm
 from ckptkit.train.saving.peers import Peers
 from ckptkit.train.saving.quiet import quiet, silence
 from ckptkit.train.saving.sharded import ShardedForm
 from ckptkit.train.saving.state import Stateful, Training
 from ckptkit.train.saving.trees import Tree
+
+FORMS = ("sharded", "full", "hf")
 
 
 class Form(Protocol):
@@ -51,10 +54,11 @@ class Form(Protocol):
 class Run:
     """A training directory with its checkpoints, to save to and to load from, by all ranks alike.
 
-    `state_dict` is "sharded", a directory of DCP's that all ranks write, or "full", one file of torch.save gathered on
-    rank 0; both are loaded. With `background`, `save` returns when the state is copied, and a thread writes it: end
-    with `wait`, or use the run as a context manager. `keep_last` is how many of the newest checkpoints stay, None for
-    all; `keep_best`, METRIC[:min|max][:N], which others stay too. `files` are put into every checkpoint.
+    `state_dict` is "sharded", a directory of DCP's that all ranks write; "full", one file of torch.save gathered on
+    rank 0; or "hf", a Hugging Face model that all ranks write, with the rest in such a directory inside it. All are
+    loaded. With `background`, `save` returns when the state is copied, and a thread writes it: end with `wait`, or use
+    the run as a context manager. `keep_last` is how many of the newest checkpoints stay, None for all; `keep_best`,
+    METRIC[:min|max][:N], which others stay too. `files` are put into every checkpoint, as config.json should be.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class Run:
 
     @cached_property
     def _forms(self) -> dict[str, Form]:
-        return {name: form(self._peers) for name, form in FORMS.items()}
+        peers = self._peers
+        hugging_face = HuggingFaceForm(peers, self._files.get(CONFIG))
+        return {"sharded": ShardedForm(peers), "full": FullForm(peers), "hf": hugging_face}
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of `step` lies or will lie."""
@@ -200,7 +206,8 @@ class Run:
                 raise NotACheckpoint("no complete checkpoint in the run", path=self.root)
             path = latest.path
         chosen = Path(path)
-        return chosen, "full" if (chosen / FILE).exists() else "sharded"
+        marks = {"hf": chosen / runs.TRAINING, "full": chosen / FILE}
+        return chosen, next((name for name, mark in marks.items() if mark.exists()), "sharded")
 
     def wait(self) -> None:
         """Wait until a save in the background is visible. Raises on all ranks what went wrong on any."""
@@ -218,9 +225,6 @@ class Run:
             if error is None:
                 raise
             error.add_note(f"and the save in the background failed: {failure}")
-
-
-FORMS: dict[str, type[ShardedForm | FullForm]] = {"sharded": ShardedForm, "full": FullForm}
 
 
 def commit(stage: Stage, files: Mapping[str, bytes]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NoRoom, NotACheckpoint, Unsupported, translate_os_errors
+from ckptkit.storage import find_cause
 from ckptkit.train.saving.gather import copy_sharded
 from ckptkit.train.saving.peers import Peers
 from ckptkit.train.saving.trees import Tree, map_tensors
@@ -85,8 +86,8 @@ def wrap(part: Any) -> Any:
 
 
 def unwrap(part: Any) -> Any:
-    """What `wrap` was given."""
-    return part[0] if isinstance(part, tuple) else part
+    """What `wrap` was given. A dict that lies in no tuple, as in a checkpoint that was converted, is left as it is."""
+    return part[0] if isinstance(part, tuple) and len(part) == 1 and isinstance(part[0], dict) else part
 
 
 def read_metadata(path: Path) -> Tree:
@@ -116,6 +117,9 @@ def without_data(entry: Any) -> Tensor | None:
 
 def translate(error: CheckpointException, path: Path, verb: str) -> CkptError:
     """The CkptError that says what stopped the first of the ranks that failed."""
+    cause = find_cause(error)
+    if isinstance(cause, CkptError):
+        return cause
     rank, (reason, _) = min(error.failures.items())
     said = str(reason).strip() or type(reason).__name__
     message = f"rank {rank} could not {verb} it: {said.splitlines()[0]}"

@@ -11,16 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
 from ckptkit import runs
 from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.convert import convert
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group
 from ckptkit.train.saving.run import Run
 from tests.train.saving.networks import Trainee, differing
 
-FORMS = ("sharded", "full")
+FORMS = ("sharded", "full", "hf")
 STEPS = 3
 ON_ONE = ("fsdp2", "fsdp1 FULL_SHARD")
 ON_TWO = ("fsdp2", "fsdp1 FULL_SHARD", "fsdp1 FULL_SHARD bare", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD", "plain")
@@ -220,3 +222,52 @@ def test_a_checkpoint_that_cannot_be_deleted_ends_no_training(tmp_path: Path) ->
     with pytest.warns(UserWarning, match="an old checkpoint was not deleted: .*metrics.json: not the metrics"):
         run.save(2, nn.Linear(2, 2))
     assert [found.step for found in run.checkpoints()] == [1, 2]
+
+
+def trained_alone() -> tuple[nn.Module, SGD]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+PLACE: dict[str, Any] = {"epoch": 3, "seen": [1, 2], "weights": torch.arange(2.0), "inner": {"a": None}}
+
+
+def require_loaded(path: Path) -> None:
+    """Load a checkpoint of `trained_alone` and `PLACE`, and compare."""
+    expected, before = trained_alone()
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=1.0, momentum=0.5)
+    place: dict[str, Any] = {}
+    assert Run(path.parent).load(model, optimizer, path=path, place=place) == 5
+    assert differing(model.state_dict(), expected.state_dict()) == []
+    assert str(optimizer.state_dict()) == str(before.state_dict())
+    assert torch.equal(place.pop("weights"), PLACE["weights"])
+    assert place == {name: value for name, value in PLACE.items() if name != "weights"}
+
+
+def test_a_state_that_was_converted_is_loaded(tmp_path: Path) -> None:
+    """Into one file a dict comes in the tuple that DCP kept it whole in; into DCP's files it comes taken apart."""
+    model, optimizer = trained_alone()
+    run = Run(tmp_path / "run", state_dict="full")
+    full = run.save(5, model, optimizer, place=PLACE)
+    require_loaded(full)
+    state = torch.load(full / "state.pt", weights_only=True)
+    (tmp_path / "wrapped").mkdir()
+    torch.save({**state, "place": (state["place"],)}, tmp_path / "wrapped/state.pt")
+    require_loaded(tmp_path / "wrapped")
+    with warnings.catch_warnings(action="ignore"):
+        state_dict_saver.save(state, checkpoint_id=tmp_path / "apart")
+    require_loaded(tmp_path / "apart")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("to", ["dcp", "pt"])
+def test_a_checkpoint_that_ckptkit_converted_is_loaded(tmp_path: Path, form: str, to: str) -> None:
+    model, optimizer = trained_alone()
+    path = Run(tmp_path / "run", state_dict=form).save(5, model, optimizer, place=PLACE)
+    convert(path, tmp_path / "out", to=to)
+    require_loaded(tmp_path / "out")

@@ -1,10 +1,8 @@
-"""The bridge to torch: what dcp.load puts into tensors through us is what was saved, to the last bit."""
+"""Weights of any format and world size, loaded into tensors sharded in any way: what was saved, to the last bit."""
 
 from __future__ import annotations
 
 import shutil
-import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,69 +11,32 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptkit.box import Box
-from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.formats import locate, open_layout
+from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported
+from ckptkit.formats import open_layout
 from ckptkit.ops.weights import find_weights
-from ckptkit.storage import LayoutReader, load_weights, part_of
+from ckptkit.storage import LayoutReader, load_weights
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group
 from tests import producers
 from tests.conftest import Produce
-from tests.formats.contract import SHAPES, raw_bytes
-from tests.producers import DTYPES, Truth, bits, counted
-
-LARGE = (1500, 1001)  # in fp32 more than a block, and no whole number of rows of one
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, tensor in expected.items():
-        assert raw_bytes(found[name]) == raw_bytes(tensor), name
-
-
-def blank(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Tensors of the same shapes and dtypes, or of `dtype`, whose every byte is a 1."""
-    return {name: ones(t.shape, dtype or t.dtype) for name, t in tensors.items()}
-
-
-def ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    return torch.ones(nbytes, dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-def of_a_model(truth: Truth) -> Truth:
-    """The tensors of a checkpoint that are the model's, by its own names."""
-    return {name.removeprefix("model."): t for name, t in truth.items() if name.startswith("model.")}
-
-
-def every_kind() -> dict[str, Tensor]:
-    """A tensor of every shape and dtype, but for 4-bit numbers without axes, which safetensors cannot spell."""
-    torch.manual_seed(3)
-    kinds = {
-        f"{str(dtype).removeprefix('torch.')}.{kind}": bits(shape, dtype)
-        for dtype in DTYPES
-        for kind, shape in SHAPES.items()
-    }
-    return {name: t for name, t in kinds.items() if name != "float4_e2m1fn_x2.scalar"}
-
-
-def write_hf(root: Path, tensors: dict[str, Tensor]) -> Path:
-    root.mkdir()
-    save_file(tensors, root / "model.safetensors")
-    return root
-
-
-def write_pt(path: Path, tensors: dict[str, Tensor]) -> Path:
-    torch.save({"model": tensors}, path)
-    return path
-
+from tests.producers import counted
+from tests.storage.states import (
+    LARGE,
+    assert_same_bits,
+    blank,
+    damage,
+    every_kind,
+    local,
+    of_a_model,
+    spread,
+    write_hf,
+    write_pt,
+)
 
 # -- alone -------------------------------------------------------------------------------------------------------------
 
@@ -119,25 +80,6 @@ def test_floats_are_converted_as_torch_does(stored: torch.dtype, wanted: torch.d
     assert_same_bits(found, {name: t.to(wanted) for name, t in tensors.items()})
 
 
-def test_a_training_state_is_loaded_nested(produce: Produce) -> None:
-    saved = produce(producers.fsdp2)
-    found = {"model": blank(of_a_model(saved.truth)), "optim": {"state": {"up.weight": {"exp_avg": torch.ones(7, 6)}}}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.load(found, storage_reader=LayoutReader(open_layout(saved.root)))
-    assert_same_bits(found["model"], of_a_model(saved.truth))  # type: ignore[arg-type]
-    moment = found["optim"]["state"]["up.weight"]["exp_avg"]  # type: ignore[index]
-    assert torch.equal(moment, saved.truth["optim.state.up.weight.exp_avg"])
-
-
-def test_torch_can_make_the_tensors_itself(tmp_path: Path) -> None:
-    path = write_pt(tmp_path / "f.pt", {"a.b": counted(3, 2), "s": torch.tensor(2.5)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group, and what DCP thinks of its own storages
-        state = _load_state_dict_from_keys({"model"}, storage_reader=LayoutReader(open_layout(path)))
-    assert_same_bits(state["model"], {"a.b": counted(3, 2), "s": torch.tensor(2.5)})
-
-
 def test_what_was_not_asked_for_is_told(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "hf", {"a": counted(2), "b": counted(3), "c": counted(4)})
     found = {"b": torch.ones(3)}
@@ -152,6 +94,18 @@ def test_a_tied_tensor_needs_one_of_its_names(tmp_path: Path) -> None:
     assert torch.equal(weight, counted(5, 3))
     with pytest.raises(Mismatch, match="lacks 1 of"):
         load_weights(path, {"embed": weight, "head": torch.ones(5, 3)})
+
+
+def test_tied_tensors_that_are_both_there_must_be_equal(tmp_path: Path) -> None:
+    weight = nn.Embedding(5, 3).weight
+    same = write_hf(tmp_path / "same", {"embed": counted(5, 3), "head": counted(5, 3)})
+    assert load_weights(same, {"embed": weight, "head": weight}) == ()
+    assert torch.equal(weight, counted(5, 3))
+    trained_apart = write_hf(tmp_path / "apart", {"embed": counted(5, 3), "head": counted(5, 3) + 1})
+    with pytest.raises(Mismatch, match="the model ties it to `embed`, but the checkpoint's bytes differ") as caught:
+        load_weights(trained_apart, {"embed": weight, "head": weight})
+    assert caught.value.tensor == "head"
+    assert load_weights(trained_apart, {"embed": counted(5, 3), "head": counted(5, 3)}) == ()
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -169,38 +123,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         assert caught.value.path is not None
     with pytest.raises(NotACheckpoint):
         load_weights(tmp_path / "absent", {})
-
-
-def test_a_reader_belongs_to_its_layout(tmp_path: Path) -> None:
-    reader = LayoutReader(open_layout(write_hf(tmp_path / "hf", {"w": counted(2)})))
-    reader.reset()
-    with pytest.raises(Usage):
-        reader.reset(tmp_path)
-    assert not reader.validate_checkpoint_id(tmp_path)
-
-
-def test_no_chunk_is_looked_for_that_is_not_needed(produce: Produce) -> None:
-    layout = find_weights(open_layout(produce(producers.fsdp2).root)).layout
-    stored = layout.tensors["up.weight"]
-    assert [chunk.size for chunk in stored.chunks] == [(3, 6), (3, 6), (1, 6)]
-    rows = replace(stored.chunks[0], box=Box((4, 0), (3, 6)))
-    wanted = replace(layout, tensors={"up.weight": replace(stored, chunks=(rows,))})
-    assert {name: t.chunks for name, t in part_of(layout, wanted).tensors.items()} == {"up.weight": stored.chunks[1:]}
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
-
-
-def damage(path: Path, name: str) -> None:
-    """Flip a bit in the last chunk of a tensor."""
-    layout = locate(open_layout(path))
-    chunk = [chunk for chunk in layout.tensors[name].chunks if chunk.length][-1]
-    flip(layout.root / chunk.path, chunk.offset + chunk.length - 1)
 
 
 def test_a_damaged_chunk_is_an_error_that_names_it(produce: Produce, tmp_path: Path) -> None:
@@ -226,29 +148,6 @@ def test_tensors_on_a_gpu(tmp_path: Path) -> None:
 
 
 # -- together ----------------------------------------------------------------------------------------------------------
-
-ON_A_LINE: tuple[tuple[Placement, ...], ...] = ((Shard(0),), (Shard(-1),), (Replicate(),))
-ON_A_GRID: tuple[tuple[Placement, ...], ...] = (
-    (Shard(0), Shard(0)),
-    (Shard(0), Shard(-1)),
-    (Shard(-1), Shard(0)),
-    (Replicate(), Shard(0)),
-    (Shard(-1), Replicate()),
-)
-
-
-def spread(tensor: Tensor, mesh: DeviceMesh, number: int) -> Tensor:
-    """A tensor sharded over a mesh in one of many ways; every so many one that is not, and those without axes."""
-    ways = ON_A_LINE if mesh.ndim == 1 else ON_A_GRID
-    number %= len(ways) + 1
-    if number == len(ways) or not tensor.ndim or tensor.dtype is torch.float4_e2m1fn_x2:  # which torch cannot shard
-        return tensor.clone()
-    placements = [p if isinstance(p, Replicate) else Shard(p.dim % tensor.ndim) for p in ways[number]]  # type: ignore[attr-defined]
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load_on_ranks(sources: list[tuple[Path, Path]], shape: tuple[int, ...], place: Place, report: Report) -> None:

@@ -1,0 +1,15 @@
+"""Storage: the bridge to torch.distributed.checkpoint, which loads any checkpoint through it and saves to any format.
+
+dcp.load({"model": state}, storage_reader=ckptkit.storage.Reader("hf-model", under="model"))
+dcp.save(state, storage_writer=ckptkit.storage.Writer("hf-model", files={"config.json": config}))
+
+What goes wrong on any rank ends the call on every rank with torch's `CheckpointException`, which is no `Exception`:
+its `failures` has, by rank, the `CkptError` that says what it was, and `find_cause` gives the one that counts.
+"""
+
+from ckptkit.storage.ranks import find_cause
+from ckptkit.storage.reader import LayoutReader, Reader
+from ckptkit.storage.weights import load_weights
+from ckptkit.storage.writer import RoomWriter, Writer
+
+__all__ = ["LayoutReader", "Reader", "RoomWriter", "Writer", "find_cause", "load_weights"]

@@ -1,0 +1,77 @@
+"""Entries that are no tensors: step, learning rate, the state of a loader. Read safely, for torch to read once more.
+
+torch's planner unpickles what it is given without any restriction. So it never gets the bytes of the checkpoint, but
+what torch wrote again of the values that its restricted unpickler found in them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.files import open_regular, read_at
+from ckptkit.formats.archive import read_directory, read_entry
+from ckptkit.formats.envelopes import make_envelope
+from ckptkit.layout import Blob, Layout
+
+
+def read_value(layout: Layout, name: str) -> BytesIO:
+    """An entry's value as torch.save writes it.
+
+    Raises `Unsupported` for more than `torch.load(weights_only=True)` admits, `Corrupt` where a checksum differs.
+    """
+    blob = layout.blobs[name]
+    path = layout.root / blob.path
+    written = BytesIO()
+    try:
+        torch.save(load_safely(find_archive(blob, path)), written)
+    except CkptError as error:
+        raise error.blame(path=path, tensor=name) from None
+    written.seek(0)
+    return written
+
+
+def find_archive(blob: Blob, path: Path) -> bytes:
+    """The archive of torch.save that a blob is, its checksums compared, or that is made of the pickle that it has."""
+    if blob.wrapper is not None:
+        raise Unsupported(f"stored through the transform `{blob.wrapper}`", hint="save it again without `_extensions`")
+    if blob.content is not None:
+        ((_, archive),) = make_envelope(blob.content, {}).parts
+        return archive
+    fd = open_regular(path)
+    try:
+        data = read_at(fd, blob.length, blob.offset, path)
+    finally:
+        os.close(fd)
+    check_archive(data)
+    return data
+
+
+def check_archive(data: bytes) -> None:
+    """Raise `Corrupt` unless what lies in an archive has the CRC-32 recorded for it."""
+
+    def read(offset: int, length: int) -> bytes:
+        return data[offset : offset + length]
+
+    entries = read_directory(read, len(data))
+    for name in entries:
+        read_entry(read, entries, name, limit=len(data))
+
+
+def load_safely(data: bytes) -> Any:
+    """The value in an archive, if it is made of what torch admits: plain values, containers and tensors."""
+    try:
+        return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise Unsupported(
+            "the entry holds more than plain values: torch would run code of the checkpoint's to load it",
+            hint="if you trust its producer, name the class to `torch.serialization.add_safe_globals`",
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise Corrupt(f"torch cannot load the entry: {str(error).splitlines()[0]}") from error

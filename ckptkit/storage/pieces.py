@@ -1,0 +1,63 @@
+"""Pieces: the part of a tensor that a rank has, written to where it belongs in the final files. Creates no file."""
+
+from __future__ import annotations
+
+from math import prod
+from operator import mul
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckptkit.blocks import cut, row_major
+from ckptkit.box import Box, BoxIndex
+from ckptkit.files import Opened, write_from
+from ckptkit.gather import BLOCK_BYTES
+from ckptkit.layout import Chunk, Place, StoredTensor
+from ckptkit.storage.memory import make_buffer, part_of, take
+from ckptkit.storage.sums import part_sum
+
+
+class PieceWriter:
+    """Writes parts of tensors into the open `files` of directory `room`; holds a block of memory at most."""
+
+    def __init__(self, room: Path, files: Opened) -> None:
+        self._room = room
+        self._files = files
+        self._buffers: dict[torch.device, Tensor] = {}
+
+    def write(self, tensor: Tensor, box: Box, target: StoredTensor) -> dict[Place, int]:
+        """Write a tensor, which is box `box` of the target; gives what it adds to the sum of each chunk."""
+        if tensor.device not in self._buffers:
+            self._buffers[tensor.device] = make_buffer(tensor.device)
+        found = BoxIndex([chunk.box for chunk in target.chunks]).meeting(box)
+        shares = [(target.chunks[i], shared) for i, shared in found]
+        return {(chunk.path, chunk.offset): self._write(tensor, box, chunk, shared) for chunk, shared in shares}
+
+    def _write(self, tensor: Tensor, box: Box, chunk: Chunk, shared: Box) -> int:
+        """Write the elements of `shared` into a chunk."""
+        fd, path = self._files.fd(chunk.path), self._room / chunk.path
+        itemsize = chunk.dtype.itemsize
+        total = 0
+        for block in cut(shared, BLOCK_BYTES // itemsize):
+            data = take(part_of(tensor, block.relative_to(box)), self._buffers[tensor.device])
+            starts, length = runs_of(block, chunk.box)
+            nbytes = length * itemsize
+            for i, start in enumerate(starts):
+                run, at = data[i * nbytes : (i + 1) * nbytes], start * itemsize
+                write_from(fd, run, chunk.offset + at, path)
+                total ^= part_sum(run, chunk.length - at - nbytes)
+        return total
+
+
+def runs_of(box: Box, chunk: Box) -> tuple[list[int], int]:
+    """Where the runs of a box, in its row-major order, start in the memory of a chunk; and the length of each.
+
+    In elements. One run is all of a box that is a range of rows, and a row of one that is a range of columns.
+    """
+    inner, steps = box.relative_to(chunk), row_major(chunk.size)
+    axis = next((d for d in range(len(steps)) if box.size[d + 1 :] == chunk.size[d + 1 :]), 0)
+    starts = [sum(map(mul, inner.start, steps))]
+    for size, step in zip(box.size[:axis], steps[:axis], strict=True):
+        starts = [start + i * step for start in starts for i in range(size)]
+    return starts, prod(box.size[axis:])

@@ -1,0 +1,221 @@
+"""Reading through torch: a checkpoint of any format and world size, into tensors that may be sharded in any way.
+
+torch's planner says which box of which tensor a rank needs; what it is made of, and where that lies, says the layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptkit import edits
+from ckptkit.box import Box, BoxIndex
+from ckptkit.dtypes import DType
+from ckptkit.errors import CkptError, Usage
+from ckptkit.execute import fill
+from ckptkit.formats import locate, open_layout
+from ckptkit.gather import Gatherer
+from ckptkit.layout import Chunk, Layout, Piece, Spec, StoredTensor
+from ckptkit.ledger import Ledger
+from ckptkit.ops.companions import find_companions
+from ckptkit.ops.fit import restore_tied
+from ckptkit.plan import make_plan
+from ckptkit.sources import Sources
+from ckptkit.storage.entries import read_value
+from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
+from ckptkit.units import Block, blocks_of
+
+
+class LayoutReader(StorageReader):
+    """Reads the entries of a layout, edited or as it was opened, into a state with the same names and shapes.
+
+    Floats of 16 bits and more are converted to the dtype of the tensor they are read into. A chunk that a rank reads
+    whole is compared with its recorded CRC-32, and `Corrupt` raised if it differs. Of a chunk that is read in part, as
+    when the world size changes, or that has its elements in another order, the CRC-32 says nothing.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew. Raises `Usage` for an id: what is read is the layout."""
+        if checkpoint_id is not None:
+            raise Usage("a reader of a layout takes no checkpoint id", path=checkpoint_id)
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """Every tensor as one chunk: of which pieces it is made is the layout's business, not the planner's."""
+        layout = self.layout
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            name: describe(tensor.spec) for name, tensor in layout.tensors.items()
+        }
+        entries |= {name: BytesStorageMetadata() for name in layout.blobs}
+        return Metadata(entries, planner_data={name: layout.key(name) for name in layout.names})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are: no rank needs another."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item of this rank's plan: tensors in the order in which they lie in the files."""
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, read_value(self.layout, item.storage_index.fqn))
+        self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, _checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: no id leads to a layout."""
+        return False
+
+    def _read_tensors(self, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        items = {f"{position:08d}": item for position, item in enumerate(sorted(plan, key=self._place))}
+        tensors = {label: planner.resolve_tensor(item).detach() for label, item in items.items()}
+        wanted = self._wanted(items, tensors)
+        copies = make_plan(locate(share_of(self.layout, wanted)), wanted)
+        sources = Sources(copies, Ledger())
+        with Gatherer(copies.src.root) as gatherer:
+            filler = Filler(gatherer)
+            for target in copies.targets:
+                label = target.chunk.path
+                for block in blocks_of(target):
+                    sources.note(filler.fill(block, tensors[label]))
+                planner.commit_tensor(items[label], tensors[label])
+
+    def _place(self, item: ReadItem) -> tuple[str, int]:
+        first = self.layout.tensors[item.storage_index.fqn].chunks[0]
+        return first.path, first.offset
+
+    def _wanted(self, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]) -> Layout:
+        """The tensors to be filled, as a layout whose files are the items."""
+        chunks: dict[str, list[Chunk]] = {}
+        for label, item in items.items():
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            dtype = find_dtype(tensors[label].dtype, item.storage_index.fqn)
+            chunk = Chunk(box, label, 0, box.numel * dtype.itemsize, dtype)
+            chunks.setdefault(item.storage_index.fqn, []).append(chunk)
+        return Layout(
+            self.layout.root,
+            "memory",
+            {
+                name: StoredTensor(Spec(parts[0].dtype, self.layout.tensors[name].spec.shape), tuple(parts))
+                for name, parts in chunks.items()
+            },
+        )
+
+
+class Reader(LayoutReader):
+    """Reads the checkpoint at `path`, of any format, into a state with the names that it has there.
+
+    With `under` every name is one below that key: the `norm.weight` of a Hugging Face model is read into that of
+    `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there again.
+    Entries that are no tensors are read if `torch.load(weights_only=True)` would.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, under: str = "") -> None:
+        self.path = Path(path)
+        self.under = under
+        self._failure: CkptError | None = None
+        super().__init__(Layout(self.path, "unread", {}))
+
+    def open(self) -> Layout:
+        """What the checkpoint holds, by the names under which it is read."""
+        layout = restore_tied(open_layout(self.path), find_companions(self.path, None).config or {})
+        return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, with the checkpoint at another path if one is given."""
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """What the checkpoint holds; nothing if it cannot be read, which `set_up_storage_reader` then says."""
+        self._failure = None
+        try:
+            self.layout = self.open()
+        except CkptError as error:  # torch takes whatever is raised here for a checkpoint without global metadata
+            self._failure = error
+            return Metadata({}, planner_data={})
+        return super().read_metadata()
+
+    def set_up_storage_reader(self, *_args: Any, **_kwargs: Any) -> None:
+        """Raise what went wrong when the checkpoint was opened."""
+        if self._failure is not None:
+            raise self._failure
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for a path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def describe(spec: Spec) -> TensorStorageMetadata:
+    """A tensor as torch's planner is told of it: in one piece."""
+    size = torch.Size(spec.shape)
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, spec.dtype.name)), size, [chunk])
+
+
+def share_of(layout: Layout, wanted: Layout) -> Layout:
+    """What of a layout `wanted` is made of: those tensors, of them those chunks, and in its dtypes where floats are."""
+
+    def wanted_dtype(name: str, spec: Spec) -> DType:
+        dtype = wanted.tensors[name].spec.dtype
+        return dtype if spec.dtype.can_become(dtype) else spec.dtype
+
+    tensors = {
+        name: replace(layout.tensors[name], chunks=chunks_meeting(layout.tensors[name], tensor.chunks))
+        for name, tensor in wanted.tensors.items()
+    }
+    return edits.cast(replace(layout, tensors=tensors, blobs={}, keys={}), wanted_dtype)
+
+
+def chunks_meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    """The chunks of a tensor that have elements in any of the wanted ones."""
+    index = BoxIndex([chunk.box for chunk in tensor.chunks])
+    found = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
+    return tuple(tensor.chunks[i] for i in sorted(found))
+
+
+class Filler:
+    """Reads blocks into tensors: straight into those that are contiguous memory of the CPU, others through a buffer."""
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
+        self._buffer: Tensor | None = None
+
+    def fill(self, block: Block, tensor: Tensor) -> list[Piece]:
+        """Read a block of a target into its place in the target's tensor."""
+        if is_memory(tensor):
+            return fill(self._gatherer, block, as_bytes(tensor)[block.start : block.start + block.nbytes])
+        if self._buffer is None:
+            self._buffer = make_buffer(tensor.device)
+        pieces = fill(self._gatherer, block, as_bytes(self._buffer)[: block.nbytes])
+        put(part_of(tensor, block.box.relative_to(block.target.chunk.box)), self._buffer)
+        return pieces

@@ -1,0 +1,103 @@
+"""Weights: those of a checkpoint of any format, into the tensors of a model, of which it knows the names alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from ckptkit.box import whole
+from ckptkit.errors import CkptError, Mismatch
+from ckptkit.formats import open_layout
+from ckptkit.layout import Layout
+from ckptkit.ops.weights import find_weights
+from ckptkit.storage.memory import part_of
+from ckptkit.storage.ranks import find_cause, on_every_rank
+from ckptkit.storage.reader import LayoutReader
+
+
+def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Load the model of the checkpoint at `path`, of any format, into `tensors` in place; names as the model has them.
+
+    Plain tensors or DTensors, on any device. Of names with the same memory, which are tied, the checkpoint may lack all
+    but one; those that it has must be equal. Returns the names of the checkpoint's weights that were not asked for.
+
+    With torch.distributed initialised every rank must call it, and an error of one is raised on all: `Mismatch` for a
+    tensor that is missing, has another shape or an unlike dtype, or differs from one that it is tied to; whatever
+    reading the checkpoint raises else.
+    """
+    layout = on_every_rank(lambda: find_fitting(path, tensors))
+    found = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
+    tied = find_tied(found)
+    wanted = {name: torch.empty_like(tensor) if name in tied else tensor for name, tensor in found.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            state_dict_loader.load(wanted, storage_reader=LayoutReader(layout))
+    except CheckpointException as error:
+        cause = find_cause(error)
+        raise (cause.blame(path=path) if isinstance(cause, CkptError) else cause) from error
+    on_every_rank(lambda: require_equal(wanted, tied, path))
+    return tuple(name for name in layout.tensors if name not in tensors)
+
+
+def find_fitting(path: Path, tensors: Mapping[str, Tensor]) -> Layout:
+    """The weights of the checkpoint at `path`. Raises `Mismatch` unless they have the names and shapes of `tensors`."""
+    layout = find_weights(open_layout(path)).layout
+    loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
+    missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
+    if missing:
+        raise Mismatch(
+            f"the checkpoint lacks {len(missing)} of the model's {len(tensors)} tensors",
+            path=path,
+            tensor=missing[0],
+            hint="is this a checkpoint of the same model?",
+        )
+    for name, tensor in tensors.items():
+        shape = layout.tensors[name].spec.shape if name in layout.tensors else tuple(tensor.shape)
+        if shape != tuple(tensor.shape):
+            message = f"the checkpoint has shape {list(shape)}, the model {list(tensor.shape)}"
+            raise Mismatch(message, path=path, tensor=name, hint="is this a checkpoint of the same model?")
+    return layout
+
+
+def find_tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each name that is not the first of its tensor, with the first."""
+    first: dict[object, str] = {}
+    named = {name: first.setdefault(identify(tensor), name) for name, tensor in tensors.items()}
+    return {name: one for name, one in named.items() if name != one}
+
+
+def identify(tensor: Tensor) -> object:
+    """What tied tensors have in common: where their elements lie, and in which order."""
+    local = local_part(tensor)
+    return local.data_ptr(), tensor.dtype, tensor.shape, local.stride()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:
+    """Raise `Mismatch` unless what was loaded for a name is to the last bit what was for the one that it is tied to."""
+    for name, one in tied.items():
+        mine, other = (plain_bits(local_part(tensors[which])) for which in (name, one))
+        if not torch.equal(mine, other):
+            raise Mismatch(
+                f"the model ties it to `{one}`, but the checkpoint's bytes differ",
+                path=path,
+                tensor=name,
+                hint="if they were trained apart, give the model a head of its own",
+            )
+
+
+def plain_bits(tensor: Tensor) -> Tensor:
+    """All elements of a tensor as bits, which compare as such."""
+    return part_of(tensor, whole(tuple(tensor.shape)))
