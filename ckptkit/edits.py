@@ -32,7 +32,10 @@ def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
 
 
 def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
-    """The same tensors and blobs, each by a new way through the nested dict. `Mismatch` if two names become one."""
+    """The same tensors and blobs, each by a new way through the nested dict.
+
+    Raises `Mismatch` if two names become one, or one lies on the way to another.
+    """
     came_from: dict[str, str] = {}
     keys: dict[str, KeyPath] = {}
     for name in layout.names:
@@ -41,12 +44,23 @@ def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
         if new in came_from:
             raise clash(layout, came_from[new], name, new)
         came_from[new], keys[new] = name, key
+    check_ways(layout, keys)
     return replace(
         layout,
         tensors={new: layout.tensors[old] for new, old in came_from.items() if old in layout.tensors},
         blobs={new: layout.blobs[old] for new, old in came_from.items() if old in layout.blobs},
         keys=keys,
     )
+
+
+def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
+    """Raise `Mismatch` if an entry lies where others need a dict."""
+    ends = {key: name for name, key in keys.items()}
+    for name, key in keys.items():
+        in_the_way = next((ends[key[:i]] for i in range(1, len(key)) if key[:i] in ends), None)
+        if in_the_way is not None:
+            message = f"`{in_the_way}` would lie where this needs a dict"
+            raise Mismatch(message, path=layout.root, tensor=name, hint="change --rename, or leave one out")
 
 
 def nest(layout: Layout, above: KeyPath) -> Layout:

@@ -31,7 +31,7 @@ def consolidate(
     dtype: Dtypes = None,
     max_shard_size: MaxShardSize = "5GB",
     base: Annotated[
-        str | None, typer.Option(help="Directory or Hub id of the model to take config and tokenizer from.")
+        str | None, typer.Option(metavar="MODEL", help="Take config and tokenizer from this directory or Hub id.")
     ] = None,
     include: Include = None,
     exclude: Exclude = None,

@@ -15,24 +15,30 @@ if TYPE_CHECKING:
     from ckptkit.ops.converted import Converted
     from ckptkit.ops.pipeline import Workers
 
-Source = Annotated[Path, typer.Argument(help="A checkpoint, or a run: then its latest complete checkpoint.")]
-Out = Annotated[Path, typer.Argument(help="The directory to make.")]
+Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="A checkpoint, or a run: then its latest complete checkpoint.")
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.")]
 Dtypes = Annotated[
     list[str] | None,
     typer.Option(
-        help="keep, bfloat16 (bf16), float16 or float32 for the weights; 'GLOB=DTYPE' for others; repeatable."
+        metavar="DTYPE",
+        help="keep, bf16, fp16, fp32 or fp64 for the weights; 'GLOB=DTYPE' for whatever matches; repeatable.",
     ),
 ]
-MaxShardSize = Annotated[str, typer.Option(help="Largest file, like 5GB or 512MiB.")]
-Include = Annotated[list[str] | None, typer.Option(help="Only entries matching this GLOB; repeatable.")]
-Exclude = Annotated[list[str] | None, typer.Option(help="No entries matching this GLOB; repeatable.")]
-Rename = Annotated[list[str] | None, typer.Option(help="'REGEX=>TEXT' on parameters' names; repeatable.")]
+MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest safetensors file, like 5GB or 512MiB.")]
+Include = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only entries that match; repeatable.")]
+Exclude = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="No entries that match; repeatable.")]
+Rename = Annotated[
+    list[str] | None, typer.Option(metavar="'REGEX=>TEXT'", help="For parameters, in the optimizer too; repeatable.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Threads; by default one per core, at most 8.")]
+Jobs = Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core, at most 8.")]
 NoSync = Annotated[bool, typer.Option("--no-sync", help="Do not wait for the disk: faster, not safe from power loss.")]
 Part = Annotated[
-    str | None, typer.Option(help="Do part I/N of the work only, 1/N to N/N; `ckptkit finalize OUT` ends it.")
+    str | None,
+    typer.Option(metavar="I/N", help="Do one part only, of 1/N to N/N; `ckptkit finalize OUT` ends it."),
 ]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -108,9 +114,11 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     if not done.is_finished:
         say(f"this part is done; when all are: ckptkit finalize {done.output}")
     elif done.dry_run:
-        say(f"{count(done.copies, 'copy')} of {format_bytes(done.nbytes)}; {format_bytes(done.free_bytes)} are free")
+        chunks = f"{count(done.copies, 'chunk')} to read"
+        say(f"{chunks}, {format_bytes(done.nbytes)} to write; {format_bytes(done.free_bytes)} are free")
     else:
-        say(summary(done))
+        say(speed(done))
+        say(checked(done))
 
 
 def files_of(done: Converted) -> list[tuple[str, str]]:
@@ -137,13 +145,18 @@ def remarks(done: Converted) -> list[str]:
     return lines + [f"note: {text}" for text in done.notes]
 
 
-def summary(done: Converted) -> str:
-    """The last line: how much, how fast, how sure, in how much memory."""
-    checked = f"{format_bytes(done.checked_bytes)} of the source compared with its CRC-32"
-    if done.unchecked_bytes:
-        checked += f", {format_bytes(done.unchecked_bytes)} have none"
+def speed(done: Converted) -> str:
+    """How much, how fast, in how much memory."""
+    amount = f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)}"
     rate = format_bytes(done.nbytes / done.seconds)
-    return (
-        f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s ({rate}/s); "
-        f"{checked}; peak memory {format_bytes(done.peak_rss_bytes)}"
-    )
+    return f"{amount} in {done.seconds:.2f} s ({rate}/s); peak memory {format_bytes(done.peak_rss_bytes)}"
+
+
+def checked(done: Converted) -> str:
+    """How sure: of the source, what had checksums to compare with."""
+    compared, others = format_bytes(done.checked_bytes), format_bytes(done.unchecked_bytes)
+    if not done.unchecked_bytes:
+        return f"{compared} of the source compared with its CRC-32"
+    if not done.checked_bytes:
+        return f"the source has no CRC-32 to compare its {others} with"
+    return f"{compared} of the source compared with its CRC-32; {others} have none"

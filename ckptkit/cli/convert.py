@@ -30,9 +30,9 @@ def convert(
     out: Out,
     to: Annotated[Literal["dcp", "hf", "pt"], typer.Option(help="DCP, Hugging Face, or one file of torch.save.")],
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to write DCP for; by default as many as before.")
+        int | None, typer.Option(min=1, metavar="N", help="Ranks to write DCP for; by default as many as before.")
     ] = None,
-    under: Annotated[str, typer.Option(help="Put everything under this key, such as model.")] = "",
+    under: Annotated[str, typer.Option(metavar="KEY", help="Put everything under this key, such as model.")] = "",
     dtype: Dtypes = None,
     max_shard_size: MaxShardSize = "5GB",
     include: Include = None,

@@ -12,7 +12,7 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 
 
 def finalize(
-    out: Annotated[Path, typer.Argument(help="The directory that was made in parts.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory that was made in parts.")],
     jobs: Jobs = None,
     no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work

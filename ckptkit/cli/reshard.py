@@ -24,9 +24,13 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 
 
 def reshard(
-    to: Annotated[int, typer.Option(min=1, help="The number of ranks.")],
-    src: Annotated[Path | None, typer.Argument(help="A checkpoint, or a run; by default run/, or else here.")] = None,
-    out: Annotated[Path | None, typer.Argument(help="The directory to make; by default SRC-toN.")] = None,
+    to: Annotated[int, typer.Option(min=1, metavar="N", help="The number of ranks.")],
+    src: Annotated[
+        Path | None, typer.Argument(metavar="SRC", help="A checkpoint, or a run; by default run/, or else here.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="The directory to make; by default SRC-toN.")
+    ] = None,
     dtype: Dtypes = None,
     include: Include = None,
     exclude: Exclude = None,

@@ -23,9 +23,10 @@ FORMATS = {
 
 
 class Reader(Protocol):
-    """A format that can be read."""
+    """A format that can be read. It `is_sharded` if each rank of a job has a file of its own."""
 
     name: str
+    is_sharded: bool
 
     def owns(self, name: str) -> bool:
         """True if a file of this name, in a checkpoint's directory, can only be a part of it or of an older one."""
@@ -47,11 +48,9 @@ class Reader(Protocol):
 class Writer(Reader, Protocol):
     """A format that can also be written: by its reader, once its files have been made.
 
-    `is_sharded` if each rank of the job that is to load it has a file of its own; `suffixes` are those of a file that
-    is a checkpoint by itself, if one can be.
+    `suffixes` are those of a file that is a checkpoint by itself, if one can be.
     """
 
-    is_sharded: bool
     suffixes: tuple[str, ...]  # of a checkpoint that is one file
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:

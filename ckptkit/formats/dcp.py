@@ -64,10 +64,10 @@ class Dcp:
                     path=path,
                     hint="every rank writes its shard first and `.metadata` comes last; use an older checkpoint",
                 )
-            layout = reading.layout(self.name, count_ranks(path))
+            layout = reading.layout(self.name)
             check_files(layout)
             check_cover(layout)
-            return layout
+            return replace(layout, world_size=count_ranks(layout))
 
     def locate(self, layout: Layout) -> Layout:
         """The layout with every chunk's bytes found inside its envelope, and compared with what is expected there."""
@@ -101,9 +101,11 @@ def metadata_files(path: Path) -> list[Path]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def count_ranks(path: Path) -> int | None:
-    """How many ranks have files in the directory."""
-    ranks = {match[1] for name in os.listdir(path) if (match := _DATA.fullmatch(name))}
+def count_ranks(layout: Layout) -> int | None:
+    """How many ranks wrote the checkpoint: those with a file that is of it or empty; others are of an earlier save."""
+    used = {place.path for _, place in places_of(layout)}
+    names = {name: match[1] for name in os.listdir(layout.root) if (match := _DATA.fullmatch(name))}
+    ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
     return len(ranks) or None
 
 

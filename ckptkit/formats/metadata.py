@@ -153,10 +153,10 @@ class Reading:
         transforms = info.get("transform_descriptors")
         return path, offset, length, "+".join(map(as_name, transforms)) if transforms else ENVELOPE
 
-    def layout(self, name: str, world_size: int | None) -> Layout:
+    def layout(self, name: str) -> Layout:
         """What was gathered, as a layout of the format `name`."""
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
-        return Layout(self.root, name, tensors, self.blobs, self.keys, world_size)
+        return Layout(self.root, name, tensors, self.blobs, self.keys)
 
 
 def as_name(value: Any) -> str:

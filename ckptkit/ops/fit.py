@@ -62,10 +62,10 @@ def drop_tied(layout: Layout, notes: list[str]) -> Layout:
 def restore_tied(layout: Layout, config: Mapping[str, Any]) -> Layout:
     """The layout with a head that `config` ties to the embedding, and that was left out for it: the same bytes again.
 
-    A model in training has both names in its state dict, and so has its checkpoint.
+    A model in training has both names in its state dict, and so has its checkpoint, which has recorded key paths.
     """
     embedding = find_embedding(layout.tensors)
-    if not is_tied(config) or embedding is None or HEAD in layout.tensors:
+    if layout.keys or not is_tied(config) or embedding is None or HEAD in layout.tensors:
         return layout
     return replace(layout, tensors={**layout.tensors, HEAD: layout.tensors[embedding]})
 

@@ -7,7 +7,7 @@ groups of an optimizer list them as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckptkit import edits
@@ -18,7 +18,7 @@ NewName = Callable[[str], str]
 _FLATTENED = ("state.", "param_groups.")
 
 
-def rename_parameters(layout: Layout, weights: Set[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
+def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
     """The checkpoint with its parameters renamed, and the entries that are called otherwise now: old name to new.
 
     `weights` are the entries that are the model's own.

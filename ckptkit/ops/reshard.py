@@ -36,14 +36,15 @@ def reshard(
     """Write the checkpoint at `src` to directory `dst` as DCP for `to` ranks, each of which has its shards in one file.
 
     `src` may be a run, by default `run/` or else the current directory: then its latest complete checkpoint is meant.
-    `dst` is by default `SRC-toN` beside it. For the edits, and the errors, see `convert`.
+    `dst` is by default `SRC-toN` beside it. Parts that are the same for any number of ranks, such as safetensors
+    beside an optimizer in shards, are copied as they are. For the edits, and the errors, see `convert`.
     """
     given = dict(locals())
     source = find_whole(Path(src) if src is not None else default_source())
     path = Path(dst) if dst is not None else default_output(source, to)
     recipe = Recipe.of("reshard", given, src=source, dst=path)
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
-    request = Request(get_writer("dcp"), asked, UNLIMITED, to)
+    request = Request(get_writer("dcp"), asked, UNLIMITED, to, only_sharded=True)
     output = Output(path, overwrite, sync, jobs, progress, workers)
     return rewrite(source, request, output, recipe, dry_run=dry_run)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit import edits
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.formats import Writer, open_layout
+from ckptkit.formats import Writer, get_format, open_layout
 from ckptkit.layout import KeyPath, Layout, Options
 from ckptkit.ops.beside import files_beside, own_files
 from ckptkit.ops.companions import find_companions
@@ -29,7 +29,8 @@ from ckptkit.staging import check_destination
 class Request:
     """What a checkpoint is to become: of which format, for how many ranks (None: as many as it had), with which edits.
 
-    `under` is a way into the nested dict that everything is put under.
+    `under` is a way into the nested dict that everything is put under. With `only_sharded`, parts that are the same for
+    any number of ranks stay as they are, if the checkpoint has others.
     """
 
     writer: Writer
@@ -37,6 +38,7 @@ class Request:
     max_shard_size: int
     world_size: int | None = None
     under: KeyPath = ()
+    only_sharded: bool = False
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_
     check_destination(output.path, output.overwrite, is_file=output.is_file)
     source = find_whole(src)
     check_apart(source, output.path)
-    parts = {path: open_layout(path) for path in (find_parts(source) if source.is_dir() else [source])}
+    parts = open_parts(source, request)
     world_size = request.world_size or max((layout.world_size or 1 for layout in parts.values()), default=1)
     options = Options(request.max_shard_size, world_size)
     request.edits.check_globs(list(parts.values()))
@@ -89,10 +91,16 @@ def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_
     return carry_out(whole, output, recipe, report, began)
 
 
+def open_parts(source: Path, request: Request) -> dict[Path, Layout]:
+    """The layout of each part of the checkpoint that is to be rewritten."""
+    parts = {path: open_layout(path) for path in (find_parts(source) if source.is_dir() else [source])}
+    sharded = {path: layout for path, layout in parts.items() if get_format(layout.format).is_sharded}
+    return sharded if request.only_sharded and sharded else parts
+
+
 def with_tied(path: Path, layout: Layout, changes: Changes) -> Layout:
     """A part with the weight that a Hugging Face model leaves out since another holds it: training states have both."""
-    config = find_companions(path, None).config if not layout.keys else None
-    complete = layout if config is None else restore_tied(layout, config)
+    complete = restore_tied(layout, find_companions(path, None).config or {})
     changes.notes += [f"`{name}` is tied, and was written too" for name in complete.tensors.keys() - layout.tensors]
     return complete
 

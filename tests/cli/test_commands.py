@@ -16,7 +16,7 @@ import pytest
 from tests import producers
 from tests.conftest import Produce
 
-COMMANDS = ["consolidate", "inspect", "train", "smoke"]
+COMMANDS = ["consolidate", "reshard", "convert", "finalize", "inspect", "train", "smoke"]
 
 
 def ckptkit(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.convert import convert
 from ckptkit.ops.estimate import estimate
 from ckptkit.runs import Run
 from ckptkit.train.metrics import Step
 from ckptkit.train.models.config import ModelConfig
 from ckptkit.train.models.llama import Llama
 from ckptkit.train.smoke.practice import Copy, Held, Standing, Taken, replicate
-from ckptkit.train.smoke.trial import SAVED, STEPS, Failed, Trial, of, read_tensors, work
+from ckptkit.train.smoke.trial import SAVED, SIZES, STEPS, Failed, Trial, of, read_tensors, work
 
 
 class Skipped(Exception):
@@ -111,6 +112,29 @@ def loads_full(trial: Trial) -> str:
     return compare_checkpoints(trial.checkpoint, trial.from_full)
 
 
+def reshards(trial: Trial) -> str:
+    """Written for other numbers of ranks, one after the other, it is what it was."""
+    found = [compare_checkpoints(trial.checkpoint, resharded) for resharded in trial.resharded]
+    return f"{' to '.join(map(str, (trial.nproc, *SIZES)))} ranks: {found[-1]}"
+
+
+def resumes_resharded(trial: Trial) -> str:
+    """A run that goes on with more ranks takes the same step from what was written for them as from the original."""
+    steps = [(step.loss, step.grad_norm) for step in of_rank_0(trial.stepped)]
+    if len(steps) != 2 or steps[0] != steps[1]:
+        raise Failed(f"losses and norms {steps} of the step after {SAVED}")
+    return f"{trial.nproc + 1} ranks: loss and norm of the next step equal, bit for bit"
+
+
+def goes_there_and_back(trial: Trial) -> str:
+    """The export becomes weights to start from, and one file of torch.save shards, and both are what they were."""
+    weights = convert(trial.out, trial.room / "weights", to="dcp", under="model", world_size=trial.nproc).output
+    whole = convert(trial.checkpoint, trial.room / "whole", to="pt").output
+    shards = convert(whole, trial.room / "shards", to="dcp", world_size=trial.nproc).output
+    found = [compare_checkpoints(trial.checkpoint, converted) for converted in (whole, shards)]
+    return f"hf to dcp: {compare_checkpoints(trial.checkpoint, weights, 'model')}; dcp to pt to dcp: {found[-1]}"
+
+
 def holds_what_was_estimated(trial: Trial) -> str:
     """The rank with most holds as many bytes of parameters and optimizer as `ckptkit estimate` says."""
     held = of(Held, trial.first)
@@ -177,15 +201,16 @@ def compare_logits(trial: Trial, model: Callable[[Tensor], Tensor]) -> str:
     return f"{expected.numel():,} logits equal, bit for bit"
 
 
-def compare_checkpoints(one: Path, other: Path) -> str:
-    """Compare all tensors of two checkpoints, read by torch."""
-    expected, found = read_tensors(one), read_tensors(other)
+def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
+    """Compare all tensors of two checkpoints, or of the first those `under` a key, read by torch."""
+    expected = {name: tensor for name, tensor in read_tensors(one).items() if name.startswith(under)}
+    found = read_tensors(other)
     if found.keys() != expected.keys():
         raise Failed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")
     wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
     if wrong:
         raise Failed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
-    return f"{len(expected)} tensors of model and optimizer equal, bit for bit"
+    return f"{len(expected)} tensors of {under or 'model and optimizer'} equal, bit for bit"
 
 
 def of_rank_0(heard: list[Any]) -> list[Step]:
@@ -215,8 +240,11 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
     "another world size": loads_at_another_size,
     "full state": loads_full,
     "memory as estimated": holds_what_was_estimated,
+    "reshard": reshards,
+    "resume after reshard": resumes_resharded,
     "consolidate": consolidates,
     "equal tensors": has_equal_tensors,
+    "round trip": goes_there_and_back,
     "equal logits": has_equal_logits,
     "equal logits in transformers": opens_in_transformers,
 }

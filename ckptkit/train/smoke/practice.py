@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +92,14 @@ def replicate(config: TrainConfig, place: Place, report: Report) -> None:
         while trainer.progress.step < config.steps:
             trainer.step()
         report(Copy(place.rank, checksum(trainer.model.parameters())))
+
+
+def step_from(config: TrainConfig, checkpoints: Sequence[Path], place: Place, report: Report) -> None:
+    """Go on from each of some checkpoints by one step, and tell of it. Nothing is saved."""
+    with process_group(place, config.device, deterministic=True) as mesh:
+        for checkpoint in checkpoints:
+            trainer, _ = start(replace(config, resume=str(checkpoint)), mesh)
+            report(Taken(place.rank, trainer.step()))
 
 
 def stand(trainer: Trainer) -> Standing:

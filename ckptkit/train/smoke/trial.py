@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ckptkit.ops.reshard import reshard
 from ckptkit.runs import Run
 from ckptkit.train.config import Device, TrainConfig
 from ckptkit.train.launch import launch
 from ckptkit.train.models.config import ModelConfig
 from ckptkit.train.models.llama import Llama
-from ckptkit.train.smoke.practice import practise, save_again
+from ckptkit.train.smoke.practice import practise, save_again, step_from
 
 STEPS, SAVED = 8, 4
+SIZES = (3, 16, 1)  # ranks to reshard for, one after the other
 T = TypeVar("T")
 
 
@@ -62,6 +64,23 @@ class Trial:
         config = self._go_on("back", self.at_another_size.parent, STEPS)
         work(partial(save_again, config), self.nproc)
         return Run(config.run).checkpoint(STEPS)
+
+    @cached_property
+    def resharded(self) -> list[Path]:
+        """The last checkpoint for other numbers of ranks, each made of the one before."""
+        made = [self.checkpoint]
+        for size in SIZES:
+            made.append(reshard(made[-1], self.room / f"for-{size}", to=size).output)
+        return made[1:]
+
+    @cached_property
+    def stepped(self) -> list[Any]:
+        """What one rank more tells of the step after the first checkpoint: loaded as it is, and resharded for them."""
+        original = Run(self.config.run).checkpoint(SAVED)
+        size = self.nproc + 1
+        resharded = reshard(original, self.room / "resharded", to=size).output
+        config = replace(self.config, run=self.room / "stepped", device=self._any_device)
+        return work(partial(step_from, config, [original, resharded]), size)
 
     @property
     def _any_device(self) -> Device:

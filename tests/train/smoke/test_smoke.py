@@ -144,6 +144,33 @@ def test_checkpoints_are_compared_tensor_by_tensor(trial: Trial) -> None:
     assert "84 of 84 tensors differ" in check(trial, "resume: weights").detail
 
 
+def test_a_resharded_checkpoint_that_differs_is_found(trial: Trial) -> None:
+    trial.__dict__["resharded"] = [trial.checkpoint, trial.checkpoint]
+    assert check(trial, "reshard").ok is True
+    trial.__dict__["resharded"] = [trial.checkpoint.with_name("ckpt-4"), trial.checkpoint]
+    assert "84 of 84 tensors differ" in check(trial, "reshard").detail
+
+
+def test_another_step_after_resharding_is_found(tmp_path: Path) -> None:
+    found = make_trial(tmp_path)
+    for others, is_good in (({}, True), ({"loss": 0.5}, False), ({"grad_norm": 2.0}, False)):
+        found.__dict__["stepped"] = [taken(0, 5), taken(1, 5), taken(1, 5), taken(0, 5, **others)]
+        assert check(found, "resume after reshard").ok is is_good, others
+    found.__dict__["stepped"] = [taken(0, 5)]
+    assert check(found, "resume after reshard").ok is False
+
+
+def test_an_export_that_does_not_come_back_is_found(trial: Trial) -> None:
+    found = check(trial, "round trip")
+    assert (found.ok, found.detail.count("bit for bit")) == (True, 2)
+    path = trial.out / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, path, {"format": "pt"})
+    shutil.rmtree(trial.room)
+    assert check(trial, "round trip").detail == "1 of 21 tensors differ, first `model.model.norm.weight`"
+
+
 def test_memory_beyond_the_estimate_is_found(trial: Trial) -> None:
     trial.first.append(Held(0, 1_000_000, 2_000_000, None, "float32"))
     found = check(trial, "memory as estimated")
