@@ -1,4 +1,4 @@
-"""The benchmarks: which programs run on which checkpoints, and the tables they end in.
+"""The benchmarks: `scripts/bench NAME` runs one of them and prints its tables in Markdown.
 
 Imports no torch: a child's peak memory is never counted as less than what its parent had.
 """
@@ -6,137 +6,50 @@ Imports no torch: a child's peak memory is never counted as less than what its p
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import signal
+import sys
+from collections.abc import Callable
 
+from scripts.bench_bridge import load, save
+from scripts.bench_consolidate import consolidate, inspect
+from scripts.bench_place import workplace
 from scripts.bench_plan import plan
-from scripts.bench_runs import Contender, measure, run, table
+from scripts.bench_reshard import reshard
+from scripts.bench_scale import scale
 from scripts.bench_train import add_options, train
 
-ROOT = Path(__file__).parents[1]
+Bench = Callable[..., None]
 
-TORCH_TO_PT = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {src} {out}/model.pt"
-TORCH_TO_SAFETENSORS = """python -c '
-import sys
-from pathlib import Path
-from safetensors import safe_open
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-src, out = sys.argv[1:]
-names = safe_open(next(Path(src).iterdir()), "pt").keys()
-consolidate_safetensors_files(src, out, dict.fromkeys(names, 1), num_threads=2)
-' {src} {out}"""
-TORCH_METADATA = """python -c '
-import sys
-from torch.distributed.checkpoint import FileSystemReader
-FileSystemReader(sys.argv[1]).read_metadata()
-' {src}"""
-
-
-def consolidate(size_gb: float, runs: int) -> None:
-    """Consolidation of an 8-rank checkpoint against copying its bytes, and against other tools."""
-    with workplace() as home:
-        bf16, fp32, shards = (home / name for name in ("bf16", "fp32", "shards"))
-        make(8, f"sharded --size-gb {size_gb} --dtype bfloat16", bf16)
-        make(8, f"sharded --size-gb {size_gb} --dtype float32", fp32)
-        make(8, f"hf-shards --size-gb {size_gb} --dtype bfloat16", shards)
-        results = measure(
-            [
-                *floors("bf16", bf16),
-                ours("bf16", bf16),
-                ours("bf16", bf16, " --no-sync"),
-                Contender("accelerate merge-weights", "accelerate merge-weights {src} {out}", bf16, "bf16: cat"),
-                Contender("torch dcp_to_torch_save", TORCH_TO_PT, bf16, "bf16: cat"),
-                Contender("torch consolidate_safetensors_files", TORCH_TO_SAFETENSORS, shards, "bf16: cat"),
-                *floors("fp32", fp32),
-                ours("fp32", fp32, " --dtype bf16"),
-                ours("fp32", fp32, " --dtype bf16 --no-sync"),
-            ],
-            home / "out",
-            runs=runs,
-            modes=("warm", "cold"),
-        )
-        nbytes = sum(path.stat().st_size for path in bf16.iterdir())
-    print(f"{nbytes / 1e9:.2f} GB from 8 ranks on {os.cpu_count()} cores; medians of {runs} runs, taken in turns.")
-    print("In brackets: times what cat took, with sync where the program syncs. Warm: the input was in the page cache;")
-    print("cold: its pages were dropped (posix_fadvise DONTNEED) before each run. Peak RSS of the largest process.\n")
-    print(table(results))
-
-
-def floors(name: str, src: Path) -> list[Contender]:
-    """Copying the shards into one file, by cat: what any conversion takes at least."""
-    return [
-        Contender(f"{name}: cat", "cat {src}/* > {out}/all", src, f"{name}: cat"),
-        Contender(f"{name}: cat, sync", "cat {src}/* > {out}/all && sync {out}/all", src, f"{name}: cat, sync"),
-    ]
-
-
-def ours(name: str, src: Path, options: str = "") -> Contender:
-    """`ckptkit consolidate`, held against the floor that makes the same promise."""
-    floor = f"{name}: cat" if "--no-sync" in options else f"{name}: cat, sync"
-    return Contender(f"ckptkit consolidate{options}", "ckptkit consolidate {src} {out}/model" + options, src, floor)
-
-
-def inspect(runs: int) -> None:
-    """The time to look at a checkpoint, interpreter and imports included."""
-    with workplace() as home:
-        small, large = home / "small", home / "large"
-        make(1, "sharded --size-gb 0.01", small)
-        make(1, "many-chunks --chunks 100000", large)
-        results = measure(
-            [
-                Contender("python -c 'import torch'", "python -c 'import torch'", small),
-                Contender("ckptkit inspect, small", "ckptkit inspect {src}", small),
-                Contender("torch read_metadata, small", TORCH_METADATA, small),
-                Contender("ckptkit inspect, 100,000 chunks", "ckptkit inspect {src}", large),
-                Contender("torch read_metadata, 100,000 chunks", TORCH_METADATA, large),
-            ],
-            home / "out",
-            runs=runs,
-            modes=("warm",),
-        )
-    print(f"Medians of {runs} runs, taken in turns; interpreter start and imports included.\n")
-    print(table(results))
-
-
-@contextmanager
-def workplace() -> Iterator[Path]:
-    """A directory on the disk of the repository, removed at the end."""
-    home = Path(tempfile.mkdtemp(prefix="bench-", dir=ROOT))
-    try:
-        yield home
-    finally:
-        shutil.rmtree(home)
-
-
-def make(ranks: int, what: str, root: Path) -> None:
-    """Let plain torch write a checkpoint on `ranks` processes."""
-    torchrun = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node {ranks} -m scripts.bench_inputs"
-    run(f"{torchrun} {what} {{out}}", root, root)
+RUNS: dict[Bench, int] = {consolidate: 5, inspect: 5, plan: 5, reshard: 3, load: 3, save: 3}
+SIZES: dict[Bench, float] = {consolidate: 1.6, reshard: 3.2, load: 1.6, save: 1.6}  # of the checkpoint in GB
+LAYERS = [1, 2, 4, 9]
 
 
 def main() -> None:
     """Parse the command line."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all is cleared away
     parser = argparse.ArgumentParser(prog="scripts/bench", description="Measure ckptkit beside other tools.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (consolidate, inspect, plan):
+    for command, runs in RUNS.items():
         options = commands.add_parser(command.__name__, help=command.__doc__)
-        options.add_argument("--runs", type=int, default=5, help="runs of each program, 5 by default")
-        if command is consolidate:
-            options.add_argument("--size-gb", type=float, default=1.6, help="size of the checkpoint, 1.6 by default")
-    options = commands.add_parser("train", help=train.__doc__)
-    add_options(options)
+        options.add_argument("--runs", type=int, default=runs, help=f"runs of each program, {runs} by default")
+        if command in SIZES:
+            size = SIZES[command]
+            options.add_argument(
+                "--size-gb", type=float, default=size, help=f"size of the checkpoint, {size} by default"
+            )
+    options = commands.add_parser("scale", help=scale.__doc__)
+    options.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="layers of the model, once or more")
+    add_options(commands.add_parser("train", help=train.__doc__))
     arguments = parser.parse_args()
-    if arguments.command == "consolidate":
-        consolidate(arguments.size_gb, arguments.runs)
-    elif arguments.command == "train":
+    given = {name: value for name, value in vars(arguments).items() if name != "command"}
+    if arguments.command == "train":
         with workplace() as home:
             train(home, arguments)
+    elif arguments.command == "scale":
+        scale(**given)
     else:
-        {"inspect": inspect, "plan": plan}[arguments.command](arguments.runs)
+        next(command for command in RUNS if command.__name__ == arguments.command)(**given)
 
 
 if __name__ == "__main__":

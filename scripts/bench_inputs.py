@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -23,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 Shapes = dict[str, tuple[int, ...]]
+Fill = Callable[[tuple[int, ...]], Tensor]
 
 
 def llama_shapes(nbytes: float, itemsize: int) -> Shapes:
@@ -51,20 +55,39 @@ def count(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
-def shard(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> DTensor:
-    """A random tensor, of which this rank makes only its own rows."""
-    rows = shape[0] // mesh.size()
-    local = torch.randn((rows, *shape[1:])).to(dtype)
+def make_model(size_gb: float, dtype: torch.dtype, mesh: DeviceMesh, fill: Fill) -> dict[str, DTensor]:
+    """A model of about that size, sharded along dim 0 as FSDP2 does it; each rank fills only its own rows."""
+    shapes = llama_shapes(size_gb * 1e9, dtype.itemsize)
+    return {name: shard(shape, dtype, mesh, fill) for name, shape in shapes.items()}
+
+
+def make_training(size_gb: float, dtype: torch.dtype, mesh: DeviceMesh, fill: Fill) -> dict[str, Any]:
+    """A model with the state of AdamW, of about that size together."""
+    model = make_model(size_gb / 3, dtype, mesh, fill)
+
+    def moments(name: str) -> dict[str, Tensor]:
+        like = [shard(tuple(model[name].shape), dtype, mesh, fill) for _ in range(2)]
+        return {"step": torch.tensor(500.0), "exp_avg": like[0], "exp_avg_sq": like[1]}
+
+    groups = [{"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": list(model)}]
+    return {"model": model, "optim": {"state": {name: moments(name) for name in model}, "param_groups": groups}}
+
+
+def shard(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, fill: Fill) -> DTensor:
+    """A tensor of which this rank has its rows."""
+    local = fill((shape[0] // mesh.size(), *shape[1:])).to(dtype)
     return DTensor.from_local(local, mesh, [Shard(0)])
 
 
-def save_sharded(root: Path, size_gb: float, dtype: torch.dtype, *, as_hf: bool) -> None:
-    """Save a model sharded along dim 0 over all ranks, as FSDP2 has it."""
+def save(what: str, root: Path, size_gb: float, dtype: torch.dtype) -> None:
+    """Save random numbers as a model, or as one in training, sharded along dim 0 over all ranks."""
     torch.manual_seed(dist.get_rank())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shapes = llama_shapes(size_gb * 1e9, dtype.itemsize)
-    model = {name: shard(shape, dtype, mesh) for name, shape in shapes.items()}
-    if as_hf:
+    if what == "training":
+        dcp.save(make_training(size_gb, dtype, mesh, torch.randn), checkpoint_id=root)
+        return
+    model = make_model(size_gb, dtype, mesh, torch.randn)
+    if what == "hf-shards":
         dcp.save(model, storage_writer=HuggingFaceStorageWriter(str(root), save_distributed=True))
     else:
         dcp.save({"model": model}, checkpoint_id=root)
@@ -93,7 +116,7 @@ def write_many_chunks(root: Path, chunks: int) -> None:
 def main() -> None:
     """Parse the command line and save as one of torchrun's ranks."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["sharded", "hf-shards", "many-chunks"])
+    parser.add_argument("what", choices=["sharded", "training", "hf-shards", "many-chunks"])
     parser.add_argument("root", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--size-gb", type=float, default=1.6)
@@ -103,7 +126,7 @@ def main() -> None:
         write_many_chunks(options.root, options.chunks)
         return
     dist.init_process_group("gloo")
-    save_sharded(options.root, options.size_gb, getattr(torch, options.dtype), as_hf=options.what == "hf-shards")
+    save(options.what, options.root, options.size_gb, getattr(torch, options.dtype))
     dist.destroy_process_group()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,19 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 
 
 @dataclass(frozen=True)
 class Contender:
     """A program to be timed: a shell command about `{src}` and `{out}`.
 
-    `floor` names the contender that it is compared with; one that has a floor must leave its output behind.
+    `floor` names the contender that it is compared with; one that has a floor must leave its output behind, unless it
+    `only_reads`. One that `tells` what it took is believed: it knows which part of its work counts.
     """
 
     name: str
     command: str
     src: Path
     floor: str | None = None
+    only_reads: bool = False
+    tells: bool = False
 
 
 @dataclass
@@ -36,18 +42,43 @@ class Result:
     peak: float = 0.0
 
 
-def run(command: str, src: Path, out: Path) -> tuple[float, float]:
-    """Run a shell command; its seconds of wall clock and the peak memory of its processes in MiB."""
+@dataclass(frozen=True)
+class Ended:
+    """What a program took: seconds of wall clock, and the peak memory of the largest of its processes in MiB."""
+
+    seconds: float
+    peak: float
+    said: str = ""
+
+    @property
+    def told(self) -> dict[str, float]:
+        """What it says of itself: the last line of its output that is JSON, with `seconds`, `peak` and more."""
+        line = next(line for line in reversed(self.said.splitlines()) if line.startswith("{"))
+        facts: dict[str, float] = json.loads(line)
+        return facts
+
+
+def run(command: str, src: Path, out: Path) -> Ended:
+    """Run a shell command to its end; if we are interrupted, end it and all that it started."""
     line = command.format(src=shlex.quote(str(src)), out=shlex.quote(str(out)))
-    with subprocess.Popen(line, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as shell:
+    with subprocess.Popen(
+        line, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as shell:
+        assert shell.stdout is not None
         began = time.perf_counter()
-        said = shell.stdout.read() if shell.stdout else b""
+        try:
+            said = shell.stdout.read()
+        except BaseException:
+            os.killpg(shell.pid, signal.SIGTERM)
+            shell.stdout.read()  # ends when the last of its processes has
+            raise
         _, status, usage = os.wait4(shell.pid, 0)
         seconds = time.perf_counter() - began
         shell.returncode = os.waitstatus_to_exitcode(status)
+    text = said.decode(errors="replace")
     if shell.returncode:
-        raise SystemExit(f"{line}\nexited with {shell.returncode}:\n{said.decode(errors='replace')}")
-    return seconds, usage.ru_maxrss / 1024
+        raise SystemExit(f"{line}\nexited with {shell.returncode}:\n{text}")
+    return Ended(seconds, usage.ru_maxrss / 1024, text)
 
 
 def measure(contenders: Sequence[Contender], out: Path, *, runs: int, modes: Sequence[str]) -> list[Result]:
@@ -60,25 +91,27 @@ def measure(contenders: Sequence[Contender], out: Path, *, runs: int, modes: Seq
         for turn in range(runs):
             first = turn * len(results) // runs
             for result in results[first:] + results[:first]:
-                seconds, peak = run_once(result.contender, out, mode)
-                result.seconds.setdefault(mode, []).append(seconds)
-                result.peak = max(result.peak, peak)
-                print(f"{mode:5} {seconds:8.2f} s {peak:8.0f} MiB  {result.contender.name}", file=sys.stderr)
+                ended = run_once(result.contender, out, mode)
+                result.seconds.setdefault(mode, []).append(ended.seconds)
+                result.peak = max(result.peak, ended.peak)
+                say = f"{mode:5} {ended.seconds:8.2f} s {ended.peak:8.0f} MiB  {result.contender.name}"
+                print(say, file=sys.stderr)
     return results
 
 
-def run_once(contender: Contender, out: Path, mode: str) -> tuple[float, float]:
+def run_once(contender: Contender, out: Path, mode: str) -> Ended:
     """One run, on a quiet disk, with the input in the page cache or out of it. The output is checked and removed."""
     out.mkdir()
     os.sync()
     for path in contender.src.iterdir():
         (evict if mode == "cold" else warm)(path)
-    measured = run(contender.command, contender.src, out)
+    ended = run(contender.command, contender.src, out)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    if contender.floor and written < 0.45 * sum(path.stat().st_size for path in contender.src.iterdir()):
+    must_write = contender.floor and not contender.only_reads
+    if must_write and written < 0.45 * sum(path.stat().st_size for path in contender.src.iterdir()):
         raise SystemExit(f"{contender.name} wrote only {written} bytes")
     shutil.rmtree(out)
-    return measured
+    return Ended(ended.told["seconds"], ended.told["peak"]) if contender.tells else ended
 
 
 def evict(path: Path) -> None:
@@ -92,6 +125,11 @@ def warm(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.read(1 << 20):
             pass
+
+
+def paragraph(text: str) -> str:
+    """A text in lines of 120 characters, and an empty line."""
+    return fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def table(results: Sequence[Result]) -> str:

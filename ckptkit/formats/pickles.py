@@ -126,7 +126,7 @@ class _Machine:
         self.at = at
         self.stack: list[Any] = []
         self.stacks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.seen: dict[tuple[str, str], Global] = {}
 
     def run(self) -> Any:
@@ -325,13 +325,19 @@ class _Machine:
     # memo
 
     def memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
+        self.memo.append(self.stack[-1])
 
     def put1(self) -> None:
-        self.memo[self.byte()] = self.stack[-1]
+        self.put(self.byte())
 
     def put4(self) -> None:
-        self.memo[self.number(_u32)] = self.stack[-1]
+        self.put(self.number(_u32))
+
+    def put(self, index: int) -> None:
+        if index > len(self.memo) + 1:  # picklers count from 0, or from 1: Python 2's
+            raise ValueError("memo")
+        self.memo[len(self.memo) :] = [None] * (index + 1 - len(self.memo))
+        self.memo[index] = self.stack[-1]
 
     def get1(self) -> None:
         self.stack.append(self.memo[self.data[self.at]])

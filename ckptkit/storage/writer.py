@@ -191,7 +191,7 @@ class Writer(RoomWriter):
 
 
 def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
-    """What the ranks together will save; each chunk lies where one of them has it.
+    """What the ranks together will save; each chunk lies where one of them has it, as its item of this number.
 
     Raises `Mismatch` where they leave a gap, overlap or disagree.
     """
@@ -203,11 +203,11 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
             hint = "save with a planner that has enable_plan_caching=False, as is the default"
             raise Unsupported("a plan that only says it is the same as before", path=root, hint=hint)
         keys |= plan.planner_data or {}
-        for item in plan.items:
+        for i, item in enumerate(plan.items):
             name, (spec, box) = item.index.fqn, describe_item(item)
             if specs.setdefault(name, spec) != spec:
                 raise Mismatch(f"one rank has {specs[name]}, another {spec}", path=root, tensor=name)
-            chunk = Chunk(box, f"rank {rank}", 0, box.numel * spec.dtype.itemsize, spec.dtype)
+            chunk = Chunk(box, f"rank {rank}", i, box.numel * spec.dtype.itemsize, spec.dtype)
             chunks.setdefault(name, []).append(chunk)
     tensors = {name: StoredTensor(spec, tuple(chunks[name])) for name, spec in specs.items()}
     layout = Layout(root, "memory", tensors, keys={name: keys[name] for name in tensors if name in keys})

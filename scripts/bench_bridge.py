@@ -1,0 +1,79 @@
+"""Loading and saving through `ckptkit.storage`, beside torch's own. Imports no torch, see `scripts.bench`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.bench_place import make, size_of, torchrun, workplace
+from scripts.bench_runs import Contender, Result, measure, paragraph, run, table
+
+DTYPE = "bfloat16"
+LOADS = {"dcp": "torch dcp.load", "ckptkit": "ckptkit.storage.Reader"}
+HF_LOADS = {"hf": "torch HuggingFaceStorageReader", "ckptkit": "ckptkit.storage.Reader"}
+SAVES = {
+    "dcp": "torch dcp.save",
+    "ckptkit": "ckptkit.storage.Writer, hf",
+    "hf": "torch HuggingFaceStorageWriter, consolidating",
+    "hf-later": "torch HuggingFaceStorageWriter, then 2 files by 2 ranks",
+}
+UNSYNCED = {"dcp": "torch dcp.save, no sync", "ckptkit": "ckptkit.storage.Writer, hf, no sync"}
+
+
+def load(size_gb: float, runs: int) -> None:
+    """Loading of an 8-rank checkpoint, and of a Hugging Face model, on 2 ranks and on 4. Takes about 5 minutes."""
+    with workplace() as home:
+        src, model = home / "dcp", home / "hf"
+        make(8, f"sharded --size-gb {size_gb} --dtype {DTYPE}", src)
+        run("ckptkit consolidate {src} {out}", src, model)
+        contenders = [loads(name, src, ranks, size_gb) for ranks in (2, 4) for name in LOADS]
+        contenders += [loads(name, model, ranks, size_gb) for ranks in (2, 4) for name in HF_LOADS]
+        results = measure(contenders, home / "out", runs=runs, modes=("warm",))
+        say(results, runs, f"{size_of(src) / 1e9:.2f} GB saved by 8 ranks, or the same in one file of Hugging Face's.")
+
+
+def loads(name: str, src: Path, ranks: int, size_gb: float) -> Contender:
+    """A load by so many ranks, held against torch's own of the same."""
+    titles = LOADS if src.name == "dcp" else HF_LOADS
+    before = f"{'8' if src.name == 'dcp' else 'hf'} to {ranks}: "
+    command = f"{job('load', name, ranks, size_gb)} {{src}}"
+    floor = before + next(iter(titles.values()))
+    return Contender(before + titles[name], command, src, floor, only_reads=True, tells=True)
+
+
+def save(size_gb: float, runs: int) -> None:
+    """Saving of a model's weights from 2 ranks as a Hugging Face model, beside dcp.save. Takes about 5 minutes."""
+    with workplace() as home:
+        src = home / "dcp"
+        make(2, f"sharded --size-gb {size_gb} --dtype {DTYPE}", src)
+        contenders = [saves(SAVES[name], name, src, size_gb, SAVES["dcp"]) for name in SAVES]
+        contenders += [saves(UNSYNCED[name], f"{name} --no-sync", src, size_gb, UNSYNCED["dcp"]) for name in UNSYNCED]
+        results = measure(contenders, home / "out", runs=runs, modes=("warm",))
+        say(
+            results,
+            runs,
+            f"{size_of(src) / 1e9:.2f} GB, sharded over 2 ranks. Of torch's consolidated files none is synced.",
+        )
+
+
+def saves(title: str, options: str, src: Path, size_gb: float, floor: str) -> Contender:
+    """A save by 2 ranks of what they have loaded before."""
+    return Contender(title, f"{job('save', options, 2, size_gb)} {{src}} {{out}}", src, floor, tells=True)
+
+
+def job(what: str, by: str, ranks: int, size_gb: float) -> str:
+    """The start of a command for so many ranks."""
+    return f"{torchrun(ranks)} scripts.bench_ranks {what} --by {by} --size-gb {size_gb} --dtype {DTYPE}"
+
+
+def say(results: Sequence[Result], runs: int, what: str) -> None:
+    """Print a table, and what it is to be read with."""
+    print(
+        paragraph(
+            f"""{what} Medians of {runs} runs in fresh processes, taken in turns, on {os.cpu_count()} cores; in brackets
+            times what torch's own took. What was read lay in the page cache. The call alone counts, from when all ranks
+            begin until the last is done; memory is the sum over the ranks, libraries counted in each."""
+        )
+    )
+    print(table(results))

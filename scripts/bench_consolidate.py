@@ -1,0 +1,83 @@
+"""Consolidating and inspecting, beside other tools. Imports no torch, as a child would inherit its memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from scripts.bench_place import floors, make, size_of, workplace
+from scripts.bench_runs import Contender, measure, table
+
+TORCH_TO_PT = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {src} {out}/model.pt"
+TORCH_TO_SAFETENSORS = """python -c '
+import sys
+from pathlib import Path
+from safetensors import safe_open
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+src, out = sys.argv[1:]
+names = safe_open(next(Path(src).iterdir()), "pt").keys()
+consolidate_safetensors_files(src, out, dict.fromkeys(names, 1), num_threads=2)
+' {src} {out}"""
+TORCH_METADATA = """python -c '
+import sys
+from torch.distributed.checkpoint import FileSystemReader
+FileSystemReader(sys.argv[1]).read_metadata()
+' {src}"""
+
+
+def consolidate(size_gb: float, runs: int) -> None:
+    """Consolidation of an 8-rank checkpoint against copying its bytes, and against other tools."""
+    with workplace() as home:
+        bf16, fp32, shards = (home / name for name in ("bf16", "fp32", "shards"))
+        make(8, f"sharded --size-gb {size_gb} --dtype bfloat16", bf16)
+        make(8, f"sharded --size-gb {size_gb} --dtype float32", fp32)
+        make(8, f"hf-shards --size-gb {size_gb} --dtype bfloat16", shards)
+        results = measure(
+            [
+                *floors("bf16", bf16),
+                ours("bf16", bf16),
+                ours("bf16", bf16, " --no-sync"),
+                Contender("accelerate merge-weights", "accelerate merge-weights {src} {out}", bf16, "bf16: cat"),
+                Contender("torch dcp_to_torch_save", TORCH_TO_PT, bf16, "bf16: cat"),
+                Contender("torch consolidate_safetensors_files", TORCH_TO_SAFETENSORS, shards, "bf16: cat"),
+                *floors("fp32", fp32),
+                ours("fp32", fp32, " --dtype bf16"),
+                ours("fp32", fp32, " --dtype bf16 --no-sync"),
+            ],
+            home / "out",
+            runs=runs,
+            modes=("warm", "cold"),
+        )
+        nbytes = size_of(bf16)
+    print(f"{nbytes / 1e9:.2f} GB from 8 ranks on {os.cpu_count()} cores; medians of {runs} runs, taken in turns.")
+    print("In brackets: times what cat took, with sync where the program syncs. Warm: the input was in the page cache;")
+    print("cold: its pages were dropped (posix_fadvise DONTNEED) before each run. Peak RSS of the largest process.\n")
+    print(table(results))
+
+
+def ours(name: str, src: Path, options: str = "") -> Contender:
+    """`ckptkit consolidate`, held against the floor that makes the same promise."""
+    floor = f"{name}: cat" if "--no-sync" in options else f"{name}: cat, sync"
+    return Contender(f"ckptkit consolidate{options}", "ckptkit consolidate {src} {out}/model" + options, src, floor)
+
+
+def inspect(runs: int) -> None:
+    """The time to look at a checkpoint, interpreter and imports included."""
+    with workplace() as home:
+        small, large = home / "small", home / "large"
+        make(1, "sharded --size-gb 0.01", small)
+        make(1, "many-chunks --chunks 100000", large)
+        results = measure(
+            [
+                Contender("python -c 'import torch'", "python -c 'import torch'", small),
+                Contender("ckptkit inspect, small", "ckptkit inspect {src}", small),
+                Contender("torch read_metadata, small", TORCH_METADATA, small),
+                Contender("ckptkit inspect, 100,000 chunks", "ckptkit inspect {src}", large),
+                Contender("torch read_metadata, 100,000 chunks", TORCH_METADATA, large),
+            ],
+            home / "out",
+            runs=runs,
+            modes=("warm",),
+        )
+    print(f"Medians of {runs} runs, taken in turns; interpreter start and imports included.\n")
+    print(table(results))

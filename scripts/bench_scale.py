@@ -1,0 +1,50 @@
+"""Growth measured: the first layers of a 405B Llama as 16,384 ranks would save them. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.bench_place import workplace
+from scripts.bench_runs import Ended, paragraph, run
+
+RANKS, FEWER = 16384, 8192
+STEPS = {
+    "read": "python -m scripts.bench_scale_steps read {src}",
+    "plan": "python -m scripts.bench_scale_steps consolidate {src}",
+    "consolidate --dry-run": "ckptkit consolidate {src} {out} --dry-run",
+    f"reshard --to {FEWER} --dry-run": f"ckptkit reshard {{src}} {{out}} --to {FEWER} --dry-run",
+}
+HEAD = f"""The first layers of Llama 3.1 405B in bf16 as {RANKS:,} ranks would save them. Simulated: the files are
+    sparse, so that every tensor is zeros. Real: the metadata, pickled by torch, and each chunk's archive, as ckptkit
+    writes it, with its CRC-32. `read` opens the checkpoint and checks it; `plan` goes on to where every byte is and
+    shall be in a Hugging Face model; the dry runs are whole commands, in which that of `reshard` also makes the new
+    metadata. One run each, single-threaded; in brackets microseconds a chunk; then the most memory of the process."""
+
+
+def scale(layers: list[int]) -> None:
+    """Reading, planning and dry runs of a 405B model saved by 16,384 ranks, by its number of layers: 15 minutes."""
+    print(paragraph(HEAD))
+    print("\n".join(f"| {' | '.join(row)} |" for row in (["layers", "chunks", *STEPS], ["---:"] * (2 + len(STEPS)))))
+    for count in layers:
+        with workplace() as home:
+            print(f"| {' | '.join(measure(home, count))} |", flush=True)
+
+
+def measure(home: Path, layers: int) -> list[str]:
+    """The row of a model with so many layers."""
+    src, out = home / "src", home / "out"
+    run(f"python -m scripts.bench_scale_steps make {{src}} --layers {layers} --ranks {RANKS}", src, out)
+    chunks = int(run(STEPS["read"], src, out).told["chunks"])  # and the files' ends are in the page cache from now on
+    cells = [describe(take(command, src, out), chunks) for command in STEPS.values()]
+    return [str(layers), f"{chunks:,}", *cells]
+
+
+def take(command: str, src: Path, out: Path) -> Ended:
+    """Take a step; of ours what it tells counts, and of a command all."""
+    ended = run(command, src, out)
+    return Ended(ended.told["seconds"], ended.told["peak"]) if "bench_scale_steps" in command else ended
+
+
+def describe(ended: Ended, chunks: int) -> str:
+    """What a step took, as a cell of the table."""
+    return f"{ended.seconds:.1f} s ({ended.seconds / chunks * 1e6:.0f}), {ended.peak:,.0f} MiB"

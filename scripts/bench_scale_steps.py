@@ -1,0 +1,149 @@
+"""What `scripts/bench scale` measures, each in a process of its own: a checkpoint made, read and planned.
+
+The model is Llama 3.1 405B, or its first layers. No tensor has any data: files are sparse, so that each reads as zeros.
+All else is there: every shard in an archive of torch.save's with its CRC-32, and `.metadata` pickled by torch, each
+string of it as often as it would come from so many ranks. The archives are written by ckptkit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from ckptkit.box import whole
+from ckptkit.checksums import crc32
+from ckptkit.dtypes import DTYPES
+from ckptkit.formats import get_writer, open_layout
+from ckptkit.formats.recording import record
+from ckptkit.formats.shards import Item, Known, deal, end_of
+from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Spec, StoredTensor
+from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
+from ckptkit.ops.pipeline import make_draft, plan
+from ckptkit.ops.weights import find_weights
+
+HIDDEN, INNER, KEYS, VOCABULARY = 16384, 53248, 8 * 128, 128256
+LAYER = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KEYS, HIDDEN),
+    "self_attn.v_proj": (KEYS, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+    "input_layernorm": (HIDDEN,),
+    "post_attention_layernorm": (HIDDEN,),
+}
+ENDS = {"model.embed_tokens": (VOCABULARY, HIDDEN), "model.norm": (HIDDEN,), "lm_head": (VOCABULARY, HIDDEN)}
+
+
+def make(root: Path, layers: int, ranks: int) -> None:
+    """Write the checkpoint that so many ranks would have saved."""
+    wanted = llama(layers)
+    files = {f"__{rank}_0.distcp": items for rank, items in enumerate(deal(wanted, ranks))}
+    root.mkdir()
+    for name, items in files.items():
+        write_sparse(root, NewFile(name, end_of(items), chain(Known(items), seals(items))))
+    (root / ".metadata").write_bytes(record(wanted, files))
+    pickle_as_torch(root)
+
+
+def llama(layers: int) -> Layout:
+    """The model with so many of its layers, under the key `model`."""
+    names = ENDS | {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in LAYER.items()}
+    tensors, keys = {}, {}
+    for name, shape in names.items():
+        spec = Spec(DTYPES["bfloat16"], shape)
+        chunk = Chunk(whole(shape), "", 0, spec.nbytes, spec.dtype)
+        tensors[f"model.{name}.weight"] = StoredTensor(spec, (chunk,))
+        keys[f"model.{name}.weight"] = ("model", f"{name}.weight")
+    return Layout(Path(), "made", tensors, keys=keys)
+
+
+def seals(items: list[Item]) -> Iterator[Part]:
+    """The checksums of items whose data is zeros."""
+    for item in items:
+        if item.envelope is not None:
+            for key, hole in item.envelope.holes.items():
+                sealed = item.envelope.seal(key, crc32_of_zeros(hole.length))
+                yield from ((item.offset + at, content) for at, content in sealed)
+
+
+@cache
+def crc32_of_zeros(length: int) -> int:
+    """The CRC-32 of so many zeros."""
+    return crc32(bytes(length))
+
+
+def write_sparse(root: Path, file: NewFile) -> None:
+    """Write what is known of a file, with holes for the rest, which take no room."""
+    with (root / file.name).open("wb") as out:
+        os.truncate(out.fileno(), file.nbytes)
+        for offset, content in file.parts:
+            os.pwrite(out.fileno(), content, offset)
+
+
+def pickle_as_torch(root: Path) -> None:
+    """Write `.metadata` anew, as torch pickles what ranks have sent: equal strings are not the same."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    metadata = FileSystemReader(root).read_metadata()
+    metadata.storage_data = {
+        replace(index, fqn="".join(list(index.fqn))): info for index, info in metadata.storage_data.items()
+    }
+    (root / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def read(root: Path) -> None:
+    """Read and check the metadata."""
+    began = time.perf_counter()
+    layout = open_layout(root)
+    tell(time.perf_counter() - began, chunks=sum(len(tensor.chunks) for tensor in layout.tensors.values()))
+
+
+def consolidate(root: Path) -> None:
+    """Plan the consolidation: where in the files of a Hugging Face model each byte shall lie, and where it is now."""
+    layout = find_weights(open_layout(root)).layout
+    began = time.perf_counter()
+    draft = make_draft(layout, get_writer("hf"), Options(DEFAULT_SHARD_SIZE))
+    located = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=root.parent) as room:
+        for file in draft.files:
+            write_sparse(Path(room), file)
+        planned = plan(draft, Path(room))
+    tell(time.perf_counter() - began, located=located - began, copies=sum(1 for _ in planned.copies))
+
+
+def tell(seconds: float, **facts: float) -> None:
+    """Say what was measured, and the most memory that this process has had."""
+    mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"seconds": seconds, "peak": mib, **facts}))
+
+
+def main() -> None:
+    """Parse the command line and take a step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("step", choices=["make", "read", "consolidate"])
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=16384)
+    options = parser.parse_args()
+    if options.step == "make":
+        make(options.root, options.layers, options.ranks)
+    elif options.step == "read":
+        read(options.root)
+    else:
+        consolidate(options.root)
+
+
+if __name__ == "__main__":
+    main()
