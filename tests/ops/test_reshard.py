@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptkit import reshard
@@ -280,3 +281,14 @@ def test_what_is_beyond_us_is_refused(produce: Produce, tmp_path: Path, producer
     with pytest.raises(Unsupported):
         reshard(produce(producer).root, tmp_path / "out", to=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_in_safetensors_stay_as_they_are(tmp_path: Path) -> None:
+    """They are the same for any number of ranks; the optimizer beside them is not."""
+    source = tmp_path / "ckpt-4"
+    source.mkdir()
+    save_file({"w": torch.arange(8.0)}, source / "model.safetensors")
+    save_alone({"optim": {"state": {"w": {"exp_avg": torch.arange(8.0)}}}}, source / "training")
+    reshard(source, tmp_path / "out", to=3)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert len(open_layout(tmp_path / "out/training").tensors["optim.state.w.exp_avg"].chunks) == 3
