@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,11 +51,17 @@ def find_workers(part: str | None) -> Workers:
     if part is not None:
         number, count = parse_part(part)
         return Workers(count, number - 1, finishes=count == 1)
-    if all(name in os.environ for name in _TORCHRUN):
-        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        be_quiet(rank > 0)
-        return Workers(count, rank, finishes=rank == 0, waits=True)
-    return ALONE
+    if not is_rank():
+        return ALONE
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    be_quiet(rank > 0)
+    note(f"one of {ranks} ranks: the first ends the work when each has done its part")
+    return Workers(ranks, rank, finishes=rank == 0, waits=True)
+
+
+def is_rank() -> bool:
+    """True under `torchrun -m ckptkit`; not for a `ckptkit` that a training's rank starts, which inherits all else."""
+    return Path(sys.argv[0]).name == "__main__.py" and all(name in os.environ for name in _TORCHRUN)
 
 
 def parse_part(part: str) -> tuple[int, int]:
@@ -67,7 +74,7 @@ def parse_part(part: str) -> tuple[int, int]:
 
 def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
     """The result, for a reader or for scripts; of several ranks the first speaks."""
-    if int(os.environ.get("RANK", "0")) > 0:
+    if is_rank() and os.environ["RANK"] != "0":
         return
     if json:
         print_json(to_json(done))

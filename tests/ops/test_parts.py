@@ -192,6 +192,14 @@ def test_ranks_of_torchrun_share_the_work(large: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
+def test_a_command_that_a_rank_starts_is_alone(large: Path, tmp_path: Path) -> None:
+    """It inherits the environment of torchrun, but has nobody to wait for."""
+    command = [str(Path(sys.executable).with_name("ckptkit")), "consolidate", str(large), str(tmp_path / "out")]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+    subprocess.run(command, env={**os.environ, **ranks}, capture_output=True, check=True, timeout=60)
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
 def test_parts_at_work_are_not_taken_away(large: Path, tmp_path: Path) -> None:
     """While a part is being made nobody finishes, nor begins something else in its place."""
     out = tmp_path / "out"
