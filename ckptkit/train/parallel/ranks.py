@@ -45,7 +45,7 @@ def process_group(place: Place, device: str, *, deterministic: bool = False) -> 
     dist.init_process_group(backend, init_method=place.meeting, rank=place.rank, world_size=place.world_size)
     done = False
     try:
-        # A rank may have joined while another still connects; should it fail and leave at once, that one would fail too.
+        # A rank may have joined while another still connects: should it fail and leave at once, so would that one.
         dist.all_reduce(torch.zeros(1))
         yield init_device_mesh(chosen.type, (place.world_size,))
         done = True
