@@ -278,6 +278,19 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
     return count, size, offset
 
 
+def check_contents(data: bytes) -> None:
+    """Raise `Corrupt` unless everything in an archive, given whole, has the CRC-32 that is recorded for it."""
+
+    def read(offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > len(data):
+            raise Corrupt(f"bytes {offset}:{offset + length} lie outside the entry's {len(data)}")
+        return data[offset : offset + length]
+
+    entries = read_directory(read, len(data))
+    for name in entries:
+        read_entry(read, entries, name, limit=len(data))
+
+
 def read_entry(read: ReadAt, entries: Mapping[str, Entry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:
     """The content of an entry of at most `limit` bytes, its CRC compared."""
     entry = entries.get(name)

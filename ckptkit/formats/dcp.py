@@ -18,7 +18,7 @@ from pathlib import Path
 from ckptkit.checksums import crc32
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files import Opened, file_size, read_at
-from ckptkit.formats.archive import locate_tensor, read_directory, read_entry
+from ckptkit.formats.archive import check_contents, locate_tensor
 from ckptkit.formats.metadata import ENVELOPE, Reading, read_metadata
 from ckptkit.formats.recording import record
 from ckptkit.formats.shards import Known, deal, end_of, seal
@@ -201,16 +201,8 @@ def check_blob(layout: Layout, name: str, files: Opened) -> Blob:
     data = read_at(files.fd(blob.path), blob.length, blob.offset, path)
     if not data.startswith(b"PK"):
         return blob
-
-    def read(offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > len(data):
-            raise Corrupt(f"bytes {offset}:{offset + length} lie outside the entry's {len(data)}")
-        return data[offset : offset + length]
-
     try:
-        entries = read_directory(read, len(data))
-        for entry in entries:
-            read_entry(read, entries, entry, limit=len(data))
+        check_contents(data)
     except CkptError as error:
         raise error.blame(path=path, tensor=name) from None
     return replace(blob, crc32=crc32(data))

@@ -16,7 +16,7 @@ import torch
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files import open_regular, read_at
-from ckptkit.formats.archive import read_directory, read_entry
+from ckptkit.formats.archive import check_contents
 from ckptkit.formats.envelopes import make_envelope
 from ckptkit.layout import Blob, Layout
 
@@ -49,19 +49,8 @@ def find_archive(blob: Blob, path: Path) -> bytes:
         data = read_at(fd, blob.length, blob.offset, path)
     finally:
         os.close(fd)
-    check_archive(data)
+    check_contents(data)
     return data
-
-
-def check_archive(data: bytes) -> None:
-    """Raise `Corrupt` unless what lies in an archive has the CRC-32 recorded for it."""
-
-    def read(offset: int, length: int) -> bytes:
-        return data[offset : offset + length]
-
-    entries = read_directory(read, len(data))
-    for name in entries:
-        read_entry(read, entries, name, limit=len(data))
 
 
 def load_safely(data: bytes) -> Any:
