@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -25,7 +25,7 @@ from typing import Self
 class CkptError(Exception):
     """Something is wrong with a checkpoint or a request, said in one line.
 
-    `path` is the file at fault, `tensor` the tensor, `hint` what to do about it.
+    `path` is the file at fault, `tensor` the tensor, `offset` the byte of the file, `hint` what to do about it.
     """
 
     code = "error"
@@ -37,25 +37,43 @@ class CkptError(Exception):
         *,
         path: str | os.PathLike[str] | None = None,
         tensor: str | None = None,
+        offset: int | None = None,
         hint: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.path = None if path is None else Path(path)
         self.tensor = tensor
+        self.offset = offset
         self.hint = hint
 
-    def blame(self, *, path: str | os.PathLike[str] | None = None, tensor: str | None = None) -> Self:
-        """Fill in the file and the tensor at fault where they were not known yet."""
+    def blame(
+        self,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+    ) -> Self:
+        """Fill in the file, the tensor and the byte at fault where they were not known yet."""
         if self.path is None and path is not None:
             self.path = Path(path)
         self.tensor = self.tensor or tensor
+        self.offset = offset if self.offset is None else self.offset
         return self
 
-    def to_json(self) -> dict[str, str | None]:
-        """The error as `--json` prints it: code, message, path, tensor, hint."""
+    def to_json(self) -> dict[str, str | int | None]:
+        """The error as `--json` prints it: code, message, path, tensor, offset, hint."""
         path = None if self.path is None else str(self.path)
-        return {"code": self.code, "message": self.message, "path": path, "tensor": self.tensor, "hint": self.hint}
+        place = {"path": path, "tensor": self.tensor, "offset": self.offset}
+        return {"code": self.code, "message": self.message, **place, "hint": self.hint}
+
+
+Report = Callable[[CkptError], None]  # told of a problem after which there is more to look at
+
+
+def refuse(problem: CkptError) -> None:
+    """The `Report` of whoever can do nothing with a checkpoint that has a problem: the first ends it."""
+    raise problem
 
 
 class Usage(CkptError):
@@ -121,4 +139,5 @@ def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = NoRoom if full else IOFailure
         reason = error.strerror or str(error)
-        raise kind(reason[:1].lower() + reason[1:], path=error.filename or path) from error
+        named = error.filename if isinstance(error.filename, (str, bytes)) else path  # it may be a descriptor
+        raise kind(reason[:1].lower() + reason[1:], path=os.fsdecode(named)) from error

@@ -6,14 +6,18 @@ import errno
 import os
 import stat
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
+from ckptkit.system import close
 
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
 _WRITE_BYTES = 1 << 16
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -36,31 +40,37 @@ def open_regular(path: Path) -> int:
             hint = "copy the file itself into the checkpoint"
             raise Unsafe("the file is a symbolic link", path=path, hint=hint) from error
         raise IOFailure((error.strerror or str(error)).lower(), path=path) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise Unsafe("not a regular file", path=path)
+    with translate_os_errors(path), ExitStack() as undo:
+        undo.callback(close, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise Unsafe("not a regular file", path=path)
+        undo.pop_all()
     return fd
+
+
+@contextmanager
+def opening(path: Path) -> Iterator[tuple[int, int]]:
+    """A descriptor to read the regular file `path`, and its size in bytes."""
+    fd = open_regular(path)
+    with translate_os_errors(path):
+        try:
+            yield fd, os.fstat(fd).st_size
+        finally:
+            close(fd)
 
 
 def file_size(path: Path) -> int:
     """Bytes in the regular file `path`."""
-    fd = open_regular(path)
-    try:
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)
+    with opening(path) as (_, size):
+        return size
 
 
 def read_small(path: Path, limit: int) -> bytes:
     """The whole of a file that is not supposed to be large; more than `limit` bytes is `Corrupt`."""
-    fd = open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
+    with opening(path) as (fd, size):
         if size > limit:
             raise Corrupt(f"{size} bytes, more than the {limit} such a file may have", path=path)
         return read_at(fd, size, 0, path)
-    finally:
-        os.close(fd)
 
 
 def read_at(fd: int, length: int, offset: int, path: Path) -> bytes:
@@ -93,8 +103,8 @@ def write_from(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
 class Opened:
     """Files of one directory, open as long as they are in use: the least recently used is closed for the next.
 
-    With `in_order` the kernel is told that they are read from start to end, and reads further ahead. Not shared between
-    threads.
+    There are at most `limit`, or as many as the system allows. With `in_order` the kernel is told that they are read
+    from start to end, and reads further ahead. Not shared between threads.
     """
 
     __slots__ = ("_fds", "_in_order", "_limit", "_root", "_writable")
@@ -110,25 +120,31 @@ class Opened:
         """The descriptor of file `name`."""
         fd = self._fds.get(name)
         if fd is None:
-            if len(self._fds) >= self._limit:
-                _, oldest = self._fds.popitem(last=False)
-                self._close(oldest)
-            path = self._root / name
-            if self._writable:
-                with translate_os_errors(path):
-                    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            else:
-                fd = open_regular(path)
-                if self._in_order and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            self._fds[name] = fd
+            while len(self._fds) >= self._limit:
+                self._close_oldest()
+            fd = self._fds[name] = self._open(self._root / name)
         else:
             self._fds.move_to_end(name)
         return fd
 
-    def _close(self, fd: int) -> None:
-        with translate_os_errors(self._root):  # some file systems report a failed write only here
-            os.close(fd)
+    def _open(self, path: Path) -> int:
+        while True:
+            try:
+                fd = open_to_write(path) if self._writable else open_regular(path)
+            except IOFailure as error:
+                if not (self._fds and isinstance(error.__cause__, OSError) and error.__cause__.errno in _TOO_MANY):
+                    raise
+                self._close_oldest()
+            else:
+                if self._in_order and hasattr(os, "posix_fadvise"):
+                    with suppress(OSError):
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                return fd
+
+    def _close_oldest(self) -> None:
+        name, fd = self._fds.popitem(last=False)
+        with translate_os_errors(self._root / name):  # some file systems report a failed write only here
+            close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -137,9 +153,16 @@ class Opened:
         self.close()
 
     def close(self) -> None:
-        """Close every file."""
-        while self._fds:
-            self._close(self._fds.popitem()[1])
+        """Close every file; an error of one is raised when all are closed."""
+        with ExitStack() as closing:
+            for _ in self._fds:
+                closing.callback(self._close_oldest)
+
+
+def open_to_write(path: Path) -> int:
+    """A descriptor to write to the file `path`, which is there."""
+    with translate_os_errors(path):
+        return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def recognise(head: bytes) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.box import Box, Shape, find_gap, find_outside, find_overlap, whole
 from ckptkit.dtypes import DType
-from ckptkit.errors import Corrupt
+from ckptkit.errors import Corrupt, Report, refuse
 
 KeyPath = tuple[str | int, ...]
 
@@ -99,6 +99,17 @@ class Blob:
     crc32: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of a file with a CRC-32 to themselves, None where none was recorded; of the tensor or blob `name`."""
+
+    path: str
+    offset: int
+    length: int
+    crc32: int | None
+    name: str
+
+
 Place = tuple[str, int]  # a file and an offset in it: what tells one chunk from another
 Part = tuple[int, bytes]  # bytes, and the offset in a file that they lie at
 
@@ -129,7 +140,7 @@ class Layout:
 
     `keys` gives, for a name that a producer flattened from a nested dict, the recorded way to it
     (`("model", "layers.0.weight")`); other names are their own one-step way. `world_size` is the number of ranks that
-    wrote it, where that shows.
+    wrote it, where that shows. `descriptions` are the files that say all this, and hold no data.
     """
 
     root: Path
@@ -138,6 +149,7 @@ class Layout:
     blobs: Mapping[str, Blob] = field(default_factory=dict)
     keys: Mapping[str, KeyPath] = field(default_factory=dict)
     world_size: int | None = None
+    descriptions: tuple[str, ...] = ()
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -159,38 +171,39 @@ class Layout:
         return self.keys.get(name, (name,))
 
 
-def check_cover(layout: Layout) -> None:
-    """Raise `Corrupt` unless each tensor's chunks lie inside it, do not overlap and leave no gap."""
+def check_cover(layout: Layout, report: Report = refuse) -> None:
+    """Report as `Corrupt` each tensor whose chunks do not lie inside it, overlap or leave a gap."""
     for name, tensor in layout.tensors.items():
-        shape = tensor.spec.shape
-        if len(tensor.chunks) == 1 and tensor.chunks[0].box == whole(shape):
+        if len(tensor.chunks) == 1 and tensor.chunks[0].box == whole(tensor.spec.shape):
             continue
-        boxes = [chunk.box for chunk in tensor.chunks]
-        outside = find_outside(shape, boxes)
-        if outside is not None:
-            chunk = tensor.chunks[outside]
-            raise Corrupt(
-                f"a chunk at {list(chunk.box.start)} of size {list(chunk.box.size)} lies outside shape {list(shape)}",
-                path=layout.root / chunk.path,
-                tensor=name,
-            )
-        overlap = find_overlap(boxes)
-        if overlap is not None:
-            one, other, shared = overlap
-            raise Corrupt(
-                f"two chunks overlap: {list(shared.size)} elements at {list(shared.start)} "
-                f"are in `{tensor.chunks[one].path}` and in `{tensor.chunks[other].path}`",
-                path=layout.root,
-                tensor=name,
-            )
-        gap = find_gap(shape, boxes)
-        if gap is not None:
-            axis, start, stop = gap
-            covered = sum(box.numel for box in boxes)
-            raise Corrupt(
-                f"chunks cover {covered} of {prod(shape)} elements of shape {list(shape)}; "
-                f"a gap lies at {start}:{stop} of axis {axis}",
-                path=layout.root,
-                tensor=name,
-                hint="a shard is missing, or not every rank had finished when the checkpoint was written",
-            )
+        fault = find_fault(layout.root, tensor)
+        if fault is not None:
+            report(fault.blame(path=layout.root, tensor=name))
+
+
+def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
+    """What is wrong with how the chunks tile a tensor, if anything is."""
+    shape = tensor.spec.shape
+    boxes = [chunk.box for chunk in tensor.chunks]
+    outside = find_outside(shape, boxes)
+    if outside is not None:
+        chunk = tensor.chunks[outside]
+        message = f"a chunk at {list(chunk.start)} of size {list(chunk.size)} lies outside shape {list(shape)}"
+        return Corrupt(message, path=root / chunk.path)
+    overlap = find_overlap(boxes)
+    if overlap is not None:
+        one, other, shared = overlap
+        return Corrupt(
+            f"two chunks overlap: {list(shared.size)} elements at {list(shared.start)} "
+            f"are in `{tensor.chunks[one].path}` and in `{tensor.chunks[other].path}`"
+        )
+    gap = find_gap(shape, boxes)
+    if gap is not None:
+        axis, start, stop = gap
+        covered = sum(box.numel for box in boxes)
+        return Corrupt(
+            f"chunks cover {covered} of {prod(shape)} elements of shape {list(shape)}; "
+            f"a gap lies at {start}:{stop} of axis {axis}",
+            hint="a shard is missing, or not every rank had finished when the checkpoint was written",
+        )
+    return None

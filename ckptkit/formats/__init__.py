@@ -5,14 +5,14 @@ A format is one file here and one line in `FORMATS`. It imports no other format,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
-from ckptkit.errors import NotACheckpoint, Unsupported, translate_os_errors
-from ckptkit.layout import Layout, NewFile, Options, Part, Place
+from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
+from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 # the word that users type, and the class, imported when first needed; `open_layout` asks in this order
 FORMATS = {
@@ -37,11 +37,23 @@ class Reader(Protocol):
     def is_complete(self, path: Path) -> bool:
         """True if what `detect` saw has been written to its end."""
 
-    def read(self, path: Path) -> Layout:
-        """Where every chunk of the checkpoint at `path` lies. Opens no tensor data, checks that nothing is missing."""
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Where every chunk of the checkpoint at `path` lies. Opens no tensor data.
 
-    def locate(self, layout: Layout) -> Layout:
-        """The layout with the bytes of each chunk found inside the envelope they may be wrapped in."""
+        Reports whatever is missing, too short or contradicts itself; raises what makes it unreadable.
+        """
+
+    def locate(self, layout: Layout, report: Report = refuse) -> Layout:
+        """The layout with the bytes of each chunk found inside the envelope they may be wrapped in.
+
+        Reports each chunk of which they are not, and leaves it as it is.
+        """
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """The bytes of what `read` gave, each run with the CRC-32 that was recorded for it.
+
+        Small runs that have one may be compared right away: those that differ are reported, the others left out.
+        """
 
 
 @runtime_checkable
@@ -81,13 +93,19 @@ def detect_format(path: Path) -> Reader | None:
         return next((reader for reader in map(get_format, FORMATS) if reader.detect(path)), None)
 
 
-def open_layout(path: Path) -> Layout:
-    """The layout of the checkpoint at `path`, in whatever format. Raises `NotACheckpoint` if none claims it."""
+def find_format(path: Path) -> Reader:
+    """The format of the checkpoint at `path`. Raises `NotACheckpoint` if none claims it."""
     reader = detect_format(path)
     if reader is None:
         looked_for = "DCP's `.metadata`, `*.safetensors` with its index, a file of torch.save"
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
         raise NotACheckpoint(what, path=path, hint=f"looked for: {looked_for}")
+    return reader
+
+
+def open_layout(path: Path) -> Layout:
+    """The layout of the checkpoint at `path`, in whatever format. Raises `NotACheckpoint` if none claims it."""
+    reader = find_format(path)
     with translate_os_errors(path):
         return reader.read(path)
 

@@ -7,7 +7,7 @@ Reads a kilobyte or two per archive, never tensor data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -289,6 +289,20 @@ def check_contents(data: bytes) -> None:
     entries = read_directory(read, len(data))
     for name in entries:
         read_entry(read, entries, name, limit=len(data))
+
+
+def large_entries(read: ReadAt, length: int) -> Iterator[Entry]:
+    """The entries of an archive of `length` bytes that are too large to be looked at here.
+
+    Raises `Corrupt` unless every other entry has the CRC-32 that is recorded for it.
+    """
+    read = glance(read, length)
+    entries = read_directory(read, length)
+    for name, entry in entries.items():
+        if entry.length > _CONTENT_LIMIT or (entry.length and not entry.crc32):
+            yield entry
+        else:
+            read_entry(read, entries, name)
 
 
 def read_entry(read: ReadAt, entries: Mapping[str, Entry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:

@@ -8,7 +8,6 @@ each lies, since a rank has only its own part.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from ckptkit.box import Box, Shape
 from ckptkit.dtypes import DTYPES, DType
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files import open_regular, read_at, recognise
+from ckptkit.files import opening, read_at, recognise
 from ckptkit.layout import Chunk, Spec
 
 _LIMIT = 100_000_000  # bytes; the safetensors library's own
@@ -70,9 +69,7 @@ def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
 
 def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header as it stands in the file, where the data begins, and the size of the file."""
-    fd = open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
+    with opening(path) as (fd, size):
         head = read_at(fd, min(size, 512), 0, path)
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _LIMIT):
@@ -81,8 +78,6 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
             )
             raise Corrupt(message, path=path, hint=recognise(head))
         header = parse_json(read_at(fd, length, 8, path), path)
-    finally:
-        os.close(fd)
     if not isinstance(header, dict):
         raise Corrupt("the header is no JSON object", path=path)
     return header, 8 + length, size

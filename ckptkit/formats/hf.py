@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files import check_name, read_small
 from ckptkit.formats.headers import check_writable, make_header, parse_json, read_header
-from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
+from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
+from ckptkit.system import again
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,35 +42,50 @@ class HuggingFace:
     def detect(self, path: Path) -> bool:
         """True for a safetensors file, or a directory with one or with an index of several."""
         if path.is_dir():
-            return any(name.endswith(_SUFFIX) or name == INDEX for name in os.listdir(path))
+            return any(name.endswith(_SUFFIX) or name == INDEX for name in again(os.listdir, path))
         return path.suffix == _SUFFIX
 
     def is_complete(self, path: Path) -> bool:
         """True if the file or the index is there; numbered files come before their index. Shards show no end."""
-        names = os.listdir(path) if path.is_dir() else []
+        names = again(os.listdir, path) if path.is_dir() else []
         return self.detect(path) and (INDEX in names or not any(map(_NUMBERED.fullmatch, names)))
 
-    def read(self, path: Path) -> Layout:
+    def read(self, path: Path, report: Report = refuse) -> Layout:
         """The layout of a file, or of the directory whose index, single file or shards say what belongs to it.
 
         Of shards, those of the last ranks may be missing without a trace: nothing states how many there were, or the
         shape of a tensor. The layout's `world_size` says how many are here.
         """
-        found = find_files(path)
+        found = find_files(path, report)
         chunks: dict[str, list[Chunk]] = {}
+        unread = set(found.missing)
         for file in found.names:
-            for name, chunk in read_header(found.root / file, is_shard=found.world_size is not None).items():
+            try:
+                header = read_header(found.root / file, is_shard=found.world_size is not None)
+            except CkptError as error:
+                unread.add(file)
+                report(error)
+                continue
+            for name, chunk in header.items():
                 chunks.setdefault(name, []).append(chunk)
         if found.index is not None:
-            check_index(found.root / INDEX, found.index, chunks)
+            check_index(found.root / INDEX, found.index, chunks, unread, report)
         tensors = {name: assemble(name, parts, found.root) for name, parts in chunks.items()}
-        layout = Layout(found.root, self.name, tensors, world_size=found.world_size)
-        check_cover(layout)
+        described_by = () if found.index is None else (INDEX,)
+        layout = Layout(found.root, self.name, tensors, world_size=found.world_size, descriptions=described_by)
+        if not unread:
+            check_cover(layout, report)
         return layout
 
-    def locate(self, layout: Layout) -> Layout:
+    def locate(self, layout: Layout, report: Report = refuse) -> Layout:  # noqa: ARG002
         """The layout itself: a header gives the place of every byte."""
         return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002
+        """The tensors of every file; none has a checksum."""
+        for name, tensor in layout.tensors.items():
+            for chunk in tensor.chunks:
+                yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """The files for the tensors of `wanted`: headers, index, and room for the data. Blobs have no place in them."""
@@ -102,27 +118,29 @@ def new_file(name: str, specs: Mapping[str, Spec]) -> NewFile:
 class Files:
     """The files of a checkpoint in directory `root`, and what their index says, where there is one.
 
-    `world_size` is the number of ranks that wrote them, where each wrote its own.
+    `missing` are those that the index names besides. `world_size` is the number of ranks that wrote the files, where
+    each wrote its own.
     """
 
     root: Path
     names: Sequence[str]
     index: Mapping[str, str] | None = None
+    missing: Sequence[str] = ()
     world_size: int | None = None
 
 
-def find_files(path: Path) -> Files:
-    """The files that make the checkpoint at `path`. What could be meant in two ways is refused."""
+def find_files(path: Path, report: Report) -> Files:
+    """The files that make the checkpoint at `path`; reports missing ones. What could mean two things is refused."""
     if not path.is_dir():
         if _SHARD.fullmatch(path.name):
             raise Unsupported("the file is the shard of one rank", path=path, hint="name the directory of all of them")
         return Files(path.parent, [path.name])
-    present = set(os.listdir(path))
+    present = set(again(os.listdir, path))
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
         return find_shards(path, shards, present)
     if INDEX in present:
-        return find_indexed(path, present)
+        return find_indexed(path, present, report)
     return Files(path, [SINGLE if SINGLE in present else find_only(path, present)])
 
 
@@ -159,7 +177,7 @@ def check_numbers(pattern: str, found: set[int], last: int, path: Path) -> None:
         )
 
 
-def find_indexed(path: Path, present: set[str]) -> Files:
+def find_indexed(path: Path, present: set[str], report: Report) -> Files:
     """The files that the index names; a single file beside them is ambiguous."""
     index = read_index(path / INDEX)
     names = sorted(set(index.values()))
@@ -171,8 +189,8 @@ def find_indexed(path: Path, present: set[str]) -> Files:
         )
     missing = [name for name in names if name not in present]
     if missing:
-        raise Corrupt(f"{len(missing)} of {len(names)} files are missing: {', '.join(missing[:8])}", path=path)
-    return Files(path, names, index)
+        report(Corrupt(f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}", path=path))
+    return Files(path, [name for name in names if name in present], index, missing)
 
 
 def find_only(path: Path, present: set[str]) -> str:
@@ -200,17 +218,22 @@ def read_index(path: Path) -> dict[str, str]:
     return places
 
 
-def check_index(path: Path, places: Mapping[str, str], found: Mapping[str, Sequence[Chunk]]) -> None:
-    """Raise `Corrupt` unless the index and the headers of its files name the same tensors in the same files."""
+def check_index(
+    path: Path, places: Mapping[str, str], found: Mapping[str, Sequence[Chunk]], unread: Container[str], report: Report
+) -> None:
+    """Report where the index and the headers of its files do not name the same tensors in the same files.
+
+    Of files that were `unread` nothing is known.
+    """
     for name, file in places.items():
         files = [chunk.path for chunk in found.get(name, ())]
-        if files != [file]:
+        if files != [file] and file not in unread:
             where = f"it is in {' and '.join(f'`{file}`' for file in files)}" if files else "it is in none of the files"
-            raise Corrupt(f"the index places the tensor in `{file}`, but {where}", path=path, tensor=name)
-    extra = next((name for name in found if name not in places), None)
-    if extra is not None:
-        message = f"`{found[extra][0].path}` holds a tensor that the index does not name"
-        raise Corrupt(message, path=path, tensor=extra)
+            report(Corrupt(f"the index places the tensor in `{file}`, but {where}", path=path, tensor=name))
+    for name in found:
+        if name not in places:
+            message = f"`{found[name][0].path}` holds a tensor that the index does not name"
+            report(Corrupt(message, path=path, tensor=name))
 
 
 def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:

@@ -189,7 +189,9 @@ class _Machine:
             raise ValueError("protocol")
 
     def frame(self) -> None:
-        self.take(8)
+        length = self.number(_u64)
+        if length > len(self.data) - self.at:
+            raise IndexError(length)
 
     def short_unicode(self) -> None:
         start = self.at + 1

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files import open_regular, read_at
+from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
+from ckptkit.files import opening, read_at
 from ckptkit.formats import pickles
 from ckptkit.formats.archive import Entry, ReadAt, check_byte_order, glance, read_directory, read_entry
 from ckptkit.formats.envelopes import make_envelope
@@ -25,7 +25,8 @@ from ckptkit.formats.pickles import ANY_NAME
 from ckptkit.formats.pickling import dump
 from ckptkit.formats.storages import Storages
 from ckptkit.formats.unflatten import unflatten
-from ckptkit.layout import Layout, NewFile, Options, Part, Place
+from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
+from ckptkit.system import again
 
 MAIN = "state.pt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -59,7 +60,7 @@ class Pt:
         """True if all is there that the pickle names, or the archive's directory, which torch writes last."""
         return all(map(is_whole, find_files(path)))
 
-    def read(self, path: Path) -> Layout:
+    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - what is wrong with one file is one
         """The layout of the file at or in `path`. What is no tensor becomes a blob with a pickle of its own value.
 
         Every tensor that the state dict leads to is in the layout, or the file is refused.
@@ -72,9 +73,21 @@ class Pt:
             raise error.blame(path=file) from None
         return Layout(file.parent, self.name, flat.tensors, flat.blobs, flat.keys)
 
-    def locate(self, layout: Layout) -> Layout:
+    def locate(self, layout: Layout, report: Report = refuse) -> Layout:  # noqa: ARG002
         """The layout itself: reading it has found every byte."""
         return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Every entry of the file: its storages, its pickle and what torch puts beside them."""
+        places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
+        for path in sorted({path for path, _ in places} | {blob.path for blob in layout.blobs.values()}):
+            try:
+                with opened(layout.root / path) as (read, length):
+                    for entry in entries_of(read, length).values():
+                        name = places.get((path, entry.offset), "")
+                        yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)
+            except CkptError as error:
+                report(error.blame(path=layout.root / path))
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:  # noqa: ARG002
         """The one file, with room for the data of all tensors; tensors with the same chunks share theirs.
@@ -101,9 +114,9 @@ def find_files(path: Path) -> list[Path]:
     """`path` if it is a torch.save file; of a directory its `state.pt`, or else the files that may be the model."""
     if not path.is_dir():
         return [path] if is_torch_save(path) else []
-    if is_torch_save(path / MAIN):
+    if os.path.lexists(path / MAIN):  # whatever it is: the error then names it
         return [path / MAIN]
-    names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES) and not _BESIDE.match(name))
+    names = sorted(name for name in again(os.listdir, path) if name.endswith(_SUFFIXES) and not _BESIDE.match(name))
     return [path / name for name in names if is_torch_save(path / name)]
 
 
@@ -111,8 +124,8 @@ def is_torch_save(path: Path) -> bool:
     """True if `path` is a file that begins as torch.save begins one, in the old format or as an archive."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
-        head = file.read(_HEAD)
+    with opening(path) as (fd, size):
+        head = read_at(fd, min(size, _HEAD), 0, path)
     return is_legacy(head) or (head.startswith(_ZIP) and first_name(head).endswith("/data.pkl"))
 
 
@@ -140,7 +153,7 @@ def is_whole(path: Path) -> bool:
                 read_legacy(read, length)
             else:
                 read_directory(read, length)
-    except Corrupt:
+    except (Corrupt, Unsafe):
         return False
     except Unsupported:
         return True
@@ -150,12 +163,15 @@ def is_whole(path: Path) -> bool:
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
     """A file of torch.save to read from, and its size."""
-    fd = open_regular(path)
-    try:
-        length = os.fstat(fd).st_size
+    with opening(path) as (fd, length):
         yield glance(lambda offset, size: read_at(fd, size, offset, path), length), length
-    finally:
-        os.close(fd)
+
+
+def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
+    """Where everything in a file of `length` bytes lies, by name."""
+    if is_legacy(read(0, min(length, _HEAD))):
+        return read_legacy(read, length)[1]
+    return read_directory(read, length)
 
 
 def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:

@@ -5,13 +5,12 @@ The bytes of most are still to come. Those of tensors that lie inside an entry t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files import open_regular, read_at
+from ckptkit.files import opening, read_at
 from ckptkit.formats import pickles
 from ckptkit.formats.archive import Entry, ReadAt, check_byte_order, read_directory, read_entry
 from ckptkit.formats.envelopes import describe_tensor
@@ -95,9 +94,6 @@ class Storages:
 
 def reading(path: Path, blob: Blob) -> ReadAt:
     """The bytes of a blob, all read at once, to read from."""
-    fd = open_regular(path)
-    try:
+    with opening(path) as (fd, _):
         data = read_at(fd, blob.length, blob.offset, path)
-    finally:
-        os.close(fd)
     return lambda offset, length: data[offset : offset + length]

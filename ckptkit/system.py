@@ -1,0 +1,39 @@
+"""System: calls to the operating system, made to the end where a signal interrupts them. Decides nothing.
+
+Python makes those again that POSIX says can be interrupted (PEP 475). Network and user-space file systems interrupt
+others too.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class PromiseLost(UserWarning):
+    """Something cannot be promised on this file system, which lacks what it takes."""
+
+
+def warn_of_loss(path: Path, what: str) -> None:
+    """Say which promise is lost at `path`."""
+    warnings.warn(f"{path}: {what}", PromiseLost, stacklevel=2)
+
+
+def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `call` gives, which is made again as long as a signal interrupts it."""
+    while True:
+        with suppress(InterruptedError):
+            return call(*args, **kwargs)
+
+
+def close(fd: int) -> None:
+    """Close a descriptor. One that was interrupted in closing is closed; by now it may be another thread's."""
+    with suppress(InterruptedError):
+        os.close(fd)
