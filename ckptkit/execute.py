@@ -134,7 +134,7 @@ def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     return Copied(checksums, sources.checked_bytes, sources.unchecked_bytes)
 
 
-def compare(plan: Plan, *, jobs: int | None = None) -> frozenset[str]:
+def compare(plan: Plan, *, jobs: int | None = None, progress: Progress | None = None) -> frozenset[str]:
     """The names of the tensors whose bytes differ between the two layouts of a plan. Writes nothing."""
     sources = Sources(plan, Ledger())
     different: set[str] = set()
@@ -152,6 +152,8 @@ def compare(plan: Plan, *, jobs: int | None = None) -> frozenset[str]:
                     sources.note(pieces)
                     if bytes(ours[: block.nbytes]) != bytes(theirs[: block.nbytes]):
                         different.add(block.target.name)
+                    if progress:
+                        progress(block.nbytes)
 
             yield check
 

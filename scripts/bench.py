@@ -17,11 +17,18 @@ from scripts.bench_plan import plan
 from scripts.bench_reshard import reshard
 from scripts.bench_scale import scale
 from scripts.bench_train import add_options, train
+from scripts.bench_verify import verify
 
 Bench = Callable[..., None]
 
-RUNS: dict[Bench, int] = {consolidate: 5, inspect: 5, plan: 5, reshard: 3, load: 3, save: 3}
-SIZES: dict[Bench, float] = {consolidate: 1.6, reshard: 3.2, load: 1.6, save: 1.6}  # of the checkpoint in GB
+RUNS: dict[Bench, int] = {consolidate: 5, inspect: 5, plan: 5, reshard: 3, load: 3, save: 3, verify: 5}
+SIZES: dict[Bench, float] = {
+    consolidate: 1.6,
+    reshard: 3.2,
+    load: 1.6,
+    save: 1.6,
+    verify: 1.6,
+}  # of the checkpoint in GB
 LAYERS = [1, 2, 4, 9]
 
 

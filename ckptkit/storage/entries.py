@@ -6,7 +6,6 @@ what torch wrote again of the values that its restricted unpickler found in them
 
 from __future__ import annotations
 
-import os
 import pickle
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files import open_regular, read_at
+from ckptkit.files import opening, read_at
 from ckptkit.formats.archive import check_contents
 from ckptkit.formats.envelopes import make_envelope
 from ckptkit.layout import Blob, Layout
@@ -44,11 +43,8 @@ def find_archive(blob: Blob, path: Path) -> bytes:
     if blob.content is not None:
         ((_, archive),) = make_envelope(blob.content, {}).parts
         return archive
-    fd = open_regular(path)
-    try:
+    with opening(path) as (fd, _):
         data = read_at(fd, blob.length, blob.offset, path)
-    finally:
-        os.close(fd)
     check_contents(data)
     return data
 

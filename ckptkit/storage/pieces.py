@@ -15,7 +15,7 @@ from ckptkit.files import Opened, write_from
 from ckptkit.gather import BLOCK_BYTES
 from ckptkit.layout import Chunk, Place, StoredTensor
 from ckptkit.storage.memory import make_buffer, part_of, take
-from ckptkit.storage.sums import part_sum
+from ckptkit.sums import part_sum
 
 
 class PieceWriter:

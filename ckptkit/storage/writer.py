@@ -24,17 +24,17 @@ from torch.futures import Future
 from ckptkit import edits
 from ckptkit.allocation import check_room, create_file, write_parts
 from ckptkit.box import Box
-from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Unsupported, translate_os_errors
 from ckptkit.files import Opened, check_name
 from ckptkit.formats import get_writer
-from ckptkit.layout import Chunk, Layout, Options, Place, Spec, StoredTensor, check_cover
+from ckptkit.layout import Chunk, Extent, Layout, Options, Place, Spec, StoredTensor, check_cover
 from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
 from ckptkit.ops.manifest import NAME as MANIFEST
-from ckptkit.ops.manifest import make_manifest
+from ckptkit.ops.manifest import Manifest, sum_files
 from ckptkit.staging import Stage, sync_path
 from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
-from ckptkit.storage.sums import whole_crc32
+from ckptkit.sums import whole_crc32
 
 
 class RoomWriter(StorageWriter):
@@ -120,7 +120,10 @@ class RoomWriter(StorageWriter):
         made = self._read(self.room, self._planned.tensors)
         checksums = add_up(made, chain(*results))
         write_parts(self.room, self._format.seal(made, checksums))
-        manifest = make_manifest(None, self._sizes, checksums_of_whole(made, checksums))
+        names = {(c.path, c.offset): (name, c.length) for name, t in made.tensors.items() for c in t.chunks}
+        extents = [Extent(*place, names[place][1], crc, names[place][0]) for place, crc in checksums.items()]
+        sums = sum_files(self.room, self._sizes, extents)
+        manifest = Manifest(sums, checksums_of_whole(made, checksums)).to_bytes()
         create_file(self.room / MANIFEST, len(manifest), [(0, manifest)])
 
     @classmethod
@@ -130,7 +133,8 @@ class RoomWriter(StorageWriter):
 
     def _read(self, room: Path, names: Iterable[str]) -> Layout:
         """Where the bytes of these tensors belong."""
-        return self._format.locate(edits.select(self._format.read(room), set(names).__contains__))
+        with translate_os_errors(room):
+            return self._format.locate(edits.select(self._format.read(room), set(names).__contains__))
 
 
 class Writer(RoomWriter):

@@ -19,7 +19,7 @@ from ckptkit.dtypes import DTYPES
 from ckptkit.files import Opened
 from ckptkit.layout import Layout, Place, Spec
 from ckptkit.storage.pieces import PieceWriter, runs_of
-from ckptkit.storage.sums import part_sum, whole_crc32
+from ckptkit.sums import part_sum, whole_crc32
 from tests.raw import allocated, contents
 from tests.strategies import boxes_in, cells, shapes, solid_shapes, tilings
 

@@ -1,0 +1,190 @@
+"""`ckptkit verify` and `ckptkit manifest`: is this checkpoint whole and undamaged, and how is that known later?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.conversion import Jobs
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    count,
+    format_bytes,
+    note,
+    print_json,
+    print_problem,
+    print_table,
+    progress_bar,
+    say,
+)
+
+if TYPE_CHECKING:
+    from ckptkit.ops.against import Compared
+    from ckptkit.ops.stats import TensorStats
+    from ckptkit.ops.verify import Verified
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: then each of its checkpoints.")],
+    fast: Annotated[bool, typer.Option("--fast", help="Structure only: read no data of large tensors.")] = False,
+    against: Annotated[
+        Path | None, typer.Option(metavar="OTHER", help="Also hold it against another checkpoint, tensor by tensor.")
+    ] = None,
+    allow_cast: Annotated[
+        bool, typer.Option("--allow-cast", help="With --against: another dtype is converted, and no problem.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Also look for NaN, Inf, denormals, and tensors all zero or constant.")
+    ] = False,
+    jobs: Jobs = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Check that a checkpoint is whole and undamaged: its structure, and every byte that a checksum is recorded of.
+
+    Example: ckptkit verify run/ckpt-500
+
+    Exit codes: 0 nothing found; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
+    """
+    from ckptkit.ops.against import compare_with
+    from ckptkit.ops.stats import scan
+    from ckptkit.ops.verify import verify as check
+
+    with progress_bar("verify") as progress:
+        found = check(path, fast=fast, jobs=jobs, progress=progress)
+    is_ok = all(part.is_ok for part in found)
+    compared: list[Compared] = []
+    if against and is_ok:
+        with progress_bar("compare") as progress:
+            compared = compare_with(path, against, allow_cast=allow_cast, jobs=jobs, progress=progress)
+    numbers: list[TensorStats] = []
+    for part in found if stats and is_ok else ():
+        with progress_bar("statistics") as progress:
+            numbers += scan(part.path, jobs=jobs, progress=progress)
+    if json:
+        print_json(to_json(found, compared) | ({"stats": [stats_json(tensor) for tensor in numbers]} if stats else {}))
+    else:
+        report(found, fast=fast)
+        report_comparison(compared)
+        if stats and is_ok:
+            report_numbers(numbers)
+        if not is_ok and (against or stats):
+            note("nothing else was looked at")
+    if not is_ok or any(pair.problems for pair in compared):
+        raise typer.Exit(1)
+
+
+def manifest(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: then its latest complete checkpoint.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a manifest that is there.")] = False,
+    jobs: Jobs = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Write a manifest, `ckptkit.json`: the checksum of every file, by which `ckptkit verify` knows them again.
+
+    Example: ckptkit manifest run/ckpt-500
+
+    Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure; 5 there is a manifest.
+    """
+    from ckptkit.ops.make_manifest import make_manifest
+
+    with progress_bar("manifest") as progress:
+        made = make_manifest(path, overwrite=overwrite, jobs=jobs, progress=progress)
+    if json:
+        print_json(to_json(made))
+        return
+    for part in made:
+        say(f"{part.path / 'ckptkit.json'}: {count(len(part.sums), 'file')}, {format_bytes(part.nbytes)}")
+
+
+def to_json(found: Sequence[Verified], compared: Sequence[Compared] = ()) -> dict[str, Any]:
+    """The result under the keys that scripts rely on."""
+    problems = [problem for part in found for problem in part.problems]
+    problems += [problem for pair in compared for problem in pair.problems]
+    return {
+        "ok": not problems,
+        "problems": [problem.to_json() for problem in problems],
+        "checked_bytes": sum(part.checked_bytes for part in found),
+        "unchecked_bytes": sum(part.unchecked_bytes for part in found),
+        "checkpoints": [
+            {
+                "path": str(part.path),
+                "format": part.format,
+                "ok": part.is_ok,
+                "tensors": part.tensors,
+                "nbytes": part.nbytes,
+                "has_manifest": part.has_manifest,
+            }
+            for part in found
+        ],
+        "compared": [
+            {"path": str(pair.path), "other": str(pair.other), "tensors": pair.tensors, "nbytes": pair.nbytes}
+            for pair in compared
+        ],
+    }
+
+
+def stats_json(tensor: TensorStats) -> dict[str, Any]:
+    """What was counted in one tensor."""
+    return asdict(tensor) | {"spec": str(tensor.spec)}
+
+
+def report(found: Sequence[Verified], *, fast: bool) -> None:
+    """What was found: a line for each part, and below all problems."""
+    rows = [
+        (
+            "ok" if part.is_ok else count(len(part.problems), "problem"),
+            format_bytes(part.nbytes),
+            format_bytes(part.checked_bytes),
+            format_bytes(part.unchecked_bytes),
+            "yes" if part.has_manifest else "no",
+            part.path,
+        )
+        for part in found
+    ]
+    print_table(rows, ("", "size", "checked", "unchecked", "manifest", "checkpoint"))
+    for part in found:
+        for text in part.notes:
+            note(f"note: {part.path}: {text}")
+        for problem in part.problems:
+            print_problem(problem)
+    if fast:
+        note("only the structure was looked at: without --fast every byte is read")
+    elif any(part.unchecked_bytes and not part.has_manifest for part in found):
+        note("unchecked bytes have no checksum: `ckptkit manifest` gives them one, from now on")
+
+
+def report_comparison(compared: Sequence[Compared]) -> None:
+    """What was compared with another checkpoint, and what is not the same."""
+    for pair in compared:
+        equal = "are the same" if not pair.problems else f"were compared: {count(len(pair.problems), 'problem')}"
+        say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.path} and {pair.other} {equal}")
+        for text in pair.notes:
+            note(f"note: {text}")
+        for problem in pair.problems:
+            print_problem(problem)
+
+
+def report_numbers(numbers: Sequence[TensorStats]) -> None:
+    """The tensors with numbers that are seldom meant: no problem by themselves."""
+    rows = [
+        (tensor.nan or "", tensor.inf or "", tensor.denormal or "", describe_sameness(tensor), tensor.spec, tensor.name)
+        for tensor in numbers
+        if tensor.nan or tensor.inf or tensor.denormal or tensor.is_constant or tensor.is_all_zero
+    ]
+    if rows:
+        print_table(rows, ("NaN", "Inf", "denormal", "all", "", "tensor"))
+    say(f"{count(len(rows), 'tensor')} of {len(numbers):,} with NaN, Inf, denormals, or all numbers the same")
+
+
+def describe_sameness(tensor: TensorStats) -> str:
+    """The number that all the numbers of a tensor are, if they are the same."""
+    if tensor.is_all_zero:
+        return "0"
+    return f"{tensor.low:g}" if tensor.is_constant and tensor.low is not None else ""

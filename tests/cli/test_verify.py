@@ -1,0 +1,83 @@
+"""`ckptkit verify` and `ckptkit manifest` as their users see them: exit codes, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import producers
+from tests.conftest import Produce
+
+
+@pytest.fixture
+def checkpoint(produce: Produce, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(produce(producers.fsdp2).root, tmp_path / "checkpoint"))
+
+
+def ckptkit(*args: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "ckptkit", *map(str, args)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def damage(checkpoint: Path) -> None:
+    path = checkpoint / "__1_0.distcp"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + bytes(4) + data[len(data) // 2 + 4 :])
+    path.with_name("__0_0.distcp").unlink()
+
+
+def test_a_whole_checkpoint(checkpoint: Path) -> None:
+    done = ckptkit("verify", checkpoint)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1].startswith("ok ")
+
+
+def test_json_lists_every_problem(checkpoint: Path) -> None:
+    damage(checkpoint)
+    done = ckptkit("verify", checkpoint, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert found["ok"] is False
+    assert len(found["problems"]) >= 2
+    assert {"code", "path", "tensor", "offset", "message", "hint"} == found["problems"][0].keys()
+    assert {"checked_bytes", "unchecked_bytes"} <= found.keys()
+
+
+def test_problems_are_listed_for_readers(checkpoint: Path) -> None:
+    damage(checkpoint)
+    done = ckptkit("verify", checkpoint, "--stats")
+    assert done.returncode == 1
+    lines = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
+    assert f"problem: {checkpoint}: 1 of 3 files are missing: __0_0.distcp" in lines
+    assert "nothing else was looked at" in done.stderr
+
+
+def test_what_is_none_and_what_is_there_already(checkpoint: Path, tmp_path: Path) -> None:
+    assert ckptkit("verify", tmp_path / "missing").returncode == 3
+    assert ckptkit("manifest", checkpoint).returncode == 0
+    again = ckptkit("manifest", checkpoint)
+    assert again.returncode == 5
+    assert "hint: " in again.stderr
+
+
+def test_a_conversion_is_proved(checkpoint: Path, tmp_path: Path) -> None:
+    assert ckptkit("consolidate", checkpoint, tmp_path / "out", "--dtype", "bf16").returncode == 0
+    refused = ckptkit("verify", tmp_path / "out", "--against", checkpoint)
+    assert refused.returncode == 1
+    assert "hint: --allow-cast" in refused.stdout
+    proved = ckptkit("verify", tmp_path / "out", "--against", checkpoint, "--allow-cast", "--json")
+    assert proved.returncode == 0
+    assert json.loads(proved.stdout)["compared"][0]["tensors"] > 0
+
+
+def test_numbers_are_counted(checkpoint: Path) -> None:
+    done = ckptkit("verify", checkpoint, "--stats", "--json")
+    stats = json.loads(done.stdout)["stats"]
+    assert done.returncode == 0
+    assert {"name", "spec", "nan", "inf", "zero", "denormal", "low", "high"} <= stats[0].keys()
+    assert "tensors of" in ckptkit("verify", checkpoint, "--stats").stdout or "tensor of" in done.stdout
