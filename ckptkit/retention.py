@@ -1,23 +1,20 @@
-"""Retention: which checkpoints of a run stay, each for a reason, and how the others go. Counts, no windows of time."""
+"""Retention: which checkpoints of a run stay, each for a reason. Goes by steps, never by time; deletes nothing."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ckptkit.errors import Corrupt, Usage, translate_os_errors
+from ckptkit.errors import Corrupt, Usage
 from ckptkit.files import read_small
 from ckptkit.runs import Run
-from ckptkit.staging import remove
 
 METRICS = "metrics.json"
 _LIMIT = 1 << 20  # bytes of a file of metrics
-_LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +41,24 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is kept: the newest `last` checkpoints and the `best` ones; all of them where `last` is None."""
+    """What is kept beside the newest: the `last` steps, those that are multiples of `every`, and the `best`.
+
+    Where nothing is said, all of them are.
+    """
 
     last: int | None = None
+    every: int | None = None
     best: Best | None = None
 
     def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise Usage(f"keep_last is {self.last}; the newest checkpoint is never deleted")
-        if self.last is None and self.best is not None:
-            hint = "say with `keep_last` how many others stay"
-            raise Usage("keep_best alone deletes nothing: every checkpoint is kept", hint=hint)
+        for name, number in (("keep_last", self.last), ("keep_every", self.every)):
+            if number is not None and number < 1:
+                raise Usage(f"{name} is {number}; it must be at least 1")
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if nothing is ever deleted."""
+        return self == Policy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +84,25 @@ class Verdict:
 
 
 def decide(checkpoints: Iterable[Saved], policy: Policy) -> list[Verdict]:
-    """What becomes of each of the checkpoints, newest first. The newest is always kept, and so is the best."""
-    newest_first = sorted(checkpoints, key=lambda saved: saved.step, reverse=True)
-    reasons: dict[Path, list[str]] = {saved.path: [] for saved in newest_first}
-    for saved in newest_first[: policy.last]:
-        reasons[saved.path].append("all are kept" if policy.last is None else f"one of the last {policy.last}")
-    if policy.best is not None:
-        for saved in best_of(newest_first, policy.best):
-            reasons[saved.path].append(f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best")
-    return [Verdict(saved, tuple(reasons[saved.path])) for saved in newest_first]
+    """What becomes of each of the checkpoints, newest first. The newest is always kept."""
+    newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
+    steps = list(dict.fromkeys(saved.step for saved in newest_first))
+    best = best_of(newest_first, policy.best) if policy.best else []
+    return [Verdict(saved, tuple(reasons_for(saved, steps, best, policy))) for saved in newest_first]
+
+
+def reasons_for(saved: Saved, steps: Sequence[int], best: Sequence[Saved], policy: Policy) -> Iterator[str]:
+    """Why a checkpoint is kept, given all steps, newest first, and the best checkpoints."""
+    if policy.keeps_all:
+        yield "all are kept"
+    elif policy.last and saved.step in steps[: policy.last]:
+        yield f"one of the last {policy.last}"
+    elif saved.step == steps[0]:
+        yield "the newest"
+    if policy.every and saved.step % policy.every == 0:
+        yield f"a multiple of {policy.every}"
+    if policy.best and saved in best:
+        yield f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best"
 
 
 def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
@@ -120,22 +134,5 @@ def read_metrics(checkpoint: Path) -> dict[str, float]:
     try:
         found = json.loads(read_small(path, _LIMIT))
         return {str(name): float(value) for name, value in found.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Corrupt("not the metrics of a checkpoint", path=path, hint="remove the file") from error
-
-
-def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint: out of sight in one step, and then from the disk."""
-    hidden = checkpoint.with_name(f".{checkpoint.name}{_LEAVING}")
-    with translate_os_errors(checkpoint):
-        if hidden.exists():  # whoever began to delete it was ended
-            remove(hidden)
-        os.rename(checkpoint, hidden)
-        remove(hidden)
-
-
-def finish_deleting(root: Path) -> None:
-    """Remove what is left of checkpoints that were being deleted when the process was ended."""
-    with translate_os_errors(root):
-        for hidden in root.glob(f".ckpt-*{_LEAVING}"):
-            remove(hidden)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.errors import NotACheckpoint, Unsupported, translate_os_errors
+from ckptkit.errors import IOFailure, NotACheckpoint, Unsupported, translate_os_errors
 from ckptkit.formats import detect_format
+from ckptkit.system import again
 
 TRAINING = "training"
 # ckpt-5, checkpoint-5, step-5, step_5, global_step5, iter_0000005
@@ -23,8 +25,13 @@ class Checkpoint:
 
     @property
     def is_complete(self) -> bool:
-        """True if every part of it has been written to its end."""
-        return bool(parts := find_parts(self.path)) and all(map(is_complete, parts))
+        """True if every part of it has been written to its end; False if it is deleted meanwhile."""
+        try:
+            return bool(parts := find_parts(self.path)) and all(map(is_complete, parts))
+        except IOFailure:
+            if self.path.exists():
+                raise
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +44,33 @@ class Run:
         """Where the checkpoint of `step` lies or will lie."""
         return self.root / f"ckpt-{step}"
 
-    def checkpoints(self) -> list[Checkpoint]:
-        """The complete checkpoints, oldest first."""
+    def directories(self) -> list[Checkpoint]:
+        """Whatever is named like a checkpoint, complete or not, oldest first."""
         if not self.root.is_dir():
             return []
-        with translate_os_errors(self.root):
-            found = [
-                Checkpoint(path, step)
-                for path in self.root.iterdir()
-                if path.is_dir() and (step := step_of(path)) is not None
-            ]
-        return sorted((ckpt for ckpt in found if ckpt.is_complete), key=lambda ckpt: (ckpt.step, ckpt.path.name))
+        steps = ((path, step_of(path)) for path in folders(self.root))
+        found = [Checkpoint(path, step) for path, step in steps if step is not None]
+        return sorted(found, key=lambda ckpt: (ckpt.step, ckpt.path.name))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The complete checkpoints, oldest first."""
+        return [ckpt for ckpt in self.directories() if ckpt.is_complete]
 
     def latest(self) -> Checkpoint | None:
         """The complete checkpoint with the highest step, or None."""
         return max(self.checkpoints(), key=lambda ckpt: ckpt.step, default=None)
+
+
+def children(path: Path) -> list[Path]:
+    """What lies in a directory, by name."""
+    with translate_os_errors(path):
+        return sorted(path / name for name in again(os.listdir, path))
+
+
+def folders(path: Path) -> list[Path]:
+    """The directories in a directory, and links to some, by name."""
+    with translate_os_errors(path):
+        return [child for child in children(path) if child.is_dir()]
 
 
 def step_of(path: Path) -> int | None:
@@ -73,9 +92,8 @@ def find_parts(path: Path) -> list[Path]:
     """
     if detect_format(path) is not None:
         return [path, *(rest for rest in (path / TRAINING,) if rest.is_dir())]
-    with translate_os_errors(path):
-        inside = [part for part in path.iterdir() if part.is_dir() and step_of(part) is None]
-    return sorted(part for part in inside if detect_format(part) is not None)
+    inside = [part for part in folders(path) if step_of(part) is None]
+    return [part for part in inside if detect_format(part) is not None]
 
 
 def find_whole(path: Path) -> Path:
@@ -114,7 +132,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def no_checkpoint(path: Path) -> NotACheckpoint:
     """The error for a directory that is neither a checkpoint nor a run with one."""
-    unfinished = sorted(child.name for child in path.iterdir() if child.is_dir() and step_of(child) is not None)
+    unfinished = [child.name for child in folders(path) if step_of(child) is not None]
     if unfinished:
         message = f"a run without a complete checkpoint; unfinished: {', '.join(unfinished)}"
         return NotACheckpoint(message, path=path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.errors import Corrupt, IOFailure, Usage
+from ckptkit.errors import Corrupt, Usage
 from ckptkit.retention import (
     METRICS,
     Best,
     Policy,
     Saved,
     decide,
-    delete,
     find_saved,
-    finish_deleting,
     read_metrics,
     write_metrics,
 )
@@ -50,12 +47,16 @@ LOSSES = [saved(1, loss=3.0), saved(2, loss=1.0), saved(10, loss=2.0), saved(9, 
         (Policy(1), [10]),
         (Policy(3), [10, 9, 5]),
         (Policy(99), [10, 9, 5, 4, 2, 1]),
-        (Policy(1, Best("loss")), [10, 2]),
-        (Policy(1, Best("loss", count=2)), [10, 2]),
-        (Policy(1, Best("loss", count=3)), [10, 5, 2]),
-        (Policy(1, Best("loss", highest=True)), [10, 1]),
-        (Policy(1, Best("loss", count=99)), [10, 5, 2, 1]),
-        (Policy(1, Best("accuracy")), [10]),
+        (Policy(1, best=Best("loss")), [10, 2]),
+        (Policy(1, best=Best("loss", count=2)), [10, 2]),
+        (Policy(1, best=Best("loss", count=3)), [10, 5, 2]),
+        (Policy(1, best=Best("loss", highest=True)), [10, 1]),
+        (Policy(1, best=Best("loss", count=99)), [10, 5, 2, 1]),
+        (Policy(1, best=Best("accuracy")), [10]),
+        (Policy(best=Best("loss")), [10, 2]),
+        (Policy(every=3), [10, 9]),
+        (Policy(every=2, best=Best("loss", highest=True)), [10, 4, 2, 1]),
+        (Policy(2, every=5), [10, 9, 5]),
     ],
 )
 def test_what_is_kept(policy: Policy, steps: list[int]) -> None:
@@ -64,7 +65,7 @@ def test_what_is_kept(policy: Policy, steps: list[int]) -> None:
 
 
 def test_each_that_stays_has_its_reasons() -> None:
-    reasons = {verdict.saved.step: verdict.reasons for verdict in decide(LOSSES, Policy(2, Best("loss", count=2)))}
+    reasons = {verdict.saved.step: verdict.reasons for verdict in decide(LOSSES, Policy(2, best=Best("loss", count=2)))}
     assert reasons == {
         10: ("one of the last 2", "loss 2 is among the best"),
         9: ("one of the last 2",),
@@ -74,12 +75,21 @@ def test_each_that_stays_has_its_reasons() -> None:
         1: (),
     }
     assert {verdict.reasons for verdict in decide(LOSSES, Policy())} == {("all are kept",)}
+    verdicts = decide(LOSSES, Policy(every=2))
+    assert [verdict.reasons for verdict in verdicts if verdict.saved.step == 10] == [("the newest", "a multiple of 2")]
+
+
+def test_steps_count_not_directories() -> None:
+    """Two checkpoints of one step, by the names of two trainers, stay or go together."""
+    twins = [Saved(Path(f"{name}{step}"), step, {}) for step in (1, 2, 3) for name in ("ckpt-", "step-")]
+    assert kept(twins, Policy(2)) == [3, 3, 2, 2]
+    assert kept(twins, Policy(every=2)) == [3, 3, 2, 2]
 
 
 @given(st.lists(st.floats(), max_size=9), st.integers(1, 4), st.booleans(), st.integers(1, 4))
 def test_the_newest_and_the_best_are_never_deleted(losses: list[float], last: int, highest: bool, count: int) -> None:
     checkpoints = [saved(step, loss=loss) for step, loss in enumerate(losses)]
-    steps = kept(checkpoints, Policy(last, Best("loss", highest, count)))
+    steps = kept(checkpoints, Policy(last, best=Best("loss", highest, count)))
     finite = [loss for loss in losses if abs(loss) < float("inf")]
     assert set(steps) >= set(range(len(losses))[-last:])
     assert len(steps) <= last + count
@@ -110,8 +120,8 @@ def test_other_spellings_are_refused(text: str) -> None:
 def test_policies_that_make_no_sense() -> None:
     with pytest.raises(Usage, match="keep_last is 0"):
         Policy(0)
-    with pytest.raises(Usage, match="keep_best alone"):
-        Policy(None, Best("loss"))
+    with pytest.raises(Usage, match="keep_every is -5"):
+        Policy(every=-5)
 
 
 def place(produce: Produce, path: Path, metrics: Mapping[str, float] | None = None) -> None:
@@ -140,46 +150,3 @@ def test_metrics_are_read_as_written_or_refused(tmp_path: Path) -> None:
         (tmp_path / METRICS).write_text(text)
         with pytest.raises(Corrupt, match="not the metrics"):
             read_metrics(tmp_path)
-
-
-def test_a_checkpoint_goes_out_of_sight_before_it_goes(
-    produce: Produce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place(produce, tmp_path / "ckpt-1")
-    delete(tmp_path / "ckpt-1")
-    assert list(tmp_path.iterdir()) == []
-
-    place(produce, tmp_path / "ckpt-1")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            delete(tmp_path / "ckpt-1")
-    assert Run(tmp_path).checkpoints() == []
-    assert len(list(tmp_path.iterdir())) == 1
-    place(produce, tmp_path / "ckpt-1")  # saved again meanwhile
-    delete(tmp_path / "ckpt-1")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_was_being_deleted_is_cleared_away(
-    produce: Produce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place(produce, tmp_path / "ckpt-1")
-    place(produce, tmp_path / "ckpt-2")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            delete(tmp_path / "ckpt-1")
-    finish_deleting(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt-2"]
-
-
-def interrupt(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_an_error_of_the_disk_is_ours(tmp_path: Path) -> None:
-    with pytest.raises(IOFailure) as raised:
-        delete(tmp_path / "ckpt-1")
-    assert raised.value.path == tmp_path / "ckpt-1"
-    assert not os.listdir(tmp_path)

@@ -61,8 +61,9 @@ class TrainConfig:
     save_every: Annotated[int, "Steps between checkpoints; 0: the last only."] = 0
     state_dict: Annotated[Literal["sharded", "full", "hf"], "Shards, one file, or a Hugging Face model."] = "sharded"
     background: Annotated[bool, "Train on while a checkpoint is written."] = False
-    keep_last: Annotated[int | None, "Keep so many checkpoints; by default all."] = None
-    keep_best: Annotated[str | None, "Keep the best by METRIC[:min|max][:N] too, such as loss."] = None
+    keep_last: Annotated[int | None, "Keep the last so many checkpoints; with no --keep, all."] = None
+    keep_every: Annotated[int | None, "Keep those of steps that are multiples of this."] = None
+    keep_best: Annotated[str | None, "Keep the best by METRIC[:min|max][:N], such as loss."] = None
     resume: Annotated[str | None, "Go on from a checkpoint; auto: from the latest, if there is one."] = None
     tensorboard: Annotated[bool, "Write the metrics for TensorBoard too."] = False
 
@@ -75,8 +76,9 @@ class TrainConfig:
             raise Usage(f"seed is {self.seed}; it must be less than 2**32")
         if not self.clip > 0:
             raise Usage(f"clip is {self.clip}; the gradient norm can only be clipped to more than 0")
-        if self.keep_last is not None:
-            require_at_least(1, "keep_last", self.keep_last)
+        for name in ("keep_last", "keep_every"):
+            if getattr(self, name) is not None:
+                require_at_least(1, name, getattr(self, name))
         if self.replicas > 1 and self.strategy != "hybrid_shard":
             raise Usage(f"{self.replicas} replicas under {self.strategy}", hint="use `--strategy hybrid_shard`")
         if self.wrap == "size" and self.fsdp == "2":

@@ -120,6 +120,7 @@ def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
         state_dict=config.state_dict,
         background=config.background,
         keep_last=config.keep_last,
+        keep_every=config.keep_every,
         keep_best=config.keep_best,
         files=files,
     )

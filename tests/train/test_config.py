@@ -10,7 +10,7 @@ from ckptkit.train.config import TrainConfig, read_settings, settings
 RUN = TrainConfig(run=Path("run"))
 UNUSUAL = replace(
     RUN, model='a "b"\\c', untied=True, weights=Path("w\x7f/é"), freeze=("a.*", "b"), lr=3e-4, fsdp="1", keep_last=2,
-    strategy="shard_grad_op", compile=True, tokenizer="t\n",
+    keep_every=5, strategy="shard_grad_op", compile=True, tokenizer="t\n",
 )  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def test_a_whole_number_will_do_where_any_is_asked_for(tmp_path: Path) -> None:
         ({"seed": 2**32}, "less than 2"),
         ({"micro_batch_size": -1}, "micro_batch_size is -1"),
         ({"keep_last": 0}, "keep_last is 0"),
+        ({"keep_every": 0}, "keep_every is 0"),
         ({"device": "tpu"}, "no device `tpu`"),
         ({"strategy": "zero1"}, "no strategy `zero1`"),
         ({"fsdp": "3"}, "no fsdp `3`"),

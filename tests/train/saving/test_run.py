@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
 from ckptkit import runs
+from ckptkit.deletion import deleting
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
 from ckptkit.train.launch import Report, launch
@@ -213,6 +214,27 @@ def test_old_checkpoints_go_and_the_best_stay(tmp_path: Path, form: str) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-2", "ckpt-4", "ckpt-5", "ckpt-6"]
     Run(tmp_path, state_dict=form, keep_last=1).save(3, nn.Linear(2, 2))  # after resuming from step 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-3", "ckpt-6"]
+    Run(tmp_path, state_dict=form, keep_every=3, keep_best="loss").save(7, nn.Linear(2, 2), metrics={"loss": 6.0})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-3", "ckpt-6", "ckpt-7"]
+    Run(tmp_path, state_dict=form, keep_best="loss").save(8, nn.Linear(2, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-6", "ckpt-8"]
+
+
+def test_what_a_prune_left_half_deleted_goes_with_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint-5.leaving").mkdir()
+    Run(tmp_path).save(1, nn.Linear(2, 2))
+    Run(tmp_path).save(2, nn.Linear(2, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-1", "ckpt-2"]
+
+
+def test_while_somebody_prunes_a_training_deletes_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=1)
+    run.save(1, nn.Linear(2, 2))
+    with deleting(tmp_path), pytest.warns(UserWarning, match="not deleted: .*another process is deleting"):
+        run.save(2, nn.Linear(2, 2))
+    assert [found.step for found in run.checkpoints()] == [1, 2]
+    run.save(3, nn.Linear(2, 2))
+    assert [found.step for found in run.checkpoints()] == [3]
 
 
 def test_a_checkpoint_that_cannot_be_deleted_ends_no_training(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""`ckptkit prune` on the command line: what it shows, its JSON and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptkit.deletion import deleting
+from tests import producers
+from tests.conftest import Produce
+
+
+def ckptkit(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def run(produce: Produce, tmp_path: Path) -> Path:
+    for step in (1, 2, 10):
+        shutil.copytree(produce(producers.under_model).root, tmp_path / "run" / f"ckpt-{step}")
+    (tmp_path / "run" / "\x1b[31mred").mkdir()
+    return tmp_path / "run"
+
+
+def test_a_plan_is_shown_and_then_carried_out(run: Path) -> None:
+    shown = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines[0].split() == ["checkpoint", "step", "size", "verdict", "reason"]
+    assert [line.split()[0] for line in lines[1:]] == ["ckpt-10", "ckpt-2", "ckpt-1", r"\x1b[31mred", "to"]
+    assert "nothing was deleted" in lines[-1]
+    assert (run / "ckpt-1").is_dir()
+    done = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2", "--yes")
+    assert done.stdout.splitlines()[-1].startswith("deleted 1 checkpoint, ")
+    assert sorted(path.name for path in run.glob("*")) == ["\x1b[31mred", "ckpt-10", "ckpt-2"]
+
+
+def test_in_json(run: Path) -> None:
+    plan = json.loads(ckptkit("prune", run, "--keep-last", "1", "--json").stdout)
+    assert plan.keys() == {"keep", "delete", "other", "deleted", "freed_bytes"}
+    assert (plan["deleted"], plan["freed_bytes"]) == (False, 0)
+    assert plan["delete"][1] == {
+        "path": str(run / "ckpt-1"),
+        "step": 1,
+        "nbytes": sum(file.stat().st_size for file in (run / "ckpt-1").iterdir()),
+        "reason": "nothing keeps it",
+    }
+    assert plan["other"][0]["step"] is None
+    done = json.loads(ckptkit("prune", run, "--keep-last", "1", "--json", "--yes").stdout)
+    assert done == {**plan, "deleted": True, "freed_bytes": sum(entry["nbytes"] for entry in plan["delete"])}
+
+
+def test_errors(run: Path) -> None:
+    with deleting(run):
+        occupied = ckptkit("prune", run, "--keep-last", "1", "--yes")
+    for ran, code, said in (
+        (ckptkit("prune", run), 2, "nothing says what to keep"),
+        (ckptkit("prune", run, "--keep-every", "0"), 2, "keep_every is 0"),
+        (ckptkit("prune", run / "absent", "--keep-last", "1"), 3, "no such directory"),
+        (occupied, 5, "another process is deleting"),
+    ):
+        assert (ran.returncode, ran.stdout) == (code, "")
+        assert ran.stderr.startswith("error: ")
+        assert said in ran.stderr
+    assert (run / "ckpt-1").is_dir()
