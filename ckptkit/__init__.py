@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from ckptkit.ops.estimate import Estimated, estimate
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
+    from ckptkit.ops.make_manifest import make_manifest
+    from ckptkit.ops.prune import Pruned, prune
     from ckptkit.ops.reshard import reshard
+    from ckptkit.ops.verify import Verified, verify
     from ckptkit.train.saving.run import Run
 
 __all__ = [
@@ -24,15 +27,20 @@ __all__ = [
     "Converted",
     "Estimated",
     "Inspected",
+    "Pruned",
     "Run",
+    "Verified",
     "__version__",
     "consolidate",
     "convert",
     "estimate",
     "finalize",
     "inspect",
+    "make_manifest",
     "open_layout",
+    "prune",
     "reshard",
+    "verify",
 ]
 
 _HOMES = {
@@ -40,14 +48,19 @@ _HOMES = {
     "Converted": "ckptkit.ops.converted",
     "Estimated": "ckptkit.ops.estimate",
     "Inspected": "ckptkit.ops.inspect",
+    "Pruned": "ckptkit.ops.prune",
     "Run": "ckptkit.train.saving.run",
+    "Verified": "ckptkit.ops.verify",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
     "estimate": "ckptkit.ops.estimate",
     "finalize": "ckptkit.ops.finalize",
     "inspect": "ckptkit.ops.inspect",
+    "make_manifest": "ckptkit.ops.make_manifest",
     "open_layout": "ckptkit.formats",
+    "prune": "ckptkit.ops.prune",
     "reshard": "ckptkit.ops.reshard",
+    "verify": "ckptkit.ops.verify",
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
 from ckptkit.files import Opened, write_from
+from ckptkit.system import close
 
 _CANNOT_RESERVE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -38,9 +39,9 @@ def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
 def free_bytes(path: Path) -> int:
     """Bytes free for us on the file system that `path` is or will be on."""
     there = path.absolute()
-    while not there.exists():
-        there = there.parent
     with translate_os_errors(path):
+        while not there.exists():
+            there = there.parent
         return shutil.disk_usage(there).free
 
 
@@ -58,7 +59,7 @@ def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, an
             for offset, content in parts:
                 write_from(fd, memoryview(content), offset, path)
         finally:
-            os.close(fd)
+            close(fd)
 
 
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:

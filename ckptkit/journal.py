@@ -11,7 +11,9 @@ import os
 from pathlib import Path
 
 from ckptkit.errors import translate_os_errors
+from ckptkit.files import opening, read_at, write_from
 from ckptkit.ledger import Ledger
+from ckptkit.system import again, close
 
 _ENDED = b'{"ended": true}\n'
 
@@ -24,12 +26,13 @@ class Journal:
         self.units: dict[int, Ledger] = {}
         self.has_ended = False
         self._nbytes = 0  # of whole lines; what a dying worker left behind them is written over
-        if path.exists():
-            self._load()
+        with translate_os_errors(path):
+            if path.exists():
+                self._load()
 
     def _load(self) -> None:
-        with translate_os_errors(self.path):
-            data = self.path.read_bytes()
+        with opening(self.path) as (fd, size):
+            data = read_at(fd, size, 0, self.path)
         for line in data.splitlines(keepends=True):
             try:
                 entry = json.loads(line)
@@ -37,7 +40,7 @@ class Journal:
                     self.has_ended = True
                 else:
                     self.units[int(entry["unit"])] = Ledger.from_json(entry)
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
                 return
             if not line.endswith(b"\n"):
                 return
@@ -55,13 +58,13 @@ class Journal:
 
     def _append(self, line: bytes, *, sync: bool = False) -> None:
         with translate_os_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            again(self.path.parent.mkdir, parents=True, exist_ok=True)
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 os.ftruncate(fd, self._nbytes)
-                os.pwrite(fd, line, self._nbytes)
+                write_from(fd, memoryview(line), self._nbytes, self.path)
                 if sync:
                     os.fsync(fd)
             finally:
-                os.close(fd)
+                close(fd)
         self._nbytes += len(line)

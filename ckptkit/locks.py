@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.errors import Occupied
+from ckptkit.system import again, warn_of_loss
 
 _PAUSE = 0.05  # seconds between two attempts
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -20,27 +21,33 @@ def acquire(path: Path, *, patience: float = 0) -> int:
     last = time.monotonic() + patience
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        if not try_lock(lock):
-            os.close(lock)
+        try:
+            is_free = try_lock(lock, path)
+            if is_free and is_same_file(lock, path):
+                return lock
+        except BaseException:
+            close(lock)
+            raise
+        close(lock)  # it is somebody's, or its owner removed it between our two calls
+        if not is_free:
             if time.monotonic() >= last:
                 raise Occupied("another run is writing this destination", path=path, hint="wait for it to end")
             time.sleep(_PAUSE)
-        elif is_same_file(lock, path):
-            return lock
-        else:
-            os.close(lock)  # its owner removed it between our two calls
 
 
-def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file for as long as it stays open; False if somebody has a lock on it that forbids this."""
+def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
+    """Lock the file open as `fd` for as long as it stays open; False if somebody has a lock that forbids this.
+
+    Where the file system has no locks all are free, and there is a warning.
+    """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # a file system without locks: all are free there
+    except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
-            os.close(fd)
             raise
+        warn_of_loss(path, "files cannot be locked here: of two runs that write it neither would see the other")
     return True
 
 
@@ -50,6 +57,13 @@ def is_same_file(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
+
+
+def release(lock: int, path: Path) -> None:
+    """Remove a lock's file and let go of it. One that cannot be removed is the next owner's."""
+    with suppress(OSError):
+        again(path.unlink)
+    close(lock)
 
 
 def close(fd: int | None) -> None:

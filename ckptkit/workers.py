@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
 Unit = TypeVar("Unit")
@@ -14,7 +14,10 @@ Worker = Callable[[], AbstractContextManager[Step[Unit]]]
 
 
 def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None) -> None:
-    """Let `jobs` threads take units, each when it is done with the one before. The first error ends the work."""
+    """Let `jobs` threads, one of which is the caller's, take units, each when it is done with the one before.
+
+    The first error ends the work.
+    """
     waiting = iter(units)
     lock = threading.Lock()
     errors: list[BaseException] = []
@@ -31,18 +34,19 @@ def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None) -> None:
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             errors.append(error)
 
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(jobs or default_jobs())]
+    others = [threading.Thread(target=run, daemon=True) for _ in range((jobs or default_jobs()) - 1)]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for thread in others:
+            with suppress(RuntimeError):  # the system has no more threads: fewer do it
+                thread.start()
+        run()
     except BaseException as error:  # noqa: BLE001 - Ctrl-C: the others finish their block first
-        errors.insert(0, error)
-        for thread in threads:
+        errors.append(error)
+    for thread in others:
+        if thread.is_alive():
             thread.join()
     if errors:
-        raise errors[0]
+        raise min(errors, key=lambda error: isinstance(error, Exception))  # an interruption before all else
 
 
 def default_jobs() -> int:

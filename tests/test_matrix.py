@@ -28,6 +28,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, open_layout
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.ops.convert import convert
+from ckptkit.ops.origin import Origin
 from ckptkit.ops.pipeline import Draft, Drafts, Output, write
 from tests import producers
 from tests.conftest import Produce, Produced
@@ -163,7 +164,7 @@ def as_held(state: Leaves, form: str) -> Leaves:
 def write_as(form: str, wanted: Layout, root: Path, options: Options) -> Layout:
     """A checkpoint of all that is in a layout, of which every byte is found."""
     writer = get_writer(form)
-    drafts = Drafts([Draft("", wanted, writer, writer.arrange(wanted, options))])
+    drafts = Drafts(Origin.of(wanted.root), [Draft("", wanted, writer, writer.arrange(wanted, options))])
     write(drafts, Output(root, sync=False, jobs=2), b"a test")
     return locate(writer.read(root))
 

@@ -23,11 +23,11 @@ PACKAGE = Path(__file__).parents[1] / "ckptkit"
 
 # From the bottom up. A module imports only from layers below its own.
 LAYERS = (
-    ("errors",),
-    ("dtypes", "box", "files"),
+    ("errors", "system"),
+    ("dtypes", "box", "files", "small_floats"),
     ("layout",),
-    ("edits", "plan", "blocks", "checksums", "allocation", "locks"),
-    ("casting", "staging", "formats.pickles", "ledger"),
+    ("edits", "plan", "blocks", "checksums", "allocation", "locks", "tiles", "sums"),
+    ("casting", "counting", "staging", "formats.pickles", "ledger"),
     ("rearrange", "formats.archive", "formats.headers", "formats.pickling"),
     (
         "gather",
@@ -41,10 +41,10 @@ LAYERS = (
     ),
     ("units", "formats.shards", "formats.storages", "formats.unflatten"),
     ("formats.recording", "formats.values"),
-    ("execute", "formats.*"),
+    ("execute", "scan", "statistics", "formats.*"),
     ("formats",),
     ("runs",),
-    ("retention",),
+    ("retention", "deletion"),
     ("ops.*", "ops"),
     ("storage.*", "storage"),
     ("train.*", "train"),
@@ -58,6 +58,7 @@ FAMILIES = ("ops", "storage", "train", "cli")
 # Pairs of rooms that never meet, in either direction.
 STRANGERS = (
     ("execute", "formats*"),
+    ("scan", "formats*"),
     ("gather", "formats*"),
     ("rearrange", "formats*"),
     ("train*", "formats*"),
@@ -81,6 +82,7 @@ FORBIDDEN = {
     "execute": {"tqdm", "typer", "fqn", "print"},
     "gather": {"threading", "tqdm", "typer", "fqn", "print"},
     "casting": {"path", "open", "fqn"},
+    "counting": {"path", "open", "fqn"},
     "runs": {"torch", "numpy", "struct", "print"},
     "formats*": {"threading", "thread", "concurrent", "tqdm", "typer", "numpy", "print"},
     "ops*": {"struct", "pread", "preadv", "pwrite", "memoryview", "bytearray", "print", "exit"},
@@ -91,7 +93,7 @@ FORBIDDEN = {
 # Rooms in which no format may be named, neither in an identifier nor in a string.
 NAMELESS = (
     *("box", "blocks", "layout", "edits", "plan", "units", "sources", "workers", "execute", "gather", "casting"),
-    *("checksums", "ledger", "journal", "staging", "allocation", "locks"),
+    *("checksums", "sums", "tiles", "scan", "ledger", "journal", "staging", "allocation", "locks"),
 )
 
 # Strings by which a format is known, and the one file that may hold them.
@@ -268,17 +270,22 @@ def test_only_the_cli_prints(module: Module) -> None:
 
 
 def test_errors_end_in_one_place() -> None:
-    """Anyone may catch a CkptError to say more and raise it again, and ranks to hand it on; only the cli may end it."""
+    """Anyone may catch a CkptError to say more, and raise it again or report it; only the cli may end it."""
     ends = [
         f"{module.name}:{node.lineno}"
         for module in ROOMS
         if not module.is_in("train.*", "storage.*", "storage")
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "CkptError"
-        if not any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+        if not any(isinstance(inner, ast.Raise) or is_report(inner) for inner in ast.walk(node))
     ]
     assert len(ends) <= 1, ends
     assert all(end.startswith("cli") for end in ends), ends
+
+
+def is_report(node: ast.AST) -> bool:
+    """True for `report(...)`, and for `problems.add(...)` by whoever collects what is reported."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("report", "problems.add")
 
 
 @each_module

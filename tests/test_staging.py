@@ -13,7 +13,7 @@ import pytest
 
 from ckptkit.allocation import check_room, create_file
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
-from ckptkit.staging import Stage, staging, staging_path
+from ckptkit.staging import Stage, aside_path, clear_dead, lock_path, staging, staging_path
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -251,3 +251,45 @@ def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
         stage.commit()
     stage.discard()
     assert listing(tmp_path) == {"out.pt": b"theirs"}
+
+
+def test_an_old_one_that_was_put_aside_comes_back(tmp_path: Path) -> None:
+    make(tmp_path / "out", b"old")
+    (tmp_path / "out").rename(aside_path(tmp_path / "out"))
+    with pytest.raises(Occupied):
+        make(tmp_path / "out", b"new")
+    assert listing(tmp_path) == {"out/file0": b"old"}
+
+
+def test_an_old_one_that_was_put_aside_goes_once_the_new_one_is_there(tmp_path: Path) -> None:
+    make(tmp_path / "out", b"old")
+    (tmp_path / "out").rename(aside_path(tmp_path / "out"))
+    (tmp_path / "new").mkdir()
+    write_file(tmp_path / "new" / "file0", b"new")
+    (tmp_path / "new").rename(tmp_path / "out")
+    make(tmp_path / "out", b"newer", overwrite=True)
+    assert listing(tmp_path) == {"out/file0": b"newer"}
+
+
+def test_what_dead_runs_have_left_is_cleared_away(tmp_path: Path) -> None:
+    alive = Stage(tmp_path / "alive").open()
+    waiting = Stage(tmp_path / "waiting", key=b"key").open()
+    waiting.leave()
+    lock_path(tmp_path / "waiting").touch()
+    staging_path(tmp_path / "dead").mkdir()
+    write_file(staging_path(tmp_path / "dead") / "file", b"1")
+    lock_path(tmp_path / "dead").touch()
+    lock_path(tmp_path / "shown").touch()
+    clear_dead(tmp_path)
+    assert set(os.listdir(tmp_path)) == {alive.path.name, lock_path(alive.dst).name, waiting.path.name}
+    alive.discard()
+
+
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_empty(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "out").open()
+    write_file(stage.path / "file", b"1")
+    stage.path.rename(tmp_path / "away")
+    with pytest.raises(CkptError):
+        stage.commit()
+    assert not (tmp_path / "out").exists()
+    stage.discard()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -15,10 +16,13 @@ from ckptkit.cli.convert import convert
 from ckptkit.cli.estimate import estimate
 from ckptkit.cli.finalize import finalize
 from ckptkit.cli.inspect import inspect
-from ckptkit.cli.output import print_error
+from ckptkit.cli.output import note, print_error
+from ckptkit.cli.prune import prune
 from ckptkit.cli.reshard import reshard
 from ckptkit.cli.train import smoke, train
-from ckptkit.errors import CkptError
+from ckptkit.cli.verify import manifest, verify
+from ckptkit.errors import CkptError, IOFailure
+from ckptkit.system import PromiseLost
 
 app = typer.Typer(
     name="ckptkit",
@@ -27,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (consolidate, reshard, convert, finalize, inspect, estimate, train, smoke):
+for command in (consolidate, reshard, convert, finalize, inspect, verify, manifest, prune, estimate, train, smoke):
     app.command()(command)
 
 
@@ -42,7 +46,7 @@ def print_version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
-    """Checkpoints of PyTorch distributed training: consolidate, reshard, convert, inspect, train.
+    """Checkpoints of PyTorch distributed training: consolidate, reshard, convert, inspect, verify, train.
 
     Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, damaged or beyond us;
     4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
@@ -62,15 +66,31 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     raise Interrupted(number)
 
 
+def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
+    """A warning as a note; where in the code it arose is of no use to whoever types commands."""
+    note(f"warning: {message}")
+
+
+def translate(error: OSError | MemoryError) -> IOFailure:
+    """What the system refused us, wherever that was."""
+    if isinstance(error, MemoryError):
+        return IOFailure("not enough memory", hint="use fewer --jobs, or a machine or a limit with more memory")
+    named = error.filename if isinstance(error.filename, str) else None
+    return IOFailure((error.strerror or str(error)).lower(), path=named)
+
+
 def main() -> None:
     """Run the command line; every error of ours ends here."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
+    warnings.simplefilter("always", PromiseLost)
+    warnings.showwarning = show_warning
     try:
         app()
-    except CkptError as error:
-        print_error(error, as_json="--json" in sys.argv)
-        sys.exit(error.exit_code)
+    except (CkptError, OSError, MemoryError) as error:
+        said = error if isinstance(error, CkptError) else translate(error)
+        print_error(said, as_json="--json" in sys.argv)
+        sys.exit(said.exit_code)
     except Interrupted as stop:
         typer.echo("\n".join(["interrupted", *getattr(stop, "__notes__", [])]), err=True)
         sys.exit(stop.exit_code)

@@ -52,10 +52,22 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": error.to_json()})
         return
-    where = [f"{error.path}" if error.path else "", f"tensor `{error.tensor}`" if error.tensor else ""]
-    typer.echo(visible(": ".join(["error", *filter(None, where), error.message])), err=True)
+    typer.echo(visible(f"error: {describe(error)}"), err=True)
     if error.hint:
         typer.echo(visible(f"hint: {error.hint}"), err=True)
+
+
+def print_problem(problem: CkptError) -> None:
+    """What a check found, as two lines at most."""
+    say(f"problem: {describe(problem)}")
+    if problem.hint:
+        say(f"  hint: {problem.hint}")
+
+
+def describe(error: CkptError) -> str:
+    """File, tensor and message in one line."""
+    where = [f"{error.path}" if error.path else "", f"tensor `{error.tensor}`" if error.tensor else ""]
+    return ": ".join([*filter(None, where), error.message])
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
@@ -78,7 +90,7 @@ def terminal_width() -> int:
 
 def visible(text: str) -> str:
     """Text in which nothing moves the cursor: what a checkpoint calls its tensors is not ours to trust."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from ckptkit.errors import translate_os_errors
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout
 from ckptkit.ops.manifest import NAME as MANIFEST
+from ckptkit.staging import fail
 
 
 def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
@@ -20,7 +21,7 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     found: dict[str, Path] = {}
     left: list[str] = []
     with translate_os_errors(root):
-        for directory, directories, names in os.walk(root):
+        for directory, directories, names in os.walk(root, onerror=fail):
             here = Path(directory)
             links = [name for name in directories if (here / name).is_symlink()]
             directories[:] = sorted(name for name in directories if name[0] != "." and here / name not in taken)

@@ -114,4 +114,5 @@ def mend_config(config: dict[str, Any], specs: Iterable[Spec]) -> bytes:
         mended[key] = nbytes.most_common(1)[0][0]
     if isinstance(config.get("architectures"), list):
         mended["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
-    return (json.dumps(mended, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(mended, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes the escape that JSON has for it

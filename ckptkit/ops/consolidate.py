@@ -13,6 +13,7 @@ from ckptkit.ops.companions import CONFIG, Companions, find_companions, mend_con
 from ckptkit.ops.converted import Converted, carry_out
 from ckptkit.ops.edit import Edits
 from ckptkit.ops.fit import fit
+from ckptkit.ops.origin import Origin
 from ckptkit.ops.pipeline import ALONE, Drafts, Output, Progress, Workers, check_apart, make_draft
 from ckptkit.ops.recipe import Recipe
 from ckptkit.ops.weights import find_weights
@@ -53,6 +54,7 @@ def consolidate(
     dst = Path(dst)
     check_destination(dst, overwrite)
     source = find_checkpoint(Path(src))
+    origin = Origin.of(source)
     check_apart(source, dst)
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
     whole = open_layout(source)
@@ -64,7 +66,7 @@ def consolidate(
     layout, notes = fit(edits.rename(found.layout, new_name), companions, strict)
     layout, casts = asked.cast(layout, lambda _: True)
     draft = make_draft(layout, get_writer("hf"), Options(max_shard_size))
-    drafts = Drafts([draft], companion_files(companions, layout))
+    drafts = Drafts(origin, [draft], companion_files(companions, layout))
     report = Converted(
         source=source,
         output=dst,

@@ -15,6 +15,8 @@ from ckptkit.box import Shape
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
+_MOST_LAYERS = 10_000  # ten times those of any model; a config may be anybody's
+
 # shapes in letters: hidden, intermediate, vocabulary, query and key width, width of one head
 _BLOCK = {
     "self_attn.q_proj.weight": "qh",
@@ -79,7 +81,9 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
     try:
         sizes = letter_sizes(config)
         layers = int(config["num_hidden_layers"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return None
+    if layers > _MOST_LAYERS:
         return None
     block = {name: letters for name, letters in {**_BLOCK, **family.more}.items() if name not in family.without}
     for option in family.options:
@@ -91,7 +95,10 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
 
 
 def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that the letters of the shapes stand for. Raises KeyError, TypeError or ValueError without them."""
+    """The numbers that the letters of the shapes stand for. Raises KeyError, TypeError or ValueError without them.
+
+    And ArithmeticError for heads that are none, or a size that is infinite.
+    """
     family = _FAMILIES.get(str(config.get("model_type")), Family())
     hidden, heads, inner = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
     key_heads = int(config.get("num_key_value_heads") or heads)

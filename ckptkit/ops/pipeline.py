@@ -8,10 +8,9 @@ Up to `copy` it is the same for each of several processes that share the work; o
 from __future__ import annotations
 
 import resource
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,17 +20,22 @@ from ckptkit import edits
 from ckptkit.allocation import check_room, create_file, missing_bytes, write_parts
 from ckptkit.errors import Mismatch, Occupied, Unsafe, translate_os_errors
 from ckptkit.execute import Copied, copy, settle
+from ckptkit.files import file_size, opening, read_at
 from ckptkit.formats import Writer, locate
 from ckptkit.journal import Journal
-from ckptkit.layout import Layout, NewFile, Options
+from ckptkit.layout import Extent, Layout, NewFile, Options
 from ckptkit.ledger import Ledger
 from ckptkit.ops.manifest import NAME as MANIFEST
-from ckptkit.ops.manifest import make_manifest
-from ckptkit.plan import Plan, make_plan
+from ckptkit.ops.manifest import Manifest, source_of, sum_files
+from ckptkit.ops.origin import Origin
+from ckptkit.plan import Plan, Target, make_plan
+from ckptkit.sources import place_of
 from ckptkit.staging import Stage, sync_tree
+from ckptkit.system import again
 from ckptkit.units import Share
 
 Progress = Callable[[int, int], None]  # (bytes just written, bytes in all)
+_PART = 1 << 22  # bytes held of a file that is copied as it is
 _PAUSE = 0.1  # seconds between two looks at whether the others have ended
 
 
@@ -79,8 +83,12 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """All that an output is made of: a draft for each part of a checkpoint, and other files, given or to be copied."""
+    """All that an output is made of: a draft for each part of a checkpoint, and other files, given or to be copied.
 
+    All of it comes from `origin`.
+    """
+
+    origin: Origin
     parts: Sequence[Draft]
     given: Mapping[str, bytes] = field(default_factory=dict)
     copied: Mapping[str, Path] = field(default_factory=dict)
@@ -90,12 +98,11 @@ class Drafts:
         """Bytes by file name."""
         sizes = {str(Path(part.place, file.name)): file.nbytes for part in self.parts for file in part.files}
         sizes |= {name: len(content) for name, content in self.given.items()}
-        return sizes | {name: path.stat().st_size for name, path in self.copied.items()}
+        return sizes | {name: file_size(path) for name, path in self.copied.items()}
 
-    def sizes_in(self, place: str) -> dict[str, int]:
-        """Bytes of the files directly in a directory of the output, by name."""
-        paths = {Path(name): nbytes for name, nbytes in self.file_sizes.items()}
-        return {path.name: nbytes for path, nbytes in paths.items() if path.parent == Path(place)}
+    def names_in(self, place: str) -> list[str]:
+        """The names of the files directly in a directory of the output."""
+        return [path.name for path in map(Path, self.file_sizes) if path.parent == Path(place)]
 
 
 def make_draft(wanted: Layout, writer: Writer, options: Options, place: str = "") -> Draft:
@@ -205,7 +212,7 @@ def create(drafts: Drafts, room: Path) -> list[Plan]:
     for draft in drafts.parts:
         root = room / draft.place
         with translate_os_errors(root):
-            root.mkdir(parents=True, exist_ok=True)
+            again(root.mkdir, parents=True, exist_ok=True)
         for file in draft.files:
             create_file(root / file.name, file.nbytes, file.parts, anew=False)
         plans.append(plan(draft, root))
@@ -239,35 +246,42 @@ def tell(progress: Progress, total: int, nbytes: int) -> None:
 def finish(drafts: Drafts, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage, output: Output) -> Copied:
     """Check that all was done, write what had to wait for the data, and let the destination appear."""
     copied = [settle(plan, ledger, jobs=output.jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
-    for draft, plan, done in zip(drafts.parts, plans, copied, strict=True):
-        root = plan.dst.root
-        write_parts(root, draft.writer.seal(plan.dst, done.checksums))
-        if not output.is_file:
-            manifest = make_manifest(draft.source, drafts.sizes_in(draft.place), tensor_checksums(plan, done))
-            create_file(root / MANIFEST, len(manifest), [(0, manifest)], anew=False)
     for name, content in drafts.given.items():
         create_file(stage.path / name, len(content), [(0, content)], anew=False)
     for name, path in drafts.copied.items():
         copy_file(path, stage.path / name)
+    for draft, plan, done in zip(drafts.parts, plans, copied, strict=True):
+        write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
+        if not output.is_file:
+            write_manifest(plan, done, drafts.names_in(draft.place))
+    drafts.origin.check()
     stage.commit()
     return Copied({}, sum(done.checked_bytes for done in copied), sum(done.unchecked_bytes for done in copied))
 
 
 def copy_file(src: Path, dst: Path) -> None:
-    """Copy a file as it is."""
-    with translate_os_errors(src):
-        dst.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(src, dst, follow_symlinks=False)
+    """Copy a regular file as it is."""
+    with opening(src) as (fd, size):
+        with translate_os_errors(dst):
+            again(dst.parent.mkdir, parents=True, exist_ok=True)
+        parts = ((start, read_at(fd, min(_PART, size - start), start, src)) for start in range(0, size, _PART))
+        create_file(dst, size, parts, anew=False)
 
 
-def tensor_checksums(plan: Plan, copied: Copied) -> dict[str, int]:
-    """CRC-32 by name, of the tensors that lie in one chunk; an empty tensor has that of no bytes."""
-    found: dict[str, int] = {}
-    for name, tensor in plan.dst.tensors.items():
-        if len(tensor.chunks) == 1:
-            chunk = tensor.chunks[0]
-            found[name] = copied.checksums.get((chunk.path, chunk.offset), 0) if chunk.length else 0
-    return found
+def write_manifest(plan: Plan, copied: Copied, names: Iterable[str]) -> None:
+    """Write the manifest of a part of the output, by what was seen of its bytes while they were copied."""
+    root = plan.dst.root
+    extents = [extent_of(target, copied) for target in plan.targets]
+    whole = {name: t.chunks[0] for name, t in plan.dst.tensors.items() if len(t.chunks) == 1}
+    sums = {name: copied.checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
+    content = Manifest(sum_files(root, names, extents), sums, source_of(plan.src)).to_bytes()
+    create_file(root / MANIFEST, len(content), [(0, content)], anew=False)
+
+
+def extent_of(target: Target, copied: Copied) -> Extent:
+    """What was written of a target."""
+    chunk = target.chunk
+    return Extent(chunk.path, chunk.offset, chunk.length, copied.checksums[place_of(chunk)], target.name)
 
 
 def check_apart(src: Path, dst: Path) -> None:

@@ -17,6 +17,7 @@ from ckptkit.ops.converted import Converted, carry_out
 from ckptkit.ops.edit import Edits
 from ckptkit.ops.fit import restore_tied
 from ckptkit.ops.names import rename_parameters
+from ckptkit.ops.origin import Origin
 from ckptkit.ops.pipeline import Draft, Drafts, Output, check_apart, make_draft
 from ckptkit.ops.ranks import drop_files_of_ranks, drop_state_of_ranks
 from ckptkit.ops.recipe import Recipe
@@ -58,6 +59,7 @@ def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_
     began = time.perf_counter()
     check_destination(output.path, output.overwrite, is_file=output.is_file)
     source = find_whole(src)
+    origin = Origin.of(source)
     check_apart(source, output.path)
     parts = open_parts(source, request)
     world_size = request.world_size or max((layout.world_size or 1 for layout in parts.values()), default=1)
@@ -73,7 +75,7 @@ def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_
         hint = "name one of them, or a directory as destination"
         raise Usage(f"the checkpoint is of {len(drafts)} parts ({names}), the destination one file", hint=hint)
     has_more = source.is_dir() and not output.is_file
-    whole = Drafts(drafts, copied=carry(source, parts, request, options, changes) if has_more else {})
+    whole = Drafts(origin, drafts, copied=carry(source, parts, request, options, changes) if has_more else {})
     report = Converted(
         source=source,
         output=output.path,

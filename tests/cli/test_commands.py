@@ -16,7 +16,7 @@ import pytest
 from tests import producers
 from tests.conftest import Produce
 
-COMMANDS = ["consolidate", "reshard", "convert", "finalize", "inspect", "train", "smoke"]
+COMMANDS = ["consolidate", "reshard", "convert", "finalize", "inspect", "verify", "manifest", "prune", "train", "smoke"]
 
 
 def ckptkit(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -121,7 +121,7 @@ def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_pa
     told = ckptkit(*given, "--json")
     assert told.returncode == code
     error = json.loads(told.stdout)["error"]
-    assert error.keys() == {"code", "message", "path", "tensor", "hint"}
+    assert error.keys() == {"code", "message", "path", "tensor", "offset", "hint"}
     assert error["code"] == kind
     assert sorted(source.rglob("*")) == before
     assert list(tmp_path.iterdir()) == []

@@ -241,3 +241,11 @@ def test_a_stream_of_pickles_is_read_one_after_another() -> None:
         value, at = load(data, (), at=at)
         found.append(value)
     assert found == [1, "two", [3]]
+
+
+def test_a_frame_longer_than_the_pickle_is_corrupt() -> None:
+    data = pickle.dumps("a" * 100, 4)
+    assert load(data, ())[0] == "a" * 100
+    assert data[2:3] == b"\x95"
+    with pytest.raises(Corrupt, match="breaks off"):
+        load(data[:3] + (1 << 62).to_bytes(8, "little") + data[11:], ())

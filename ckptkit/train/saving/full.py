@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import Corrupt, translate_os_errors
+from ckptkit.ops.verify import verify_part
+from ckptkit.system import close
 from ckptkit.train.saving.gather import Gatherer, scatter
 from ckptkit.train.saving.peers import Peers
 from ckptkit.train.saving.sharded import unwrap
@@ -62,17 +65,27 @@ class FullForm:
 
 def write_file(path: Path, state: Tree) -> None:
     """Write a state by torch.save."""
-    with translate_os_errors(path), path.open("wb") as file:
+    with translate_os_errors(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
-            torch.save(state, file)
+            with open(fd, "wb", closefd=False) as file:
+                torch.save(state, file)
         except RuntimeError as error:  # torch's writer, which was interrupted by what the disk said
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+        finally:
+            close(fd)
 
 
 def read_file(path: Path) -> Tree:
-    """The state in a file of torch.save: its tensors stay on the disk until they are used, and no code of it runs."""
+    """The state in a file of torch.save: its tensors stay on the disk until they are used, and no code of it runs.
+
+    torch compares no checksums, so that is done before.
+    """
+    problem = next(iter(verify_part(path).problems), None)
+    if problem is not None:
+        raise problem
     with translate_os_errors(path):
         try:
             state: Tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -24,7 +24,7 @@ from ckptkit.runs import TRAINING
 from ckptkit.storage import Reader, RoomWriter
 from ckptkit.train.saving.full import FILE, FullForm
 from ckptkit.train.saving.peers import Peers
-from ckptkit.train.saving.sharded import ShardedForm, translate
+from ckptkit.train.saving.sharded import ShardedForm, translate, without_data
 from ckptkit.train.saving.trees import Tree
 
 CONFIG = "config.json"
@@ -83,11 +83,7 @@ class HuggingFaceForm:
 
 def outline_model(path: Path) -> Tree:
     """The model's tensors without data."""
-    specs = Reader(path).open().specs
-    return {
-        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
-        for name, spec in specs.items()
-    }
+    return {name: without_data(spec) for name, spec in Reader(path).open().specs.items()}
 
 
 @torch.no_grad()

@@ -20,10 +20,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit import runs
+from ckptkit.allocation import create_file
+from ckptkit.deletion import delete, deleting
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files import check_name
-from ckptkit.retention import METRICS, Best, Policy, decide, delete, find_saved, finish_deleting, write_metrics
-from ckptkit.staging import Stage
+from ckptkit.ops.manifest import record_manifest
+from ckptkit.retention import METRICS, Best, Policy, decide, find_saved, write_metrics
+from ckptkit.staging import Stage, clear_dead
 from ckptkit.train.saving.full import FILE, FullForm
 from ckptkit.train.saving.huggingface import CONFIG, HuggingFaceForm
 from ckptkit.train.saving.peers import Peers
@@ -57,8 +60,9 @@ class Run:
     `state_dict` is "sharded", a directory of DCP's that all ranks write; "full", one file of torch.save gathered on
     rank 0; or "hf", a Hugging Face model that all ranks write, with the rest in such a directory inside it. All are
     loaded. With `background`, `save` returns when the state is copied, and a thread writes it: end with `wait`, or use
-    the run as a context manager. `keep_last` is how many of the newest checkpoints stay, None for all; `keep_best`,
-    METRIC[:min|max][:N], which others stay too. `files` are put into every checkpoint, as config.json should be.
+    the run as a context manager. Checkpoints stay that are among the `keep_last` newest, of a step that is a multiple
+    of `keep_every`, or the best by `keep_best`, METRIC[:min|max][:N]; all do where none of these is given. `files` are
+    put into every checkpoint, as config.json should be.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Run:
         state_dict: str = "sharded",
         background: bool = False,
         keep_last: int | None = None,
+        keep_every: int | None = None,
         keep_best: str | None = None,
         files: Mapping[str, bytes] | None = None,
     ) -> None:
@@ -75,7 +80,7 @@ class Run:
             raise Usage(f"there is no state dict `{state_dict}`", hint=f"use one of {', '.join(FORMS)}")
         self.root = Path(root)
         self.state_dict = state_dict
-        self._policy = Policy(keep_last, None if keep_best is None else Best.parse(keep_best))
+        self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
         self._files = dict(files or {})
         for name in self._files:
             check_name(name, self.root)
@@ -131,8 +136,8 @@ class Run:
         training = Training(model, optimizer, state, self._peers)
         files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
         stage = Stage(self.checkpoint(step))
-        room = self._peers.on_first(lambda: stage.open().path)
         try:
+            room = self._peers.on_first(lambda: stage.open().path)
             held = self._form.hold({"step": step, **training.take()}, copy=self._thread is not None)
         except BaseException:
             stage.discard()
@@ -159,14 +164,14 @@ class Run:
         self._peers.on_first(lambda: self._retain(stage.dst))
 
     def _retain(self, saved: Path) -> None:
-        if self._policy.last is None:
-            return
         try:
-            finish_deleting(self.root)
-            for verdict in decide(find_saved(runs.Run(self.root)), self._policy):
-                # what was saved just now is not the newest where a run was resumed from an older checkpoint
-                if not verdict.is_kept and verdict.saved.path.absolute() != saved:
-                    delete(verdict.saved.path)
+            with translate_os_errors(self.root), deleting(self.root):
+                clear_dead(self.root)
+                found = [] if self._policy.keeps_all else find_saved(runs.Run(self.root))
+                for verdict in decide(found, self._policy):
+                    # what was saved just now is not the newest where a run was resumed from an older checkpoint
+                    if not verdict.is_kept and verdict.saved.path.absolute() != saved:
+                        delete(verdict.saved.path)
         except CkptError as error:  # the new checkpoint is there: no reason to end a training
             warnings.warn(f"an old checkpoint was not deleted: {error.path}: {error}", stacklevel=2)
 
@@ -228,9 +233,10 @@ class Run:
 
 
 def commit(stage: Stage, files: Mapping[str, bytes]) -> None:
-    """Complete the hidden directory, and show it."""
+    """Complete the hidden directory, with a manifest, and show it."""
+    for name, content in files.items():
+        create_file(stage.path / name, len(content), [(0, content)])  # none of the state's own
     with translate_os_errors(stage.path):
-        for name, content in files.items():
-            with (stage.path / name).open("xb") as file:  # none of the state's own
-                file.write(content)
+        for part in runs.find_parts(stage.path):
+            record_manifest(part)
     stage.commit()

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from ckptkit.errors import CkptError, Corrupt, IOFailure, NoRoom, NotACheckpoint, Unsupported, translate_os_errors
-from ckptkit.storage import find_cause
+from ckptkit.errors import CkptError, Corrupt, IOFailure, NoRoom, Unsupported
+from ckptkit.layout import Spec
+from ckptkit.storage import Reader, find_cause
 from ckptkit.train.saving.gather import copy_sharded
 from ckptkit.train.saving.peers import Peers
 from ckptkit.train.saving.trees import Tree, map_tensors
@@ -67,14 +67,16 @@ class ShardedForm:
 
     def outline(self, path: Path) -> Tree:
         """The stored state without its data: tensors have a shape and a dtype, all else is None."""
-        return self._peers.on_first(lambda: read_metadata(path))
+        return self._peers.on_first(lambda: read_outline(path))
 
     def read(self, path: Path, wanted: Tree) -> None:
         """Read into `wanted`, which is all or some of the outline, every rank its own shards."""
         # Otherwise a rank without a shard of one of FSDP1's tensors takes the checkpoint for one of torch 2.3 (2.13).
         planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
         try:
-            state_dict_loader.load(wanted, checkpoint_id=path, planner=planner, process_group=self._peers.group)
+            state_dict_loader.load(
+                wanted, storage_reader=Reader(path), planner=planner, process_group=self._peers.group
+            )
         except CheckpointException as error:
             raise translate(error, path, "load") from error
         wanted.update({name: unwrap(part) for name, part in wanted.items()})
@@ -90,29 +92,22 @@ def unwrap(part: Any) -> Any:
     return part[0] if isinstance(part, tuple) and len(part) == 1 and isinstance(part[0], dict) else part
 
 
-def read_metadata(path: Path) -> Tree:
-    """The nested dicts that a directory of DCP's holds: tensors without data in them, and None for all else."""
-    with translate_os_errors(path):
-        try:
-            metadata = FileSystemReader(path).read_metadata()
-        except FileNotFoundError as error:
-            hint = "looked for DCP's metadata and for a file of torch.save"
-            raise NotACheckpoint("no checkpoint that a training can go on from", path=path, hint=hint) from error
-        except OSError:
-            raise
-        except Exception as error:
-            raise Corrupt(f"its metadata cannot be read: {error}", path=path) from error
-    if metadata.planner_data is None:
+def read_outline(path: Path) -> Tree:
+    """The nested dicts that a directory of DCP's holds: tensors without data in them, and None for all else.
+
+    Read by us and not by torch, which would run whatever code its metadata brings along.
+    """
+    layout = Reader(path).open()
+    if not layout.keys:
         raise Unsupported("saved without the names of what is nested in it", path=path)
-    leaves = {name: without_data(entry) for name, entry in metadata.state_dict_metadata.items()}
-    return unflatten_state_dict(leaves, metadata.planner_data)
+    leaves: dict[str, Tensor | None] = {name: without_data(spec) for name, spec in layout.specs.items()}
+    leaves |= dict.fromkeys(layout.blobs)
+    return unflatten_state_dict(leaves, dict(layout.keys))
 
 
-def without_data(entry: Any) -> Tensor | None:
-    """A tensor of an entry's shape and dtype without memory, None for an entry that is no tensor."""
-    if isinstance(entry, TensorStorageMetadata):
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-    return None
+def without_data(spec: Spec) -> Tensor:
+    """A tensor of a shape and a dtype without memory."""
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
 
 
 def translate(error: CheckpointException, path: Path, verb: str) -> CkptError:

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
+from ckptkit.formats import locate, open_layout
 from ckptkit.runs import Run as Found
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group
@@ -336,11 +337,11 @@ def scramble(path: Path) -> None:
     ("form", "file", "harm", "kind"),
     [
         ("sharded", "__0_0.distcp", cut, Corrupt),
-        ("sharded", "__0_0.distcp", Path.unlink, IOFailure),
+        ("sharded", "__0_0.distcp", Path.unlink, Corrupt),
         ("sharded", ".metadata", cut, Corrupt),
-        ("sharded", ".metadata", Path.unlink, NotACheckpoint),
+        ("sharded", ".metadata", Path.unlink, Corrupt),
         ("full", "state.pt", cut, Corrupt),
-        ("full", "state.pt", scramble, Corrupt),
+        ("full", "state.pt", scramble, NotACheckpoint),
     ],
 )
 def test_a_damaged_checkpoint_is_an_error(
@@ -352,3 +353,36 @@ def test_a_damaged_checkpoint_is_an_error(
     with pytest.raises(kind) as raised:
         Run(tmp_path).load(trainee.model, trainee.optimizer, path=path)
     assert raised.value.path in (path, path / file)
+
+
+class Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_code_in_a_checkpoint_never_runs(tmp_path: Path) -> None:
+    trainee = Trainee.make("plain", seed=0)
+    path = Run(tmp_path).save(1, trainee.model, trainee.optimizer)
+    (path / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    with pytest.raises(CkptError):
+        Run(tmp_path).load(trainee.model, trainee.optimizer, path=path)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "ran")))  # by torch's reader, for one
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_bit_rot_is_found_when_a_checkpoint_is_loaded(tmp_path: Path, form: str) -> None:
+    trainee = Trainee.make("plain", seed=0)
+    path = Run(tmp_path, state_dict=form).save(1, trainee.model, trainee.optimizer)
+    chunk = next(t.chunks[0] for name, t in locate(open_layout(path)).tensors.items() if name.startswith("model."))
+    with (path / chunk.path).open("r+b") as file:
+        file.seek(chunk.offset)
+        file.write(b"\x55")
+    with pytest.raises(Corrupt, match="damaged"):
+        Run(tmp_path).load(trainee.model, trainee.optimizer, path=path)
