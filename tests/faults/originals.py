@@ -1,0 +1,173 @@
+"""Originals: sound checkpoints by plain torch, each made once for a process, and the tensors that are in them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests import producers
+from tests.producers import Truth
+
+ANYTHING = object()  # stands for a value that is nobody's business
+MODEL = "model"  # under which every nested original has its weights
+_SHAPES = {
+    "embed.weight": (96, 32),
+    "layers.0.up.weight": (64, 32),
+    "layers.0.up.bias": (64,),
+    "layers.0.down.weight": (32, 64),
+    "layers.0.down.bias": (32,),
+    "layers.1.up.weight": (64, 32),
+    "layers.1.up.bias": (64,),
+    "layers.1.down.weight": (32, 64),
+    "layers.1.down.bias": (32,),
+    "norm.weight": (32,),
+    "norm.bias": (32,),
+    "head.weight": (95, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A checkpoint that is only read, and what is in it by torch's flat keys: tensors, and other values."""
+
+    name: str
+    root: Path
+    truth: Mapping[str, Any]
+
+
+def weights(step: int = 1) -> Truth:
+    """The model at a step: random numbers, of which every bit counts; in bf16 for the embedding."""
+    torch.manual_seed(step)
+    state = {name: torch.randn(shape) for name, shape in _SHAPES.items()}
+    return state | {"embed.weight": state["embed.weight"].bfloat16()}
+
+
+def _shards(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in weights(step).items()}
+
+
+def _save_dcp(places: Mapping[int, Path]) -> None:
+    for step, root in places.items():
+        dcp.save({MODEL: _shards(step)}, checkpoint_id=root)
+
+
+def _save_training(root: Path) -> None:
+    moments = {name: {"exp_avg": value} for name, value in _shards(3).items()}
+    dcp.save({MODEL: _shards(1), "optim": {"state": moments}, "step": 7, "note": "a note"}, checkpoint_id=root)
+
+
+def with_scalar(state: dict[str, Any]) -> dict[str, Any]:
+    """The model with a tensor of no dimensions in place of one."""
+    return state | {"norm.bias": torch.tensor(4.605)}
+
+
+def _save_shards(places: Mapping[Path, dict[str, Any]]) -> None:
+    for root, state in places.items():
+        writer = HuggingFaceStorageWriter(str(root), dict.fromkeys(state, 1), save_distributed=True)
+        dcp.save(state, storage_writer=writer)
+
+
+def _save_all(home: Path) -> None:
+    """Everything that takes two ranks, at two steps where a mixture is to be made of them."""
+    _save_dcp({1: home / "dcp", 2: home / "dcp-2"})
+    _save_training(home / "training")
+    _save_shards(
+        {home / "shards": _shards(1), home / "shards-2": _shards(2), home / "scalars": with_scalar(_shards(1))}
+    )
+
+
+def _save_safetensors(home: Path, step: int, suffix: str = "") -> None:
+    state = weights(step)
+    single, several = home / f"hf{suffix}", home / f"indexed{suffix}"
+    single.mkdir()
+    several.mkdir()
+    save_file(state, single / "model.safetensors", metadata={"format": "pt"})
+    names = list(state)
+    parts = {f"model-0000{i + 1}-of-00003.safetensors": names[4 * i : 4 * i + 4] for i in range(3)}
+    for file, members in parts.items():
+        save_file({name: state[name] for name in members}, several / file, metadata={"format": "pt"})
+    places = {name: file for file, members in parts.items() for name in members}
+    size = sum(value.nbytes for value in state.values())
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (several / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _save_pt(home: Path, step: int, suffix: str = "") -> None:
+    root = home / f"pt{suffix}"
+    root.mkdir()
+    torch.save({MODEL: weights(step), "step": step}, root / "state.pt")
+
+
+@cache
+def home() -> Path:
+    """Where the originals of this process lie, until it ends."""
+    place = Path(tempfile.mkdtemp(prefix="originals-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's writers
+        producers.spawn(2, _save_all, place)
+    for step, suffix in ((1, ""), (2, "-2")):
+        _save_safetensors(place, step, suffix)
+        _save_pt(place, step, suffix)
+    return place
+
+
+def original(name: str) -> Original:
+    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed or pt.
+
+    "-2" after it is a later step of the same.
+    """
+    kind, _, later = name.partition("-")
+    step = int(later or 1)
+    truth: dict[str, Any] = weights(step)
+    if kind in ("dcp", "training", "pt"):
+        truth = {f"{MODEL}.{key}": value for key, value in truth.items()}
+    if kind == "training":
+        moments = {f"optim.state.{key}.exp_avg": value for key, value in weights(3).items()}
+        truth |= {**moments, "step": 7, "note": "a note"}
+    if kind == "pt":
+        truth["step"] = step
+    if kind == "scalars":
+        truth = with_scalar(truth)
+    return Original(name, home() / name, truth)
+
+
+def produced(producer: Callable[[Path], Truth]) -> Original:
+    """The DCP directory of one of the suite's producers, of which the tensors are known."""
+    place = home() / f"produced-{producer.__name__}"
+    truth = place.with_suffix(".truth")
+    if not truth.exists():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.save(producer(place), truth)
+    others = dict.fromkeys(FileSystemReader(place).read_metadata().state_dict_metadata, ANYTHING)
+    return Original(place.name, place, {**others, **torch.load(truth)})
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """All that there is to compare of a tensor."""
+    return tensor.dtype, tuple(tensor.shape), raw(tensor)
+
+
+def raw(tensor: Tensor) -> bytes:
+    """A tensor's bytes in row-major order."""
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,240 @@
+"""Parsers: everything of ckptkit's that makes sense of bytes that others wrote, each as a function of bytes alone.
+
+A parser is total: of whatever bytes it makes a value, or raises `CkptError`, in bounded memory and time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ckptkit import retention, runs
+from ckptkit.errors import CkptError
+from ckptkit.formats import archive, legacy, pickles
+from ckptkit.formats.dcp import Dcp
+from ckptkit.formats.flatten import flatten
+from ckptkit.formats.hf import HuggingFace
+from ckptkit.formats.pt import Pt
+from ckptkit.formats.unflatten import unflatten
+from ckptkit.journal import Journal
+from ckptkit.ledger import Ledger
+from ckptkit.ops import companions, expected, manifest
+
+Seeds = Callable[[], list[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """A parser that may write to the directory it is given; sound input, and what it once stumbled on.
+
+    What lies `beside` its input is to be in the directory already.
+    """
+
+    name: str
+    parse: Callable[[bytes, Path], object]
+    seeds: Seeds
+    found: tuple[bytes, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    def lay(self, place: Path) -> None:
+        """Put what lies beside its input into a directory."""
+        for name in self.beside:
+            (place / name).write_bytes(files()[name])
+
+
+def is_total(parser: Parser, data: bytes, place: Path) -> None:
+    """Parse; anything but a value or a `CkptError` comes out of here."""
+    try:
+        parser.parse(data, place)
+    except CkptError as error:
+        str(error)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def reading(data: bytes) -> archive.ReadAt:
+    """Reads in `data`, as in a file: what lies past its end is an error of ours."""
+    return lambda offset, length: data[offset : offset + length]
+
+
+def parse_pickle(data: bytes, _: Path) -> object:
+    """A pickle in which any name may occur, and all that is in it."""
+    value, _end = pickles.load(data, pickles.ANY_NAME)
+    return sum(1 for _ in pickles.walk(value))
+
+
+def parse_archive(data: bytes, _: Path) -> object:
+    """An archive with one tensor."""
+    return archive.locate_tensor(reading(data), len(data))
+
+
+def parse_contents(data: bytes, _: Path) -> object:
+    """An archive of whatever."""
+    archive.check_contents(data)
+    return None
+
+
+def parse_legacy(data: bytes, _: Path) -> object:
+    """A file of torch.save as it was before archives."""
+    state, entries = legacy.read_legacy(reading(data), len(data))
+    return flatten(state, entries, "state.pt")
+
+
+def parse_state(data: bytes, _: Path) -> object:
+    """The pickle of a state dict, taken apart and put together again."""
+    state, _end = pickles.load(data, pickles.ANY_NAME)
+    storages = {f"data/{i}": archive.Entry(64 * i, 1 << 20, 0) for i in range(16)}
+    flat = flatten(state, {"data.pkl": archive.Entry(0, len(data), 0), **storages}, "state.pt")
+    return unflatten((*flat.tensors, *flat.blobs), flat.keys.__getitem__, lambda name: name)
+
+
+def in_file(name: str, parse: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+    """A parser of a directory in which one file has these bytes."""
+
+    def parse_file(data: bytes, place: Path) -> object:
+        (place / name).write_bytes(data)
+        return parse(place)
+
+    return parse_file
+
+
+def parse_metadata(place: Path) -> object:
+    """`.metadata` beside empty files of its ranks, however long they should be."""
+    for rank in range(2):
+        if not (place / f"__{rank}_0.distcp").exists():
+            with (place / f"__{rank}_0.distcp").open("wb") as file:
+                file.truncate(1 << 20)
+    return Dcp().read(place)
+
+
+def parse_config(place: Path) -> object:
+    """`config.json`, the tensors that it calls for, and what would be written of it."""
+    found = companions.read_companions(place)
+    if found is None or found.config is None:
+        return None
+    expected.is_tied(found.config)
+    companions.mend_config(found.config, [])
+    return expected.expected_shapes(found.config)
+
+
+def parse_journal(place: Path) -> object:
+    """What an interrupted conversion has done."""
+    return Journal(place / "journal.jsonl").units
+
+
+def parse_name(data: bytes, _: Path) -> object:
+    """The name of a checkpoint's directory."""
+    return runs.step_of(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
+
+
+# -- sound input -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def files() -> Mapping[str, bytes]:
+    """Files of sound checkpoints, as torch and safetensors write them, by what they are."""
+    import torch
+
+    from tests.faults.originals import original
+
+    tensor, state = io.BytesIO(), io.BytesIO()
+    torch.save(torch.arange(6.0).reshape(2, 3), tensor)
+    torch.save({"model": {"a.b": torch.zeros(3)}, "step": 1, "lists": [{"lr": 0.1}, (1, 2)]}, state)
+    old = io.BytesIO()
+    torch.save({"a": torch.zeros(3), "n": [1]}, old, _use_new_zipfile_serialization=False)
+    return {
+        "tensor": tensor.getvalue(),
+        "state": state.getvalue(),
+        "old": old.getvalue(),
+        "metadata": (original("training").root / ".metadata").read_bytes(),
+        "header": (original("hf").root / "model.safetensors").read_bytes(),
+        **{path.name: path.read_bytes() for path in original("indexed").root.glob("*.safetensors")},
+        "shard": (original("shards").root / "shard-00001-model-00001-of-00001.safetensors").read_bytes(),
+        "index": (original("indexed").root / "model.safetensors.index.json").read_bytes(),
+    }
+
+
+def sound(*names: str) -> Seeds:
+    """Some of them."""
+    return lambda: [files()[name] for name in names]
+
+
+def pickled() -> list[bytes]:
+    """What is pickled in an archive."""
+    import zipfile
+
+    found = [files()["metadata"], pickle.dumps({"a": [1, (2.5, None)], b"b": {"c"}}, 4)]
+    for name in ("tensor", "state"):
+        with zipfile.ZipFile(io.BytesIO(files()[name])) as opened:
+            found += [opened.read(entry) for entry in opened.infolist() if entry.filename.endswith("data.pkl")]
+    return found
+
+
+def as_json(*values: Any) -> Seeds:
+    """Values as JSON."""
+    return lambda: [json.dumps(value).encode() for value in values]
+
+
+_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+    "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "float32",
+}
+_DEEP = b"[" * 100_000
+_LARGE = b"1" + b"0" * 400
+_SUM = manifest.FileSum(10, 0x1234)
+_UNIT = {"unit": 1, **Ledger().to_json()}
+
+_CONFIGS = tuple(
+    json.dumps(_CONFIG | change).encode()
+    for change in (
+        {"model_type": "\ud800"},
+        {"num_hidden_layers": 1 << 69},
+        {"hidden_size": float("inf")},
+        {"head_dim": -1},
+    )
+)
+
+PARSERS = (
+    Parser("pickle", parse_pickle, pickled),
+    Parser("archive", parse_archive, sound("tensor", "state")),
+    Parser("entry", parse_contents, sound("tensor", "state")),
+    Parser("old torch.save", parse_legacy, sound("old")),
+    Parser("state dict", parse_state, pickled),
+    Parser("torch.save file", in_file("state.pt", Pt().read), sound("state", "old", "tensor")),
+    Parser(".metadata", in_file(".metadata", parse_metadata), sound("metadata")),
+    Parser("header", in_file("model.safetensors", HuggingFace().read), sound("header")),
+    Parser("shard", in_file("shard-00001-model-00001-of-00001.safetensors", HuggingFace().read), sound("shard")),
+    Parser(
+        "index",
+        in_file("model.safetensors.index.json", HuggingFace().read),
+        sound("index"),
+        beside=tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+    ),
+    Parser("journal", in_file("journal.jsonl", parse_journal), lambda: [f"{json.dumps(_UNIT)}\n".encode()]),
+    Parser(
+        "manifest", in_file("ckptkit.json", manifest.read_manifest), lambda: [manifest.Manifest({"a": _SUM}).to_bytes()]
+    ),
+    Parser(
+        "metrics",
+        in_file("metrics.json", retention.read_metrics),
+        as_json({"loss": 1.5, "step": 10}),
+        (_DEEP, b'{"loss": %s}' % _LARGE),
+    ),
+    Parser("config.json", in_file("config.json", parse_config), as_json(_CONFIG), _CONFIGS),
+    Parser("name", parse_name, lambda: [b"checkpoint-500", b"iter_0000005"]),
+)

@@ -1,0 +1,72 @@
+"""The fast share of failing calls, crashes and power loss: what ckptkit makes of them is right, or a clean error."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cases import Case
+from tests.faults.io import CASES
+from tests.faults.scenes import Scene, put
+from tests.faults.shim import Fault
+from tests.faults.stage import scenes
+from tests.faults.verdicts import GOOD, Verdict
+from tests.faults.writings import COMMANDS, PEERS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def name_of(case: Case) -> str:
+    return f"{case.numbers} {case.name}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_ckptkit_is_right_or_says_what_is_wrong(case: Case, tmp_path: Path) -> None:
+    seen = [one for one in case.run(tmp_path, False) if one.subject.startswith("ckptkit")]
+    assert [one for one in seen if one.verdict not in GOOD] == []
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return next(scenes(tmp_path, COMMANDS[:1], [True]))
+
+
+def test_every_kind_of_fault_fires(scene: Scene) -> None:
+    everything = Fault(str(scene.root), forever=True)
+    scene.lay()
+    assert scene.run(everything).fired > 100
+    scene.lay()
+    ended = scene.run(Fault(str(scene.root), kind="error", number=errno.ENOSPC, calls=("write",)))
+    assert (ended.code, ended.fired) == (4, 1)
+    assert ended.where.startswith(f"write {scene.place}")
+    scene.lay()
+    ended = scene.run(Fault(str(scene.root), kind="signal", number=9, calls=("exchange",)))
+    assert (ended.code, ended.fired, scene.stands()) == (-9, 1, "old")
+    scene.lay()
+    ended = scene.run(Fault(str(scene.root), kind="torn", number=9, calls=("exchange",)))
+    assert (ended.code, ended.fired, scene.stands()) == (-9, 1, "new")
+
+
+def test_a_scene_tells_a_mixture_from_what_is_whole(scene: Scene) -> None:
+    mixed = {**scene.new, "out/config.json": scene.old["out/config.json"]}
+    for tree, expected in ((scene.old, "old"), (scene.new, "new"), (mixed, "neither")):
+        put(tree, scene.place)
+        assert scene.stands() == expected
+
+
+@pytest.mark.parametrize(("call", "lost"), [("exchange", "swapped"), ("syncdir", "synced"), ("lock", "locked")])
+def test_a_promise_that_is_lost_is_named(scene: Scene, call: str, lost: str) -> None:
+    scene.lay()
+    ended = scene.run(Fault(str(scene.root), kind="error", number=errno.ENOTSUP, calls=(call,), forever=True))
+    assert (ended.code, scene.stands()) == (0, "new")
+    assert f"cannot be {lost}" in ended.err
+
+
+def test_the_peers_lose_what_was_there(tmp_path: Path) -> None:
+    peer = next(scenes(tmp_path, PEERS[:1], [True]))
+    peer.lay()
+    ended = peer.run(Fault(str(peer.place), kind="error", number=errno.ENOSPC, calls=("write",)))
+    assert ended.fired == 1
+    assert peer.judge(ended)[0] is Verdict.LOST
