@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import deletions, io, readings
 from tests.faults.cases import Case
-from tests.faults.io import CASES
 from tests.faults.scenes import Scene, put
 from tests.faults.shim import Fault
 from tests.faults.stage import scenes
@@ -16,6 +16,9 @@ from tests.faults.verdicts import GOOD, Verdict
 from tests.faults.writings import COMMANDS, PEERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+CASES = (*io.CASES, *readings.CASES, *deletions.CASES)
 
 
 def name_of(case: Case) -> str:
