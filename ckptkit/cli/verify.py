@@ -51,8 +51,6 @@ def verify(
 
     Exit codes: 0 nothing found; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.ops.against import compare_with
-    from ckptkit.ops.stats import scan
     from ckptkit.ops.verify import verify as check
 
     with progress_bar("verify") as progress:
@@ -60,12 +58,17 @@ def verify(
     is_ok = all(part.is_ok for part in found)
     compared: list[Compared] = []
     if against and is_ok:
+        from ckptkit.ops.against import compare_with
+
         with progress_bar("compare") as progress:
             compared = compare_with(path, against, allow_cast=allow_cast, jobs=jobs, progress=progress)
     numbers: list[TensorStats] = []
-    for part in found if stats and is_ok else ():
-        with progress_bar("statistics") as progress:
-            numbers += scan(part.path, jobs=jobs, progress=progress)
+    if stats and is_ok:
+        from ckptkit.ops.stats import scan
+
+        for part in found:
+            with progress_bar("statistics") as progress:
+                numbers += scan(part.path, jobs=jobs, progress=progress)
     if json:
         print_json(to_json(found, compared) | ({"stats": [stats_json(tensor) for tensor in numbers]} if stats else {}))
     else:

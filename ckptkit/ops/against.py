@@ -11,10 +11,11 @@ from ckptkit import edits
 from ckptkit.dtypes import DType
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.execute import compare
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.companions import find_companions
 from ckptkit.ops.fit import restore_tied
+from ckptkit.ops.known import open_known
 from ckptkit.ops.verify import Progress, pass_on
 from ckptkit.ops.weights import find_weights
 from ckptkit.plan import make_plan
@@ -68,7 +69,7 @@ def compare_parts(
     path: Path, other: Path, *, allow_cast: bool, jobs: int | None, progress: Progress | None
 ) -> Compared:
     """Hold one directory or file against another."""
-    here, there = open_layout(path), open_layout(other)
+    here, there = open_known(path), open_known(other)
     notes: list[str] = []
     if here.tensors.keys() != there.tensors.keys():
         here, there = reduce_to_weights(here, there, path, other, notes)

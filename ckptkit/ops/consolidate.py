@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.formats import get_writer, open_layout
+from ckptkit.formats import get_writer
 from ckptkit.layout import Layout, Options
 from ckptkit.ops.companions import CONFIG, Companions, find_companions, mend_config
 from ckptkit.ops.converted import Converted, carry_out
 from ckptkit.ops.edit import Edits
 from ckptkit.ops.fit import fit
+from ckptkit.ops.known import open_known
 from ckptkit.ops.origin import Origin
 from ckptkit.ops.pipeline import ALONE, Drafts, Output, Progress, Workers, check_apart, make_draft
 from ckptkit.ops.recipe import Recipe
@@ -57,7 +58,7 @@ def consolidate(
     origin = Origin.of(source)
     check_apart(source, dst)
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
-    whole = open_layout(source)
+    whole = open_known(source)
     asked.check_globs([whole])
     found = find_weights(edits.select(whole, asked.admit))
     new_name = asked.renaming()

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from ckptkit import edits
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.formats import Writer, get_format, open_layout
+from ckptkit.formats import Writer, get_format
 from ckptkit.layout import KeyPath, Layout, Options
 from ckptkit.ops.beside import files_beside, own_files
 from ckptkit.ops.companions import find_companions
 from ckptkit.ops.converted import Converted, carry_out
 from ckptkit.ops.edit import Edits
 from ckptkit.ops.fit import restore_tied
+from ckptkit.ops.known import open_known
 from ckptkit.ops.names import rename_parameters
 from ckptkit.ops.origin import Origin
 from ckptkit.ops.pipeline import Draft, Drafts, Output, check_apart, make_draft
@@ -95,7 +96,7 @@ def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_
 
 def open_parts(source: Path, request: Request) -> dict[Path, Layout]:
     """The layout of each part of the checkpoint that is to be rewritten."""
-    parts = {path: open_layout(path) for path in (find_parts(source) if source.is_dir() else [source])}
+    parts = {path: open_known(path) for path in (find_parts(source) if source.is_dir() else [source])}
     sharded = {path: layout for path, layout in parts.items() if get_format(layout.format).is_sharded}
     return sharded if request.only_sharded and sharded else parts
 

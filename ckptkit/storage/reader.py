@@ -29,12 +29,13 @@ from ckptkit.box import Box, BoxIndex
 from ckptkit.dtypes import DType
 from ckptkit.errors import CkptError, Usage
 from ckptkit.execute import fill
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.gather import Gatherer
 from ckptkit.layout import Chunk, Layout, Piece, Spec, StoredTensor
 from ckptkit.ledger import Ledger
 from ckptkit.ops.companions import find_companions
 from ckptkit.ops.fit import restore_tied
+from ckptkit.ops.known import open_known
 from ckptkit.plan import make_plan
 from ckptkit.sources import Sources
 from ckptkit.storage.entries import read_value
@@ -146,7 +147,7 @@ class Reader(LayoutReader):
 
     def open(self) -> Layout:
         """What the checkpoint holds, by the names under which it is read."""
-        layout = restore_tied(open_layout(self.path), find_companions(self.path, None).config or {})
+        layout = restore_tied(open_known(self.path), find_companions(self.path, None).config or {})
         return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

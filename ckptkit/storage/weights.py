@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.box import whole
 from ckptkit.errors import CkptError, Mismatch
-from ckptkit.formats import open_layout
 from ckptkit.layout import Layout
+from ckptkit.ops.known import open_known
 from ckptkit.ops.weights import find_weights
 from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import find_cause, on_every_rank
@@ -49,7 +49,7 @@ def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 def find_fitting(path: Path, tensors: Mapping[str, Tensor]) -> Layout:
     """The weights of the checkpoint at `path`. Raises `Mismatch` unless they have the names and shapes of `tensors`."""
-    layout = find_weights(open_layout(path)).layout
+    layout = find_weights(open_known(path)).layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
     if missing:

@@ -336,3 +336,18 @@ def test_bytes_read_are_told(checkpoint: Path) -> None:
     told: list[tuple[int, int]] = []
     verify(checkpoint, progress=lambda nbytes, total: told.append((nbytes, total)))
     assert sum(nbytes for nbytes, _ in told) == told[0][1] == sum(p.stat().st_size for p in checkpoint.iterdir())
+
+
+@pytest.mark.parametrize("write", [consolidate, lambda src, dst: convert(src, dst, to="dcp", world_size=2)])
+def test_a_conversion_compares_safetensors_with_their_manifest(
+    write: Callable[[Path, Path], object], model: Path, tmp_path: Path
+) -> None:
+    assert getattr(write(model, tmp_path / "sound"), "unchecked_bytes", None) == 0
+    name, (path, offset, _) = min(places(model).items())
+    flip(path, offset)
+    with pytest.raises(Corrupt) as caught:
+        write(model, tmp_path / "out")
+    assert caught.value.tensor is not None
+    assert name in caught.value.tensor
+    assert caught.value.path == path
+    assert not (tmp_path / "out").exists()
