@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ckptkit import edits
@@ -16,7 +15,7 @@ from ckptkit.layout import Layout, Spec
 from ckptkit.ops.companions import find_companions
 from ckptkit.ops.fit import restore_tied
 from ckptkit.ops.known import open_known
-from ckptkit.ops.verify import Progress, pass_on
+from ckptkit.ops.progress import Progress, telling
 from ckptkit.ops.weights import find_weights
 from ckptkit.plan import make_plan
 from ckptkit.runs import find_checkpoint, find_parts, find_whole
@@ -79,7 +78,7 @@ def compare_parts(
     if allow_cast:
         there = cast_to(there, here.specs, notes)
     plan = make_plan(*(locate(only(layout, names)) for layout in (there, here)))
-    tell = progress and partial(pass_on, progress, plan.nbytes)
+    tell = telling(progress, plan.nbytes)
     different = sorted(compare(plan, jobs=jobs, progress=tell))
     problems += [Mismatch(f"its bytes are not those in {other}", path=path, tensor=name) for name in different]
     if here.blobs.keys() | there.blobs.keys():

@@ -15,7 +15,8 @@ from ckptkit.ops.edit import Edits
 from ckptkit.ops.fit import fit
 from ckptkit.ops.known import open_known
 from ckptkit.ops.origin import Origin
-from ckptkit.ops.pipeline import ALONE, Drafts, Output, Progress, Workers, check_apart, make_draft
+from ckptkit.ops.pipeline import ALONE, Drafts, Output, Workers, check_apart, make_draft
+from ckptkit.ops.progress import Progress
 from ckptkit.ops.recipe import Recipe
 from ckptkit.ops.weights import find_weights
 from ckptkit.runs import find_checkpoint

@@ -10,7 +10,8 @@ from ckptkit.formats import get_writer
 from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE, consolidate
 from ckptkit.ops.converted import Converted
 from ckptkit.ops.edit import Edits
-from ckptkit.ops.pipeline import ALONE, Output, Progress, Workers
+from ckptkit.ops.pipeline import ALONE, Output, Workers
+from ckptkit.ops.progress import Progress
 from ckptkit.ops.recipe import Recipe
 from ckptkit.ops.rewrite import Request, rewrite
 

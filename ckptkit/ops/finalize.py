@@ -11,7 +11,8 @@ from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
 from ckptkit.ops.converted import Converted
-from ckptkit.ops.pipeline import Progress, Workers
+from ckptkit.ops.pipeline import Workers
+from ckptkit.ops.progress import Progress
 from ckptkit.ops.reshard import reshard
 from ckptkit.staging import read_key, staging_path
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Occupied, Usage
 from ckptkit.ops.manifest import NAME, Manifest, files_in, replace_manifest, sum_files
-from ckptkit.ops.verify import Progress, Verified, pass_on, size_of, verify_part
+from ckptkit.ops.progress import Progress, Told, telling
+from ckptkit.ops.verify import Verified, size_of, verify_part
 from ckptkit.runs import find_parts, find_whole
 
 
@@ -28,11 +27,11 @@ def make_manifest(
     if known and not overwrite:
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
         raise Occupied("there is a manifest", path=known[0] / NAME, hint=hint)
-    tell = progress and partial(pass_on, progress, sum(map(size_of, parts)))
+    tell = telling(progress, sum(map(size_of, parts)))
     return [freeze(part, jobs, tell) for part in parts]
 
 
-def freeze(root: Path, jobs: int | None, progress: Callable[[int], None] | None) -> Verified:
+def freeze(root: Path, jobs: int | None, progress: Told | None) -> Verified:
     """Verify what is in a directory, and write its manifest."""
     found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
     if found.problems:

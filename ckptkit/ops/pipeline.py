@@ -10,10 +10,9 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from ckptkit import edits
@@ -28,13 +27,13 @@ from ckptkit.ledger import Ledger
 from ckptkit.ops.manifest import NAME as MANIFEST
 from ckptkit.ops.manifest import Manifest, source_of, sum_files
 from ckptkit.ops.origin import Origin
+from ckptkit.ops.progress import Progress, telling
 from ckptkit.plan import Plan, Target, make_plan
 from ckptkit.sources import place_of
 from ckptkit.staging import Stage, sync_tree
 from ckptkit.system import again
 from ckptkit.units import Share
 
-Progress = Callable[[int, int], None]  # (bytes just written, bytes in all)
 _PART = 1 << 22  # bytes held of a file that is copied as it is
 _PAUSE = 0.1  # seconds between two looks at whether the others have ended
 
@@ -233,14 +232,9 @@ def copy_share(plans: Sequence[Plan], journals: Sequence[Journal], output: Outpu
     """Copy this process's share of each plan."""
     share = Share(output.workers.number or 0, output.workers.count)
     total = sum(plan.nbytes for plan in plans) // share.count
-    progress = output.progress and partial(tell, output.progress, total)
+    progress = telling(output.progress, total)
     pairs = zip(plans, journals, strict=True)
     return [copy(plan, share, journal, jobs=output.jobs, progress=progress) for plan, journal in pairs]
-
-
-def tell(progress: Progress, total: int, nbytes: int) -> None:
-    """Tell of bytes just written, and how many there are in all."""
-    progress(nbytes, total)
 
 
 def finish(drafts: Drafts, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage, output: Output) -> Copied:

@@ -8,7 +8,8 @@ from pathlib import Path
 from ckptkit.formats import get_writer
 from ckptkit.ops.converted import Converted
 from ckptkit.ops.edit import Edits
-from ckptkit.ops.pipeline import ALONE, Output, Progress, Workers
+from ckptkit.ops.pipeline import ALONE, Output, Workers
+from ckptkit.ops.progress import Progress
 from ckptkit.ops.recipe import Recipe
 from ckptkit.ops.rewrite import Request, rewrite
 from ckptkit.runs import find_whole

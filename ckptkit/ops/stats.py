@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from ckptkit.formats import locate, open_layout
 from ckptkit.layout import Spec
-from ckptkit.ops.pipeline import Progress, tell
+from ckptkit.ops.progress import Progress, telling
 from ckptkit.runs import find_checkpoint
 from ckptkit.statistics import survey
 
@@ -48,6 +47,6 @@ def scan(path: str | Path, *, jobs: int | None = None, progress: Progress | None
     Compares no checksums. Raises `Corrupt` where bytes are missing, naming the tensor.
     """
     layout = locate(open_layout(find_checkpoint(Path(path))))
-    told = progress and partial(tell, progress, layout.nbytes)
+    told = telling(progress, layout.nbytes)
     found = survey(layout, jobs=jobs, progress=told)
     return tuple(TensorStats(name, spec, **asdict(found[name])) for name, spec in layout.specs.items())

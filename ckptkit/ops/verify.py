@@ -7,9 +7,8 @@ read, and compared with the CRC-32 that the format or a manifest has for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
@@ -17,12 +16,11 @@ from ckptkit.files import file_size
 from ckptkit.formats import find_format
 from ckptkit.layout import Extent, Place
 from ckptkit.ops.manifest import FileSum, Manifest, read_manifest, sum_files
+from ckptkit.ops.progress import Progress, Told, telling
 from ckptkit.ops.subject import Subject, within
 from ckptkit.runs import Run, find_parts
 from ckptkit.scan import find_zeros, scan
 
-Progress = Callable[[int, int], None]  # (bytes just read, bytes in all)
-Told = Callable[[int], None]
 _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
 
 
@@ -80,14 +78,8 @@ def verify(
     `NotACheckpoint` if there is none; whatever is wrong with one that is there is among its problems.
     """
     parts = find_all(Path(path))
-    total = sum(map(size_of, parts))
-    tell = progress and partial(pass_on, progress, total)
+    tell = telling(progress, sum(map(size_of, parts)))
     return [verify_part(part, fast=fast, jobs=jobs, progress=tell) for part in parts]
-
-
-def pass_on(progress: Progress, total: int, nbytes: int) -> None:
-    """Tell of bytes just read, and how many there are in all."""
-    progress(nbytes, total)
 
 
 def find_all(path: Path) -> list[Path]:
