@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from scripts.bench_bridge import load, save
 from scripts.bench_consolidate import consolidate, inspect
+from scripts.bench_manage import manage
 from scripts.bench_place import workplace
 from scripts.bench_plan import plan
 from scripts.bench_reshard import reshard
@@ -21,13 +22,14 @@ from scripts.bench_verify import verify
 
 Bench = Callable[..., None]
 
-RUNS: dict[Bench, int] = {consolidate: 5, inspect: 5, plan: 5, reshard: 3, load: 3, save: 3, verify: 5}
+RUNS: dict[Bench, int] = {consolidate: 5, inspect: 5, plan: 5, reshard: 3, load: 3, save: 3, verify: 5, manage: 3}
 SIZES: dict[Bench, float] = {
     consolidate: 1.6,
     reshard: 3.2,
     load: 1.6,
     save: 1.6,
     verify: 1.6,
+    manage: 1.6,
 }  # of the checkpoint in GB
 LAYERS = [1, 2, 4, 9]
 

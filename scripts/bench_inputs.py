@@ -79,9 +79,9 @@ def shard(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, fill: Fi
     return DTensor.from_local(local, mesh, [Shard(0)])
 
 
-def save(what: str, root: Path, size_gb: float, dtype: torch.dtype) -> None:
+def save(what: str, root: Path, size_gb: float, dtype: torch.dtype, seed: int) -> None:
     """Save random numbers as a model, or as one in training, sharded along dim 0 over all ranks."""
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(1000 * seed + dist.get_rank())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if what == "training":
         dcp.save(make_training(size_gb, dtype, mesh, torch.randn), checkpoint_id=root)
@@ -120,13 +120,14 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--size-gb", type=float, default=1.6)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chunks", type=int, default=100_000)
     options = parser.parse_args()
     if options.what == "many-chunks":
         write_many_chunks(options.root, options.chunks)
         return
     dist.init_process_group("gloo")
-    save(options.what, options.root, options.size_gb, getattr(torch, options.dtype))
+    save(options.what, options.root, options.size_gb, getattr(torch, options.dtype), options.seed)
     dist.destroy_process_group()
 
 
