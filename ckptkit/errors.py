@@ -42,7 +42,7 @@ class CkptError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = message
-        self.path = None if path is None else Path(path)
+        self.path = path if path is None or isinstance(path, Path) else Path(path)
         self.tensor = tensor
         self.offset = offset
         self.hint = hint
@@ -56,7 +56,7 @@ class CkptError(Exception):
     ) -> Self:
         """Fill in the file, the tensor and the byte at fault where they were not known yet."""
         if self.path is None and path is not None:
-            self.path = Path(path)
+            self.path = path if isinstance(path, Path) else Path(path)
         self.tensor = self.tensor or tensor
         self.offset = offset if self.offset is None else self.offset
         return self
@@ -140,4 +140,5 @@ def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         kind = NoRoom if full else IOFailure
         reason = error.strerror or str(error)
         named = error.filename if isinstance(error.filename, (str, bytes)) else path  # it may be a descriptor
-        raise kind(reason[:1].lower() + reason[1:], path=os.fsdecode(named)) from error
+        where = named if isinstance(named, Path) else os.fsdecode(named)
+        raise kind(reason[:1].lower() + reason[1:], path=where) from error

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
-from ckptkit.system import close
+from ckptkit.ranges import RemoteFile
+from ckptkit.remote import RemotePath
+from ckptkit.system import again, close
+
+Handle = int | RemoteFile  # what is read from: the descriptor of a local file, or a remote one
 
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
@@ -48,9 +52,23 @@ def open_regular(path: Path) -> int:
     return fd
 
 
+def names_in(path: Path) -> list[str]:
+    """The names of what lies in a directory."""
+    return [found.name for found in path.iterdir()] if isinstance(path, RemotePath) else again(os.listdir, path)
+
+
+def is_there(path: Path) -> bool:
+    """True if anything of this name is there, be it a link to nothing."""
+    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+
+
 @contextmanager
-def opening(path: Path) -> Iterator[tuple[int, int]]:
-    """A descriptor to read the regular file `path`, and its size in bytes."""
+def opening(path: Path) -> Iterator[tuple[Handle, int]]:
+    """The regular file `path`, local or remote, to read from, and its size in bytes."""
+    if isinstance(path, RemotePath):
+        file = RemoteFile(path)
+        yield file, file.size
+        return
     fd = open_regular(path)
     with translate_os_errors(path):
         try:
@@ -73,15 +91,18 @@ def read_small(path: Path, limit: int) -> bytes:
         return read_at(fd, size, 0, path)
 
 
-def read_at(fd: int, length: int, offset: int, path: Path) -> bytes:
+def read_at(fd: Handle, length: int, offset: int, path: Path) -> bytes:
     """Exactly `length` bytes at `offset`; fewer is `Corrupt`."""
     buffer = bytearray(length)
     read_into(fd, memoryview(buffer), offset, path)
     return bytes(buffer)
 
 
-def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+def read_into(fd: Handle, buffer: memoryview, offset: int, path: Path) -> None:
     """Fill `buffer` from `offset`; a file that ends before is `Corrupt`."""
+    if isinstance(fd, RemoteFile):
+        fd.read_into(buffer, offset)
+        return
     done = 0
     with translate_os_errors(path):
         while done < len(buffer):
@@ -92,8 +113,9 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
             done += count
 
 
-def write_from(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+def write_from(fd: Handle, buffer: memoryview, offset: int, path: Path) -> None:
     """Write the whole of `buffer` at `offset`."""
+    assert isinstance(fd, int), "remote files are not opened to be written"
     done = 0
     with translate_os_errors(path):
         while done < len(buffer):
@@ -114,10 +136,10 @@ class Opened:
         self._writable = writable
         self._in_order = in_order
         self._limit = limit
-        self._fds: OrderedDict[str, int] = OrderedDict()
+        self._fds: OrderedDict[str, Handle] = OrderedDict()
 
-    def fd(self, name: str) -> int:
-        """The descriptor of file `name`."""
+    def fd(self, name: str) -> Handle:
+        """File `name`, to read from or to write to."""
         fd = self._fds.get(name)
         if fd is None:
             while len(self._fds) >= self._limit:
@@ -127,7 +149,9 @@ class Opened:
             self._fds.move_to_end(name)
         return fd
 
-    def _open(self, path: Path) -> int:
+    def _open(self, path: Path) -> Handle:
+        if isinstance(path, RemotePath) and not self._writable:
+            return RemoteFile(path)
         while True:
             try:
                 fd = open_to_write(path) if self._writable else open_regular(path)
@@ -143,6 +167,8 @@ class Opened:
 
     def _close_oldest(self) -> None:
         name, fd = self._fds.popitem(last=False)
+        if isinstance(fd, RemoteFile):
+            return
         with translate_os_errors(self._root / name):  # some file systems report a failed write only here
             close(fd)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.errors import IOFailure, NotACheckpoint, Unsupported, translate_os_errors
+from ckptkit.files import names_in
 from ckptkit.formats import detect_format
-from ckptkit.system import again
+from ckptkit.remote import list_ahead
 
 TRAINING = "training"
-# ckpt-5, checkpoint-5, step-5, step_5, global_step5, iter_0000005
-_NAME = re.compile(r"(?:ckpt|checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
+_OF_TRAINING = (".pt", ".pth", ".bin")  # optimizers, schedulers and random states
+# ckpt-5, checkpoint-5, step-5, global_step5, iter_0000005; NeMo's epoch_1_step_5, Composer's ep1-ba5, step_5_ckp, ...
+_STEP = re.compile(
+    r"(?:ep(?:och)?[-_]?[0-9]+[-_])?(?:ckpt|checkpoint|step|global_step|iter|ba)[-_]?([0-9]{1,18})(?:_ckp)?"
+)
+# ... Lightning's epoch=1-step=5.ckpt and NeMo's model--loss=2.5-step=5-consumed_samples=40.0
+_STEP_AMONG_VALUES = re.compile(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:[-.].*)?")
+_EPOCH = re.compile(r"epoch(?:[-_]?|=)([0-9]{1,18})(?:\.ckpt)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Run:
             return []
         steps = ((path, step_of(path)) for path in folders(self.root))
         found = [Checkpoint(path, step) for path, step in steps if step is not None]
+        list_ahead(checkpoint.path for checkpoint in found)
         return sorted(found, key=lambda ckpt: (ckpt.step, ckpt.path.name))
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -64,7 +71,7 @@ class Run:
 def children(path: Path) -> list[Path]:
     """What lies in a directory, by name."""
     with translate_os_errors(path):
-        return sorted(path / name for name in again(os.listdir, path))
+        return sorted(path / name for name in names_in(path))
 
 
 def folders(path: Path) -> list[Path]:
@@ -74,15 +81,39 @@ def folders(path: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a checkpoint directory's name, None if it is not named like one."""
-    match = _NAME.fullmatch(path.name)
+    """The step in a checkpoint directory's name, or the epoch if that is all it says; None if it says neither."""
+    match = _match_step(path.name) or _EPOCH.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def says_step(path: Path) -> bool:
+    """True if a checkpoint directory's name says a step, and not an epoch, which cannot be compared with steps."""
+    return _match_step(path.name) is not None
+
+
+def _match_step(name: str) -> re.Match[str] | None:
+    return _STEP.fullmatch(name) or _STEP_AMONG_VALUES.fullmatch(name)
 
 
 def is_complete(path: Path) -> bool:
     """True if `path` is a checkpoint that was written to its end."""
     reader = detect_format(path)
     return reader is not None and reader.is_complete(path)
+
+
+def is_weights_only(path: Path) -> bool:
+    """True for a directory with a model and, by its files' names, nothing else of a training, such as an optimizer."""
+    reader = detect_format(path) if path.is_dir() else None
+    if reader is None or reader.name != "hf":
+        return False
+    return not any(child.is_dir() or child.suffix in _OF_TRAINING for child in children(path))
+
+
+def require_resumable(path: Path) -> None:
+    """Raise `NotACheckpoint` for a checkpoint of which nothing is left but the weights."""
+    if is_weights_only(path):
+        hint = "name a whole checkpoint, or begin a new run with `--model` and this directory"
+        raise NotACheckpoint("only the weights are here: no training can go on from them", path=path, hint=hint)
 
 
 def find_parts(path: Path) -> list[Path]:

@@ -74,7 +74,7 @@ def scan(
 
             yield read
 
-    work((block for path in sizes for block in blocks(path, sizes[path], tiles[path], BLOCK_BYTES)), reader, jobs)
+    work((block for path in sizes for block in blocks(path, sizes[path], tiles[path], BLOCK_BYTES)), reader, jobs, root)
     found = {
         (tile.path, tile.offset): crc
         for tile in chain(*tiles.values())

@@ -6,17 +6,20 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import TypeVar
+
+from ckptkit.remote import REMOTE_JOBS, RemotePath
 
 Unit = TypeVar("Unit")
 Step = Callable[[Unit], None]
 Worker = Callable[[], AbstractContextManager[Step[Unit]]]
 
 
-def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None) -> None:
+def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None, *sources: Path) -> None:
     """Let `jobs` threads, one of which is the caller's, take units, each when it is done with the one before.
 
-    The first error ends the work.
+    Without a number there are as many as suit the `sources` that they read. The first error ends the work.
     """
     waiting = iter(units)
     lock = threading.Lock()
@@ -34,7 +37,7 @@ def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None) -> None:
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             errors.append(error)
 
-    others = [threading.Thread(target=run, daemon=True) for _ in range((jobs or default_jobs()) - 1)]
+    others = [threading.Thread(target=run, daemon=True) for _ in range((jobs or default_jobs(*sources)) - 1)]
     try:
         for thread in others:
             with suppress(RuntimeError):  # the system has no more threads: fewer do it
@@ -49,6 +52,11 @@ def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None) -> None:
         raise min(errors, key=lambda error: isinstance(error, Exception))  # an interruption before all else
 
 
-def default_jobs() -> int:
-    """Threads to use where nobody said: enough to keep a disk busy, no more than there are cores."""
+def default_jobs(*sources: Path) -> int:
+    """Threads to use where nobody said: enough to keep a disk busy, no more than there are cores.
+
+    Of what is read from a remote source most are waiting.
+    """
+    if any(isinstance(source, RemotePath) for source in sources):
+        return REMOTE_JOBS
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

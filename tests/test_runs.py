@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.runs import Run, find_checkpoint, find_parts, step_of
+from ckptkit.runs import Run, find_checkpoint, find_parts, says_step, step_of
 from tests import producers
 from tests.conftest import Produce
 
@@ -89,6 +89,30 @@ def test_directory_names_of_trainers(name: str, step: int) -> None:
     assert step_of(Path("run") / name) == step
 
 
-@pytest.mark.parametrize("name", ["ckpt-", "ckpt-5-old", ".ckpt-5.ckptkit.tmp", "final", "5"])
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *(("step_5_ckp", 5), ("ep1-ba5", 5), ("epoch_1_step_5", 5), ("epoch=1-step=5", 5), ("step=5.ckpt", 5)),
+        ("model--val_loss=2.50-step=5-consumed_samples=40.0-last", 5),
+    ],
+)
+def test_directory_names_with_a_step_among_others(name: str, step: int) -> None:
+    assert step_of(Path(name)) == step
+    assert says_step(Path(name))
+
+
+@pytest.mark.parametrize(("name", "epoch"), [("epoch-3", 3), ("epoch_3", 3), ("epoch=3.ckpt", 3)])
+def test_an_epoch_is_no_step(name: str, epoch: int) -> None:
+    assert step_of(Path(name)) == epoch
+    assert not says_step(Path(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ckpt-", "ckpt-5-old", ".ckpt-5.ckptkit.tmp", "final", "5", "ba5x", "best-step=", "footstep=5", "ep1"),
+        *(".epoch=1-step=5.ckptkit.tmp", ".step=5.leaving", "step-\u0665", "ckpt-" + "9" * 19),
+    ],
+)
 def test_other_names_are_no_checkpoints(name: str) -> None:
     assert step_of(Path("run") / name) is None

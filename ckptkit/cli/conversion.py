@@ -11,15 +11,17 @@ import typer
 
 from ckptkit.cli.output import be_quiet, count, format_bytes, note, print_json, print_table, say
 from ckptkit.errors import Usage
+from ckptkit.remote import to_local, to_path
 
 if TYPE_CHECKING:
     from ckptkit.ops.converted import Converted
     from ckptkit.ops.pipeline import Workers
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A checkpoint, or a run: then its latest complete checkpoint.")
+    Path,
+    typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run: then its latest complete checkpoint."),
 ]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.")]
+Out = Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The directory to make.")]
 Dtypes = Annotated[
     list[str] | None,
     typer.Option(
@@ -35,7 +37,10 @@ Rename = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
-Jobs = Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core, at most 8.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Threads; by default one per core, at most 8; 16 for a remote source."),
+]
 NoSync = Annotated[bool, typer.Option("--no-sync", help="Do not wait for the disk: faster, not safe from power loss.")]
 Part = Annotated[
     str | None,
@@ -121,8 +126,7 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     if not done.is_finished:
         say(f"this part is done; when all are: ckptkit finalize {done.output}")
     elif done.dry_run:
-        chunks = f"{count(done.copies, 'chunk')} to read"
-        say(f"{chunks}, {format_bytes(done.nbytes)} to write; {format_bytes(done.free_bytes)} are free")
+        say(prospect(done))
     else:
         say(speed(done))
         say(checked(done))
@@ -150,6 +154,12 @@ def remarks(done: Converted) -> list[str]:
     for change in sorted(set(done.cast.values())):
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
     return lines + [f"note: {text}" for text in done.notes]
+
+
+def prospect(done: Converted) -> str:
+    """How much there is to do, and room for it."""
+    chunks = f"{count(done.copies, 'chunk')} to read"
+    return f"{chunks}, {format_bytes(done.nbytes)} to write; {format_bytes(done.free_bytes)} are free"
 
 
 def speed(done: Converted) -> str:

@@ -21,15 +21,18 @@ from ckptkit.cli.conversion import (
     show,
 )
 from ckptkit.cli.output import Json, Quiet, progress_bar
+from ckptkit.remote import to_local, to_path
 
 
 def reshard(
     to: Annotated[int, typer.Option(min=1, metavar="N", help="The number of ranks.")],
     src: Annotated[
-        Path | None, typer.Argument(metavar="SRC", help="A checkpoint, or a run; by default run/, or else here.")
+        Path | None,
+        typer.Argument(parser=to_path, metavar="[SRC]", help="A checkpoint, or a run; by default run/, or else here."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="The directory to make; by default SRC-toN.")
+        Path | None,
+        typer.Argument(parser=to_local, metavar="[OUT]", help="The directory to make; by default SRC-toN."),
     ] = None,
     dtype: Dtypes = None,
     include: Include = None,

@@ -31,6 +31,9 @@ class Reader(Protocol):
     def owns(self, name: str) -> bool:
         """True if a file of this name, in a checkpoint's directory, can only be a part of it or of an older one."""
 
+    def rank_of(self, name: str) -> int | None:
+        """The rank that wrote a file of this name, None where names do not tell."""
+
     def detect(self, path: Path) -> bool:
         """True if `path` looks like mine. Cheap: file names, never data."""
 

@@ -33,7 +33,7 @@ _ALL_ONES = 0xFFFFFFFF
 _HAS_DESCRIPTOR = 8  # flag bit 3: CRC and sizes follow the content
 _DIRECTORY_LIMIT = 1 << 26  # bytes; half a million entries
 _CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
-_GLANCE = 2048  # bytes read at each end; torch's own head and directory take about 800 and 600
+GLANCE = 2048  # bytes read at each end; torch's own head and directory take about 800 and 600
 
 STORAGES = {
     "DoubleStorage": "float64",
@@ -171,8 +171,8 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
 
 def glance(read: ReadAt, length: int) -> ReadAt:
     """`read`, answering from two reads made in advance, of the archive's first and last bytes, where they suffice."""
-    head = read(0, min(length, _GLANCE))
-    cut = max(0, length - _GLANCE)
+    head = read(0, min(length, GLANCE))
+    cut = max(0, length - GLANCE)
     tail = read(cut, length - cut) if cut else head
 
     def read_glanced(offset: int, size: int) -> bytes:

@@ -8,7 +8,6 @@ the metadata alone: file names say who wrote, never what.
 from __future__ import annotations
 
 import gc
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +16,13 @@ from pathlib import Path
 
 from ckptkit.checksums import crc32
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files import Opened, file_size, read_at
-from ckptkit.formats.archive import ReadAt, check_contents, large_entries, locate_tensor
+from ckptkit.files import Opened, file_size, is_there, names_in, read_at
+from ckptkit.formats.archive import GLANCE, ReadAt, check_contents, large_entries, locate_tensor
 from ckptkit.formats.metadata import ENVELOPE, Reading, read_metadata
 from ckptkit.formats.recording import record
 from ckptkit.formats.shards import Known, deal, end_of, seal
 from ckptkit.layout import Blob, Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
-from ckptkit.system import again
+from ckptkit.ranges import Range, read_ahead
 
 METADATA = ".metadata"
 _LARGEST_CHECKED = 1 << 26  # bytes of a blob, which is held in memory while it is checked
@@ -42,11 +41,16 @@ class Dcp:
         """True for the metadata, and for data of whatever rank."""
         return name == METADATA or bool(_RANK_METADATA.fullmatch(name) or _DATA.fullmatch(name))
 
+    def rank_of(self, name: str) -> int | None:
+        """The rank that wrote a file of data."""
+        match = _DATA.fullmatch(name)
+        return int(match[1]) if match else None
+
     def detect(self, path: Path) -> bool:
         """True for a directory in which DCP has written, or has begun to."""
         if not path.is_dir():
             return False
-        names = again(os.listdir, path)
+        names = names_in(path)
         return METADATA in names or any(_RANK_METADATA.fullmatch(name) or _DATA.fullmatch(name) for name in names)
 
     def is_complete(self, path: Path) -> bool:
@@ -82,7 +86,8 @@ class Dcp:
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """The large entries of every item's archive, and whole what is no archive; the small ones are compared."""
         with Opened(layout.root) as files:
-            for (path, offset, length), name in sorted(items_of(layout).items()):
+            items = sorted(items_of(layout).items())
+            for (path, offset, length), name in read_ahead(layout.root, items, lambda item: ends_of(*item[0])):
                 try:
                     yield from extents_of(files, layout.root, Extent(path, offset, length, None, name))
                 except CkptError as error:
@@ -109,16 +114,14 @@ def metadata_files(path: Path) -> list[Path]:
     """The files that describe the checkpoint: `.metadata`, or else every rank's own, in order of rank."""
     if (path / METADATA).exists():
         return [path / METADATA]
-    ranks = {
-        int(match[1]): path / name for name in again(os.listdir, path) if (match := _RANK_METADATA.fullmatch(name))
-    }
+    ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
     return [ranks[rank] for rank in sorted(ranks)]
 
 
 def count_ranks(layout: Layout) -> int | None:
     """How many ranks wrote the checkpoint: those with a file that is of it or empty; others are of an earlier save."""
     used = {place.path for _, place in places_of(layout)}
-    names = {name: match[1] for name in again(os.listdir, layout.root) if (match := _DATA.fullmatch(name))}
+    names = {name: match[1] for name in names_in(layout.root) if (match := _DATA.fullmatch(name))}
     ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
     return len(ranks) or None
 
@@ -131,7 +134,7 @@ def check_files(layout: Layout, report: Report) -> None:
     items: dict[str, list[tuple[int, int, str]]] = {}
     for (path, offset, length), name in items_of(layout).items():
         items.setdefault(path, []).append((offset, length, name))
-    missing = [name for name in sorted(items) if not os.path.lexists(layout.root / name)]
+    missing = [name for name in sorted(items) if not is_there(layout.root / name)]
     if missing:
         report(
             Corrupt(
@@ -189,11 +192,21 @@ def locate_chunks(layout: Layout, files: Opened, report: Report) -> dict[str, St
     File by file: of thousands of ranks, each file is opened once, and not once for each of its chunks.
     """
     chunks = {name: list(tensor.chunks) for name, tensor in layout.tensors.items()}
-    places = [(chunk.path, chunk.offset, name, i) for name, found in chunks.items() for i, chunk in enumerate(found)]
-    for *_, name, i in sorted(places):
-        if chunks[name][i].box.numel:
-            chunks[name][i] = locate_chunk(layout, name, chunks[name][i], files, report)
+    places = [
+        (chunk.path, chunk.offset, chunk.length, name, i)
+        for name, found in chunks.items()
+        for i, chunk in enumerate(found)
+        if chunk.box.numel
+    ]
+    for *_, name, i in read_ahead(layout.root, sorted(places), lambda place: ends_of(*place[:3])):
+        chunks[name][i] = locate_chunk(layout, name, chunks[name][i], files, report)
     return {name: replace(tensor, chunks=tuple(chunks[name])) for name, tensor in layout.tensors.items()}
+
+
+def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
+    """What is read of an item's archive to find what is in it: its first and its last bytes."""
+    end = offset + length
+    return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
 
 
 def reading(files: Opened, path: Path, place: Chunk | Extent) -> ReadAt:

@@ -7,7 +7,6 @@ by torch.distributed.checkpoint's `HuggingFaceStorageWriter` and so by transform
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from itertools import count
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files import check_name, read_small
+from ckptkit.files import check_name, names_in, read_small
 from ckptkit.formats.headers import check_writable, make_header, parse_json, read_header
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
-from ckptkit.system import again
+from ckptkit.ranges import read_ahead
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,6 +25,7 @@ _SUFFIX = ".safetensors"
 _NUMBERED = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors")
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
 _INDEX_LIMIT = 1 << 28
+_HEAD = 1 << 16  # bytes; most headers are shorter
 
 
 class HuggingFace:
@@ -39,15 +39,20 @@ class HuggingFace:
         """True for safetensors and an index of them."""
         return name.endswith((_SUFFIX, f"{_SUFFIX}.index.json"))
 
+    def rank_of(self, name: str) -> int | None:
+        """The rank that wrote a shard; other files are of no rank."""
+        match = _SHARD.fullmatch(name)
+        return int(match[1]) - 1 if match else None
+
     def detect(self, path: Path) -> bool:
         """True for a safetensors file, or a directory with one or with an index of several."""
         if path.is_dir():
-            return any(name.endswith(_SUFFIX) or name == INDEX for name in again(os.listdir, path))
+            return any(name.endswith(_SUFFIX) or name == INDEX for name in names_in(path))
         return path.suffix == _SUFFIX
 
     def is_complete(self, path: Path) -> bool:
         """True if the file or the index is there; numbered files come before their index. Shards show no end."""
-        names = again(os.listdir, path) if path.is_dir() else []
+        names = names_in(path) if path.is_dir() else []
         return self.detect(path) and (INDEX in names or not any(map(_NUMBERED.fullmatch, names)))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
@@ -59,7 +64,7 @@ class HuggingFace:
         found = find_files(path, report)
         chunks: dict[str, list[Chunk]] = {}
         unread = set(found.missing)
-        for file in found.names:
+        for file in read_ahead(found.root, found.names, lambda name: [(name, 0, _HEAD)]):
             try:
                 header = read_header(found.root / file, is_shard=found.world_size is not None)
             except CkptError as error:
@@ -135,7 +140,7 @@ def find_files(path: Path, report: Report) -> Files:
         if _SHARD.fullmatch(path.name):
             raise Unsupported("the file is the shard of one rank", path=path, hint="name the directory of all of them")
         return Files(path.parent, [path.name])
-    present = set(again(os.listdir, path))
+    present = set(names_in(path))
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
         return find_shards(path, shards, present)

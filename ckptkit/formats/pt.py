@@ -7,7 +7,6 @@ inertly: what it would import or call is never more than a name, so any name may
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
-from ckptkit.files import opening, read_at
+from ckptkit.files import is_there, names_in, opening, read_at
 from ckptkit.formats import pickles
 from ckptkit.formats.archive import Entry, ReadAt, check_byte_order, glance, read_directory, read_entry
 from ckptkit.formats.envelopes import make_envelope
@@ -26,7 +25,7 @@ from ckptkit.formats.pickling import dump
 from ckptkit.formats.storages import Storages
 from ckptkit.formats.unflatten import unflatten
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
-from ckptkit.system import again
+from ckptkit.ranges import read_ahead
 
 MAIN = "state.pt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -51,6 +50,10 @@ class Pt:
     def owns(self, name: str) -> bool:
         """True for the name that is always the model's."""
         return name == MAIN
+
+    def rank_of(self, name: str) -> int | None:  # noqa: ARG002
+        """None: one file holds everything."""
+        return None
 
     def detect(self, path: Path) -> bool:
         """True for a torch.save file of any name, or a directory with one under a usual name."""
@@ -114,10 +117,11 @@ def find_files(path: Path) -> list[Path]:
     """`path` if it is a torch.save file; of a directory its `state.pt`, or else the files that may be the model."""
     if not path.is_dir():
         return [path] if is_torch_save(path) else []
-    if os.path.lexists(path / MAIN):  # whatever it is: the error then names it
+    if is_there(path / MAIN):  # whatever it is: the error then names it
         return [path / MAIN]
-    names = sorted(name for name in again(os.listdir, path) if name.endswith(_SUFFIXES) and not _BESIDE.match(name))
-    return [path / name for name in names if is_torch_save(path / name)]
+    names = sorted(name for name in names_in(path) if name.endswith(_SUFFIXES) and not _BESIDE.match(name))
+    ahead = read_ahead(path, names, lambda name: [(name, 0, _HEAD)])
+    return [path / name for name in ahead if is_torch_save(path / name)]
 
 
 def is_torch_save(path: Path) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import translate_os_errors
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout
 from ckptkit.ops.manifest import NAME as MANIFEST
-from ckptkit.staging import fail
+from ckptkit.runs import children
 
 
 def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
@@ -21,19 +21,21 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     found: dict[str, Path] = {}
     left: list[str] = []
     with translate_os_errors(root):
-        for directory, directories, names in os.walk(root, onerror=fail):
-            here = Path(directory)
-            links = [name for name in directories if (here / name).is_symlink()]
-            directories[:] = sorted(name for name in directories if name[0] != "." and here / name not in taken)
-            for name in sorted(names + links):
-                path = here / name
-                if path in taken or name == MANIFEST or name.startswith("."):
-                    continue
-                if path.is_symlink() or not path.is_file():
-                    left.append(str(path.relative_to(root)))
-                else:
-                    found[str(path.relative_to(root))] = path
+        for path in walk(root, taken):
+            if path.is_symlink() or not path.is_file():
+                left.append(str(path.relative_to(root)))
+            else:
+                found[str(path.relative_to(root))] = path
     return found, left
+
+
+def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
+    """Whatever is anywhere in a directory, but for directories and what is in `taken`; what is deeper comes later."""
+    inside = [path for path in children(folder) if not (path in taken or path.name.startswith("."))]
+    below = [path for path in inside if path.is_dir() and not path.is_symlink()]
+    yield from (path for path in inside if path not in below and path.name != MANIFEST)
+    for path in below:
+        yield from walk(path, taken)
 
 
 def own_files(layout: Layout) -> list[Path]:

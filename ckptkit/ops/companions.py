@@ -12,6 +12,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.files import read_small
 from ckptkit.layout import Spec
+from ckptkit.remote import to_path
 from ckptkit.runs import step_of
 
 CONFIG = "config.json"
@@ -43,7 +44,7 @@ class Companions:
 
 
 def find_companions(checkpoint: Path, base: str | None) -> Companions:
-    """The companions in `base` (a directory or Hub id) if given, else in the checkpoint or the run that it is of."""
+    """The companions in `base` (a directory, URL or Hub id) if given, else in the checkpoint or the run above."""
     if base is not None:
         found = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
         if found is None:
@@ -90,6 +91,8 @@ def read_companions(place: Path, *, follow_links: bool = False) -> Companions | 
 
 def resolve_base(base: str) -> Path:
     """The directory that `base` names: itself, or the companions of a Hub repository, downloaded or from the cache."""
+    if "://" in base:
+        return to_path(base)
     if Path(base).is_dir():
         return Path(base)
     if base.startswith((".", "/")) or base.count("/") != 1:

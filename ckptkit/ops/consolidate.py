@@ -19,6 +19,7 @@ from ckptkit.ops.pipeline import ALONE, Drafts, Output, Workers, check_apart, ma
 from ckptkit.ops.progress import Progress
 from ckptkit.ops.recipe import Recipe
 from ckptkit.ops.weights import find_weights
+from ckptkit.remote import to_local, to_path
 from ckptkit.runs import find_checkpoint
 from ckptkit.staging import check_destination
 
@@ -51,11 +52,11 @@ def consolidate(
     call for; without `sync` the result may not outlive a power cut; `workers` lets several processes share the work.
     Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
-    recipe = Recipe.of("consolidate", locals(), src=Path(src), dst=Path(dst), base=settle_base(base))
+    recipe = Recipe.of("consolidate", locals(), src=to_path(src), dst=to_local(dst), base=settle_base(base))
     began = time.perf_counter()
-    dst = Path(dst)
+    dst = to_local(dst)
     check_destination(dst, overwrite)
-    source = find_checkpoint(Path(src))
+    source = find_checkpoint(to_path(src))
     origin = Origin.of(source)
     check_apart(source, dst)
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)

@@ -14,6 +14,7 @@ from ckptkit.ops.pipeline import ALONE, Output, Workers
 from ckptkit.ops.progress import Progress
 from ckptkit.ops.recipe import Recipe
 from ckptkit.ops.rewrite import Request, rewrite
+from ckptkit.remote import to_local, to_path
 
 
 def convert(
@@ -44,16 +45,16 @@ def convert(
     the weights, or `GLOB=DTYPE` for whatever matches; `workers` lets several processes share the work. Raises a
     `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
-    recipe = Recipe.of("convert", locals(), src=Path(src), dst=Path(dst))
+    recipe = Recipe.of("convert", locals(), src=to_path(src), dst=to_local(dst))
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
     writer = get_writer(to)
     if world_size is not None and not writer.is_sharded:
         raise Usage(f"`{to}` is the same for any number of ranks", hint="leave --world-size out")
-    is_file = Path(dst).suffix in writer.suffixes
-    output = Output(Path(dst), overwrite, sync, jobs, progress, workers, is_file)
+    is_file = to_local(dst).suffix in writer.suffixes
+    output = Output(to_local(dst), overwrite, sync, jobs, progress, workers, is_file)
     if to != "hf":
         request = Request(writer, asked, max_shard_size, world_size, (under,) if under else ())
-        return rewrite(Path(src), request, output, recipe, dry_run=dry_run)
+        return rewrite(to_path(src), request, output, recipe, dry_run=dry_run)
     if under:
         raise Usage("the weights of a Hugging Face model lie under no key", hint="rename them with --rename '^=>KEY.'")
     return consolidate(

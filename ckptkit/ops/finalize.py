@@ -14,6 +14,7 @@ from ckptkit.ops.converted import Converted
 from ckptkit.ops.pipeline import Workers
 from ckptkit.ops.progress import Progress
 from ckptkit.ops.reshard import reshard
+from ckptkit.remote import to_local
 from ckptkit.staging import read_key, staging_path
 
 COMMANDS: dict[str, Callable[..., Converted]] = {"consolidate": consolidate, "convert": convert, "reshard": reshard}
@@ -27,7 +28,7 @@ def finalize(
     Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still at work, and `Corrupt` if a
     checksum of the source differs.
     """
-    hidden = staging_path(Path(dst).absolute())
+    hidden = staging_path(to_local(dst).absolute())
     text = read_key(hidden)
     if text is None:
         raise NotACheckpoint("no parts of it have been made", path=dst, hint="make them with --part 1/N to --part N/N")

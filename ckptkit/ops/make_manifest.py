@@ -8,6 +8,7 @@ from ckptkit.errors import Corrupt, Occupied, Usage
 from ckptkit.ops.manifest import NAME, Manifest, files_in, replace_manifest, sum_files
 from ckptkit.ops.progress import Progress, Told, telling
 from ckptkit.ops.verify import Verified, size_of, verify_part
+from ckptkit.remote import to_local
 from ckptkit.runs import find_parts, find_whole
 
 
@@ -19,7 +20,7 @@ def make_manifest(
     Raises `Corrupt` if verifying finds a problem, and `Occupied` if there is a manifest, unless it shall be replaced:
     then it is not asked what the checkpoint was.
     """
-    whole = find_whole(Path(path))
+    whole = find_whole(to_local(path))
     if not whole.is_dir():
         raise Usage("a manifest is of a directory", path=whole, hint="name the directory that the file is in")
     parts = find_parts(whole)

@@ -6,7 +6,7 @@ A file of another step, another rank or another model, whole and undamaged, can 
 from __future__ import annotations
 
 import json
-import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from ckptkit import __version__
 from ckptkit.allocation import create_file
 from ckptkit.checksums import crc32
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
-from ckptkit.files import check_name, file_size, read_small
+from ckptkit.files import check_name, file_size, names_in, read_small
 from ckptkit.formats import find_format
 from ckptkit.formats.headers import parse_json
 from ckptkit.layout import Extent, Layout
@@ -67,7 +67,7 @@ def dump(value: Mapping[str, Any]) -> bytes:
 
 def source_of(layout: Layout) -> dict[str, str]:
     """What a manifest says of the checkpoint that another was made of."""
-    return {"path": str(Path(layout.root).absolute()), "format": layout.format}
+    return {"path": str(layout.root.absolute()), "format": layout.format}
 
 
 def read_manifest(root: Path) -> Manifest | None:
@@ -138,5 +138,4 @@ def replace_manifest(root: Path, manifest: Manifest) -> None:
 
 def files_in(root: Path) -> set[str]:
     """The names of all files directly in `root`, but for a manifest and for links."""
-    with os.scandir(root) as entries:
-        return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)} - {NAME}
+    return {name for name in names_in(root) if stat.S_ISREG((root / name).lstat().st_mode)} - {NAME}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import IOFailure, translate_os_errors
+from ckptkit.remote import RemotePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,9 @@ class Origin:
 
     def check(self) -> None:
         """Raise `IOFailure` if something else is there by now: what was read may be a mixture of the two."""
-        if Origin.of(self.path) != self:
-            hint = "run the same command again"
+        hint = "run the same command again"
+        if isinstance(self.path, RemotePath):
+            if changed := self.path.find_change():
+                raise IOFailure("this was replaced while the checkpoint was being read", path=changed, hint=hint)
+        elif Origin.of(self.path) != self:
             raise IOFailure("the checkpoint was replaced while it was being read", path=self.path, hint=hint)

@@ -13,6 +13,7 @@ from ckptkit import __version__
 from ckptkit.errors import translate_os_errors
 from ckptkit.ops.beside import own_files
 from ckptkit.ops.pipeline import Drafts
+from ckptkit.remote import RemotePath
 
 _OF_THIS_PROCESS = ("dry_run", "jobs", "progress", "sync", "workers")
 
@@ -63,8 +64,8 @@ def fingerprint(drafts: Drafts) -> str:
     return digest.hexdigest()
 
 
-def stamp(path: Path) -> tuple[int, int]:
-    """Size of a file in bytes, and the time of its last change in nanoseconds."""
+def stamp(path: Path) -> tuple[int, int, int]:
+    """Size of a file in bytes, the time of its last change in nanoseconds, and of a remote one what else tells it."""
     with translate_os_errors(path):
         status = path.stat()
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ino if isinstance(path, RemotePath) else 0

@@ -12,6 +12,7 @@ from ckptkit.ops.pipeline import ALONE, Output, Workers
 from ckptkit.ops.progress import Progress
 from ckptkit.ops.recipe import Recipe
 from ckptkit.ops.rewrite import Request, rewrite
+from ckptkit.remote import RemotePath, to_local, to_path
 from ckptkit.runs import find_whole
 
 RUN = "run"  # where `ckptkit train` saves unless told otherwise
@@ -41,8 +42,8 @@ def reshard(
     beside an optimizer in shards, are copied as they are. For the edits, and the errors, see `convert`.
     """
     given = dict(locals())
-    source = find_whole(Path(src) if src is not None else default_source())
-    path = Path(dst) if dst is not None else default_output(source, to)
+    source = find_whole(to_path(src) if src is not None else default_source())
+    path = to_local(dst) if dst is not None else default_output(source, to)
     recipe = Recipe.of("reshard", given, src=source, dst=path)
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
     request = Request(get_writer("dcp"), asked, UNLIMITED, to, only_sharded=True)
@@ -56,6 +57,8 @@ def default_source() -> Path:
 
 
 def default_output(source: Path, to: int) -> Path:
-    """A directory beside the source, called like it."""
+    """A directory beside the source, called like it; here, if that is remote."""
+    if isinstance(source, RemotePath):
+        return Path(f"{source.name}-to{to}")
     there = source if source.name not in ("", "..") else source.resolve()
     return there.with_name(f"{there.name}-to{to}")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptkit.files import names_in
 from ckptkit.formats import Reader
 from ckptkit.layout import Blob, Chunk, Extent, Layout
 from ckptkit.ops.manifest import FileSum, Manifest
-from ckptkit.system import again
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Subject:
     @property
     def strangers(self) -> list[str]:
         """The files in the directory that look like parts of such a checkpoint and are not of this one."""
-        names = set(again(os.listdir, self.root)) if self.path.is_dir() else set()
+        names = set(names_in(self.root)) if self.path.is_dir() else set()
         unused = sorted(filter(self.reader.owns, names - self.needed - self.recorded.keys()))
         return [name for name in unused if (self.root / name).lstat().st_size]
 

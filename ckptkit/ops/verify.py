@@ -6,19 +6,21 @@ read, and compared with the CRC-32 that the format or a manifest has for it.
 
 from __future__ import annotations
 
-import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
-from ckptkit.files import file_size
+from ckptkit.files import file_size, is_there
 from ckptkit.formats import find_format
 from ckptkit.layout import Extent, Place
 from ckptkit.ops.manifest import FileSum, Manifest, read_manifest, sum_files
+from ckptkit.ops.origin import Origin
 from ckptkit.ops.progress import Progress, Told, telling
 from ckptkit.ops.subject import Subject, within
-from ckptkit.runs import Run, find_parts
+from ckptkit.remote import to_path
+from ckptkit.runs import Run, children, find_parts
 from ckptkit.scan import find_zeros, scan
 
 _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
@@ -77,7 +79,7 @@ def verify(
     With `fast` no tensor is read: structure, and with a manifest the checksums that the files say they have. Raises
     `NotACheckpoint` if there is none; whatever is wrong with one that is there is among its problems.
     """
-    parts = find_all(Path(path))
+    parts = find_all(to_path(path))
     tell = telling(progress, sum(map(size_of, parts)))
     return [verify_part(part, fast=fast, jobs=jobs, progress=tell) for part in parts]
 
@@ -95,10 +97,8 @@ def find_all(path: Path) -> list[Path]:
 def size_of(part: Path) -> int:
     """Bytes of the files that will be read, as near as can be told without opening any."""
     with translate_os_errors(part):
-        if not part.is_dir():
-            return part.stat().st_size
-        with os.scandir(part) as entries:
-            return sum(entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False))
+        found = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
+        return sum(state.st_size for state in found if stat.S_ISREG(state.st_mode))
 
 
 def verify_part(
@@ -113,12 +113,14 @@ def verify_part(
     problems = Problems()
     found = Verified(path)
     try:
+        origin = Origin.of(path)
         reader = find_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             manifest = read_known(path, problems) if with_manifest else None
             subject = Subject(reader, path, layout, manifest)
             found = skim(subject, problems) if fast else read_all(subject, problems, jobs, progress)
+            origin.check()
     except CkptError as error:
         problems.add(error.blame(path=path))
     return replace(found, problems=problems.list())
@@ -167,7 +169,7 @@ def sizes_of(subject: Subject, problems: Problems) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name in sorted(subject.needed | subject.recorded.keys()):
         path = subject.root / name
-        if name in subject.needed and not os.path.lexists(path):
+        if name in subject.needed and not is_there(path):
             continue  # whoever read the layout has said so
         try:
             sizes[name] = file_size(path)

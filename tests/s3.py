@@ -1,0 +1,210 @@
+"""An S3 server on loopback: `rclone serve s3` over a directory, behind a proxy that counts requests and fails some."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+_KEY, _SECRET = "access", "secret"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for: "METHOD path?query", and the range of bytes if one was given."""
+
+    what: str
+    start: int | None
+    stop: int | None
+
+
+@dataclass(slots=True)
+class Fault:
+    """What goes wrong with the next `times` requests in which the pattern `where` is found.
+
+    An answer with `status`; or the connection is dropped `after` so many bytes of the body; or `first` something is
+    done, and then the request.
+    """
+
+    where: str
+    times: int = 1
+    status: int = 0
+    after: int | None = None
+    first: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class S3:
+    """The server. Each directory in `root` is a bucket. `requests` are those since it was last emptied.
+
+    `most` is how many were being answered at the same time.
+    """
+
+    root: Path
+    port: int = 0
+    upstream: int = 0
+    requests: list[Request] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    busy: int = 0
+    most: int = 0
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What makes s3fs, and all that is built on botocore, take this for S3."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": _KEY,
+            "AWS_SECRET_ACCESS_KEY": _SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    @property
+    def reads(self) -> list[Request]:
+        """The requests for content."""
+        return [request for request in self.requests if request.start is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of content asked for."""
+        return sum((request.stop or 0) - (request.start or 0) for request in self.reads)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count a request while it is answered."""
+        with self.lock:
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.busy -= 1
+
+    def fail(self, where: str, **how: Any) -> Fault:
+        """Make the next requests fail in which the pattern `where` is found; see `Fault`."""
+        self.faults.append(Fault(where, **how))
+        return self.faults[-1]
+
+    def meet(self, request: Request) -> Fault | None:
+        """Note a request; the fault that it meets."""
+        with self.lock:
+            self.requests.append(request)
+            for fault in self.faults:
+                if fault.times and re.search(fault.where, request.what):
+                    fault.times -= 1
+                    return fault
+        return None
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection to the proxy."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def __init__(self, s3: S3, *args: Any) -> None:
+        self.s3 = s3
+        super().__init__(*args)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def serve(self) -> None:
+        """Answer a request."""
+        with self.s3.working():
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """Pass a request on, and the answer back."""
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        start, stop = (int(span[1]), int(span[2]) + 1) if span else (None, None)
+        fault = self.s3.meet(Request(f"{self.command} {unquote(self.path)}", start, stop))
+        if fault and fault.first:
+            fault.first()
+        if fault and fault.status:
+            self.answer(fault.status, [], b"")
+            return
+        upstream = http.client.HTTPConnection("127.0.0.1", self.s3.upstream)
+        try:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                upstream.putheader(name, value)
+            upstream.endheaders(body or None)
+            answer = upstream.getresponse()
+            self.answer(answer.status, answer.getheaders(), answer.read(), fault.after if fault else None)
+        except ConnectionError:
+            self.drop()
+        finally:
+            upstream.close()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve  # noqa: N815
+
+    def answer(self, status: int, headers: list[tuple[str, str]], body: bytes, after: int | None = None) -> None:
+        """Send an answer, or only the first bytes of it."""
+        self.send_response_only(status)
+        kept = [(name, value) for name, value in headers if name.lower() not in ("transfer-encoding", "connection")]
+        if not any(name.lower() == "content-length" for name, _ in kept):
+            kept.append(("Content-Length", str(len(body))))
+        for name, value in kept:
+            self.send_header(name, value)
+        self.end_headers()
+        with suppress(ConnectionError):
+            self.wfile.write(body[:after])
+        if after is not None:
+            self.drop()
+
+    def drop(self) -> None:
+        """Cut the connection."""
+        self.close_connection = True
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def serve_s3(root: Path) -> Iterator[S3]:
+    """Serve the directories in `root` as buckets, until the end of the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        upstream = probe.getsockname()[1]
+    root.mkdir(exist_ok=True)
+    command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{upstream}", "--auth-key", f"{_KEY},{_SECRET}"]
+    settings = ["--config", "", "--vfs-cache-mode", "off", "--dir-cache-time", "0s"]
+    process = subprocess.Popen([*command, *settings, root], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    s3 = S3(root, upstream=upstream)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, s3))
+    server.daemon_threads = True
+    server.block_on_close = False
+    s3.port = server.server_address[1]
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        wait_for(upstream, process)
+        yield s3
+    finally:
+        server.shutdown()
+        server.server_close()
+        process.terminate()
+        process.wait()
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until somebody listens at a port."""
+    while True:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        assert process.poll() is None, "rclone did not start"
+        time.sleep(0.05)
