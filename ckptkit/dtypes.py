@@ -27,6 +27,10 @@ class DType:
         """True if numbers of this dtype can be converted to `other`: both are floats of 16 bits or more."""
         return self.kind == other.kind == "float"
 
+    def compares_with(self, other: DType) -> bool:
+        """True if elements of both are one number each, so that they can be held against each other, or alike."""
+        return self == other or not any(d.kind == "quantized" or d.name.endswith("_x2") for d in (self, other))
+
     def __str__(self) -> str:
         return self.name
 

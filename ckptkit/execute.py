@@ -21,7 +21,7 @@ from ckptkit.layout import Chunk, Piece, Place
 from ckptkit.ledger import Ledger
 from ckptkit.plan import Plan
 from ckptkit.sources import Sources, place_of
-from ckptkit.units import WHOLE, Block, Share, blocks, units_of
+from ckptkit.units import WHOLE, Block, Share, units_of
 from ckptkit.workers import Step, work
 
 Progress = Callable[[int], None]
@@ -67,7 +67,7 @@ def copy(
                 progress(sum(block.nbytes for block in group))
             continue
         fresh = Ledger()
-        work(group, partial(copier, plan, sources, fresh, progress), jobs)
+        work(group, partial(copier, plan, sources, fresh, progress), jobs, plan.src.root)
         ledger.add(fresh)
         if journal:
             journal.note(unit, fresh)
@@ -134,34 +134,6 @@ def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     return Copied(checksums, sources.checked_bytes, sources.unchecked_bytes)
 
 
-def compare(plan: Plan, *, jobs: int | None = None, progress: Progress | None = None) -> frozenset[str]:
-    """The names of the tensors whose bytes differ between the two layouts of a plan. Writes nothing."""
-    sources = Sources(plan, Ledger())
-    different: set[str] = set()
-
-    @contextmanager
-    def comparer() -> Iterator[Step[Block]]:
-        ours, theirs = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BLOCK_BYTES))
-        with Gatherer(plan.src.root) as source, Gatherer(plan.dst.root) as other:
-
-            def check(block: Block) -> None:
-                chunk = block.target.chunk
-                pieces = fill(source, block, ours[: block.nbytes])
-                other.fill([(chunk, block.box)], block.box, chunk.dtype, theirs[: block.nbytes])
-                with sources.lock:
-                    sources.note(pieces)
-                    if bytes(ours[: block.nbytes]) != bytes(theirs[: block.nbytes]):
-                        different.add(block.target.name)
-                    if progress:
-                        progress(block.nbytes)
-
-            yield check
-
-    work(blocks(plan), comparer, jobs)
-    scrub(sources, jobs)
-    return frozenset(different)
-
-
 def fill(source: Gatherer, block: Block, data: memoryview) -> list[Piece]:
     """Gather a block's elements into `data`; an error names the tensor."""
     try:
@@ -195,4 +167,4 @@ def scrub(sources: Sources, jobs: int | None) -> None:
 
             yield read
 
-    work(sources.unfinished(), scrubber, jobs)
+    work(sources.unfinished(), scrubber, jobs, sources.root)

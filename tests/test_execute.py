@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckptkit.box import Box, Shape, whole
 from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Corrupt, Unsafe
-from ckptkit.execute import Copied, compare, copy, execute, settle
+from ckptkit.execute import Copied, copy, execute, settle
 from ckptkit.journal import Journal
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.ledger import Ledger
@@ -268,22 +268,3 @@ def test_an_interrupt_of_the_progress_ends_the_work(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         execute(plan, jobs=2, progress=interrupt)
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.data())
-def test_compare_finds_the_tensors_that_differ(data: st.DataObject) -> None:
-    shape = data.draw(shapes.filter(lambda shape: 0 not in shape))
-    numbers = random_numbers(shape, 4)
-    with tempfile.TemporaryDirectory() as home:
-        layouts = []
-        for side in ("a", "b"):
-            files = Files(Path(home, side))
-            order = data.draw(st.none() | st.permutations(range(len(shape))))
-            same = [files.put(numbers, box, FLOAT, order=order) for box in data.draw(tilings(shape))]
-            changed = numbers.copy()
-            changed.reshape(-1).view(np.uint8)[-1] ^= side == "b"
-            other = [files.put(changed, box, FLOAT) for box in data.draw(tilings(shape))]
-            spec = Spec(FLOAT, shape)
-            layouts.append(files.layout(same=StoredTensor(spec, tuple(same)), other=StoredTensor(spec, tuple(other))))
-        assert compare(make_plan(*layouts), jobs=2) == {"other"}

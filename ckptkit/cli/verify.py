@@ -22,6 +22,7 @@ from ckptkit.cli.output import (
     progress_bar,
     say,
 )
+from ckptkit.remote import to_local, to_path
 
 if TYPE_CHECKING:
     from ckptkit.ops.against import Compared
@@ -30,10 +31,14 @@ if TYPE_CHECKING:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: then each of its checkpoints.")],
+    path: Annotated[
+        Path,
+        typer.Argument(parser=to_path, metavar="PATH", help="A checkpoint, or a run: then each of its checkpoints."),
+    ],
     fast: Annotated[bool, typer.Option("--fast", help="Structure only: read no data of large tensors.")] = False,
     against: Annotated[
-        Path | None, typer.Option(metavar="OTHER", help="Also hold it against another checkpoint, tensor by tensor.")
+        Path | None,
+        typer.Option(parser=to_path, metavar="OTHER", help="Also hold it against another one, tensor by tensor."),
     ] = None,
     allow_cast: Annotated[
         bool, typer.Option("--allow-cast", help="With --against: another dtype is converted, and no problem.")
@@ -83,7 +88,12 @@ def verify(
 
 
 def manifest(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: then its latest complete checkpoint.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            parser=to_local, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
+        ),
+    ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a manifest that is there.")] = False,
     jobs: Jobs = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -172,6 +182,8 @@ def report_comparison(compared: Sequence[Compared]) -> None:
             note(f"note: {text}")
         for problem in pair.problems:
             print_problem(problem)
+        if pair.problems:
+            note(f"hint: `ckptkit diff {pair.path} {pair.other}` says by how much they differ")
 
 
 def report_numbers(numbers: Sequence[TensorStats]) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit import edits
+from ckptkit.comparison import compare
 from ckptkit.dtypes import DType
 from ckptkit.errors import CkptError, Mismatch
-from ckptkit.execute import compare
-from ckptkit.formats import locate
+from ckptkit.formats import locate, open_layout
 from ckptkit.layout import Layout, Spec
-from ckptkit.ops.companions import find_companions
-from ckptkit.ops.fit import restore_tied
 from ckptkit.ops.known import open_known
 from ckptkit.ops.progress import Progress, telling
-from ckptkit.ops.weights import find_weights
-from ckptkit.plan import make_plan
-from ckptkit.runs import find_checkpoint, find_parts, find_whole
+from ckptkit.ops.sides import match, pair_parts
+from ckptkit.remote import to_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,56 +44,29 @@ def compare_with(
     a problem, unless `allow_cast`: then `other` is converted as a conversion would do it. Raises a `CkptError` if one
     of them cannot be read.
     """
-    return [
-        compare_parts(one, two, allow_cast=allow_cast, jobs=jobs, progress=progress)
-        for one, two in pair_parts(Path(path), Path(other))
-    ]
-
-
-def pair_parts(path: Path, other: Path) -> list[tuple[Path, Path]]:
-    """The directories that are to be compared: all of both if they have the same parts, or else those of the model."""
-    one, two = (
-        {part.name if len(parts) > 1 else "": part for part in parts}
-        for parts in map(find_parts, (find_whole(path), find_whole(other)))
-    )
-    if len(one) > 1 and one.keys() == two.keys():
-        return [(one[name], two[name]) for name in one]
-    return [(find_checkpoint(path), find_checkpoint(other))]
+    notes: list[str] = []
+    pairs = pair_parts(to_path(path), to_path(other), notes)
+    return [compare_parts(*pair, notes, allow_cast=allow_cast, jobs=jobs, progress=progress) for pair in pairs]
 
 
 def compare_parts(
-    path: Path, other: Path, *, allow_cast: bool, jobs: int | None, progress: Progress | None
+    path: Path, other: Path, known: Sequence[str], *, allow_cast: bool, jobs: int | None, progress: Progress | None
 ) -> Compared:
     """Hold one directory or file against another."""
-    here, there = open_known(path), open_known(other)
-    notes: list[str] = []
-    if here.tensors.keys() != there.tensors.keys():
-        here, there = reduce_to_weights(here, there, path, other, notes)
+    notes = list(known)
+    here, there = (side.layout for side in match(open_layout(path), open_known(other), notes))
     problems = list(find_differences(here, there, allow_cast=allow_cast))
     at_fault = {problem.tensor for problem in problems}
     names = {name for name in here.tensors if name in there.tensors and name not in at_fault}
     if allow_cast:
         there = cast_to(there, here.specs, notes)
-    plan = make_plan(*(locate(only(layout, names)) for layout in (there, here)))
-    tell = telling(progress, plan.nbytes)
-    different = sorted(compare(plan, jobs=jobs, progress=tell))
+    ours, theirs = (locate(only(layout, names)) for layout in (here, there))
+    tell = telling(progress, ours.nbytes + theirs.nbytes)
+    different = compare(theirs, ours, jobs=jobs, progress=tell).different
     problems += [Mismatch(f"its bytes are not those in {other}", path=path, tensor=name) for name in different]
     if here.blobs.keys() | there.blobs.keys():
         notes.append("entries that are no tensor were not compared")
-    return Compared(path, other, len(names), plan.nbytes, tuple(problems), tuple(notes))
-
-
-def reduce_to_weights(here: Layout, there: Layout, path: Path, other: Path, notes: list[str]) -> tuple[Layout, Layout]:
-    """Both layouts with the model's tensors only, under the model's own names; a tied head is there in both or none."""
-    one, two = find_weights(here), find_weights(there)
-    if one.left_out or two.left_out:
-        notes.append("only the model was compared: not both have the rest")
-    ours, theirs = one.layout, two.layout
-    if theirs.tensors.keys() - ours.tensors.keys():
-        ours = restore_tied(ours, find_companions(path, None).config or {})
-    if ours.tensors.keys() - theirs.tensors.keys():
-        theirs = restore_tied(theirs, find_companions(other, None).config or {})
-    return ours, theirs
+    return Compared(path, other, len(names), ours.nbytes, tuple(problems), tuple(notes))
 
 
 def find_differences(here: Layout, there: Layout, *, allow_cast: bool) -> list[Mismatch]:

@@ -8,13 +8,12 @@ from typing import Any
 
 from ckptkit import edits
 from ckptkit.box import Shape
+from ckptkit.comparison import compare
 from ckptkit.errors import Mismatch
-from ckptkit.execute import compare
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
 from ckptkit.ops.companions import Companions
 from ckptkit.ops.expected import HEAD, expected_shapes, find_embedding, find_rename, is_tied
-from ckptkit.plan import make_plan
 
 
 def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, list[str]]:
@@ -48,7 +47,7 @@ def drop_tied(layout: Layout, notes: list[str]) -> Layout:
         return layout
     head = locate(edits.rename(edits.select(layout, lambda name: name == HEAD), lambda _: embedding))
     other = locate(edits.select(layout, lambda name: name == embedding))
-    if head.specs != other.specs or compare(make_plan(head, other)):
+    if head.specs != other.specs or compare(head, other).different:
         raise Mismatch(
             f"config.json ties it to `{embedding}`, but their bytes differ",
             path=layout.root,

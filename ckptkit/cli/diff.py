@@ -1,0 +1,254 @@
+"""`ckptkit diff`: are two checkpoints the same, and if not, in what and by how much?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.conversion import Exclude, Include, Jobs
+from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, print_json, print_table, progress_bar, say
+from ckptkit.remote import to_path
+
+if TYPE_CHECKING:
+    from ckptkit.ops.differences import Diff, Difference, Kind
+
+_ROWS = 20  # of a table, unless all are asked for
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(parser=to_path, metavar="A", help="A checkpoint, or a run: then its latest.")],
+    b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="What to hold it against.")],
+    rtol: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="Numbers may differ by this share of the number in B.")
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="And by this much; NaN equals NaN then.")
+    ] = None,
+    allow_cast: Annotated[
+        bool, typer.Option("--allow-cast", help="Another float dtype is no difference: the wider one is rounded to it.")
+    ] = False,
+    include: Include = None,
+    exclude: Exclude = None,
+    every: Annotated[bool, typer.Option("--all", help="List every tensor, not folded by layer.")] = False,
+    jobs: Jobs = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Compare two checkpoints of any format, world size and dtype: names, shapes, dtypes and values, bit for bit.
+
+    With --rtol or --atol numbers are the same if |a - b| <= atol + rtol * |b|.
+
+    Example: ckptkit diff run/ckpt-500 run-on-8/ckpt-500 --rtol 1e-5
+
+    Exit codes: 0 the same; 1 not the same; 2 usage; 3 one is no checkpoint, or damaged; 4 an I/O failure.
+    """
+    from ckptkit.ops.diff import diff as compare
+
+    with progress_bar("diff") as progress:
+        found = compare(
+            a,
+            b,
+            rtol=rtol,
+            atol=atol,
+            allow_cast=allow_cast,
+            include=include or (),
+            exclude=exclude or (),
+            jobs=jobs,
+            progress=progress,
+        )
+    if json:
+        print_json(to_json(found))
+    else:
+        for asked, taken in ((a, found.a), (b, found.b)):
+            if asked != taken:
+                note(f"taking {taken}")
+        report(found, every=every)
+    if not found.is_equal:
+        raise typer.Exit(1)
+
+
+def to_json(found: Diff) -> dict[str, Any]:
+    """The result under the keys that scripts rely on."""
+    return {
+        "a": str(found.a),
+        "b": str(found.b),
+        "equal": found.is_equal,
+        "only_in_a": list(found.only_in_a),
+        "only_in_b": list(found.only_in_b),
+        "different": [difference_json(one) for one in found.different],
+        "renamed": dict(found.renamed),
+        "tensors": found.tensors,
+        "nbytes": found.nbytes,
+        "checked_bytes": found.checked_bytes,
+        "notes": list(found.notes),
+    }
+
+
+def difference_json(one: Difference) -> dict[str, Any]:
+    """A difference; numbers are null where there are none, or where they are infinite."""
+    distance = one.distance
+    specs = {side: str(spec) if spec else None for side, spec in (("a", one.a), ("b", one.b))}
+    if one.values:
+        specs = {side: repr(value) for side, value in zip("ab", one.values, strict=True)}
+    if distance is None:
+        return {"name": one.name, "reason": one.reason, "max_abs": None, "first": None, **specs}
+    return {
+        "name": one.name,
+        "reason": one.reason,
+        "max_abs": finite(distance.max_abs),
+        "first": None if distance.first is None else list(distance.first),
+        "rel_l2": finite(distance.rel_l2),
+        "elements": distance.different,
+        "strange": distance.strange,
+        **specs,
+    }
+
+
+def finite(number: float) -> float | None:
+    """The number, None for one that JSON cannot say."""
+    return number if isfinite(number) else None
+
+
+def report(found: Diff, *, every: bool) -> None:
+    """The result for a reader: what matters most first, the conclusion last."""
+    from ckptkit.ops.differences import Kind
+
+    for text in found.notes:
+        note(f"note: {text}")
+    kinds = [Kind(one, 1) for one in found.different] if every else found.by_kind
+    measured = [kind for kind in kinds if kind.difference.distance]
+    report_unmeasured("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], every=every)
+    report_measured(measured, every=every)
+    others = [kind for kind in kinds if not kind.difference.distance and kind.difference.reason != "shape"]
+    report_unmeasured("another value or dtype", others, every=every)
+    for side, path, names in (("A", found.a, found.only_in_a), ("B", found.b, found.only_in_b)):
+        if names:
+            say(f"only in {side}, {path}:")
+            say_list(names if every else folded(names), every=every)
+    report_renames(found, every=every)
+    say(conclude(found))
+    hint(found)
+
+
+def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
+    """Differences by how large they are; a change of dtype that is that of all is said once."""
+    if not kinds:
+        return
+    most = None if every else _ROWS
+    changes = {describe_change(kind.difference) if kind.difference.reason == "dtype" else "" for kind in kinds}
+    common = changes.pop() if len(changes) == 1 else ""
+    rows = [row_of(kind, with_change=not common) for kind in kinds[:most]]
+    print_table(rows, ("rel L2", "max", "differ", "first", f"tensor: {common}" if common else "tensor"))
+    say_more(len(kinds), most)
+
+
+def report_unmeasured(what: str, kinds: Sequence[Kind], *, every: bool) -> None:
+    """Differences that have no size."""
+    if kinds:
+        say(f"{what}:")
+        lines = [f"{kind.difference.name}: {describe_change(kind.difference)}" for kind in kinds]
+        say_list([times(line, kind.count) for line, kind in zip(lines, kinds, strict=True)], every=every)
+
+
+def row_of(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
+    """A line of the table."""
+    one, distance = kind.difference, kind.difference.distance
+    assert distance is not None
+    assert one.a is not None
+    strange = f", {distance.strange:,} NaN/Inf" if distance.strange else ""
+    first = "" if distance.first is None else f"[{','.join(map(str, distance.first))}]"
+    differ = share(distance.different, kind.count * one.a.numel)
+    name = f"{one.name}: {describe_change(one)}" if with_change and one.reason == "dtype" else one.name
+    return f"{distance.rel_l2:.3g}", f"{distance.max_abs:.3g}", f"{differ}{strange}", first, times(name, kind.count)
+
+
+def describe_change(one: Difference) -> str:
+    """What is another in B."""
+    if one.values:
+        return f"{one.values[0]!r:.40} => {one.values[1]!r:.40}"
+    if one.a is None or one.b is None:
+        return "not the same"
+    if one.reason == "dtype":
+        return f"{one.a.dtype} => {one.b.dtype}"
+    return " => ".join(str(list(spec.shape)).replace(" ", "") for spec in (one.a, one.b))
+
+
+def share(part: int, whole: int) -> str:
+    """How many of all: a number if few, or else a percentage."""
+    if part == whole:
+        return "all"
+    return f"{part:,}" if part < 1000 else f"{min(100 * part / whole, 99.9):.3g}%"
+
+
+def report_renames(found: Diff, *, every: bool) -> None:
+    """The renames, by as few rules as there are."""
+    if not found.renamed:
+        return
+    from ckptkit.ops.renames import explain
+
+    say("renamed:")
+    if every:
+        say_list([f"{old} => {new}" for old, new in found.renamed.items()], every=True)
+    else:
+        lines = [times(f"{line.old} => {line.new}", line.count) for line in explain(found.renamed)]
+        say_list(lines, every=False)
+
+
+def folded(names: Sequence[str]) -> list[str]:
+    """Names, with those as one that are the same in every layer."""
+    from ckptkit.ops.renames import fold
+
+    often = Counter(map(fold, names))
+    lines = (times(fold(name), often[fold(name)]) if often[fold(name)] > 1 else name for name in names)
+    return list(dict.fromkeys(lines))
+
+
+def times(text: str, number: int) -> str:
+    """A line that stands for several."""
+    return f"{text}  x{number}" if number > 1 else text
+
+
+def say_list(lines: Sequence[str], *, every: bool) -> None:
+    """Some lines, and how many there are beside them."""
+    most = None if every else _ROWS
+    for line in lines[:most]:
+        say(f"  {line}")
+    say_more(len(lines), most)
+
+
+def say_more(number: int, most: int | None) -> None:
+    """How many lines were left out, if any."""
+    if most is not None and number > most:
+        say(f"  ... {number - most:,} more: --all lists them")
+
+
+def hint(found: Diff) -> None:
+    """What to do next."""
+    if any(
+        one.reason == "dtype" and one.a and one.b and one.a.dtype.can_become(one.b.dtype) for one in found.different
+    ):
+        note("hint: --allow-cast compares floats of two dtypes after conversion")
+    elif any(one.reason == "values" and one.is_weight for one in found.different):
+        note(f"hint: `ckptkit stats {found.a} {found.b}` shows which parameters moved most")
+
+
+def conclude(found: Diff) -> str:
+    """The result in one line."""
+    amount = f"{count(found.tensors, 'tensor')}, {format_bytes(found.nbytes)}"
+    if found.is_equal:
+        return f"the same: {amount}"
+    weights = sum(one.is_weight for one in found.different)
+    lines = [
+        (len(found.different), f"differ ({weights:,} of the model)" if weights else "differ"),
+        (len(found.only_in_a), "only in A"),
+        (len(found.only_in_b), "only in B"),
+        (len(found.renamed), "renamed"),
+    ]
+    text = ", ".join(f"{number:,} {what}" for number, what in lines if number)
+    only_names = found.renamed and not (found.different or found.only_in_a or found.only_in_b)
+    return f"not the same: {text}{' but equal' if only_names else ''}; compared were {amount}"

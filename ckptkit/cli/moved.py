@@ -1,0 +1,74 @@
+"""`ckptkit stats A B`: which parameters moved most from one checkpoint to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.cli.diff import finite, times
+from ckptkit.cli.output import count, note, print_json, print_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from ckptkit.ops.moved import Moved, Movement
+
+
+def report_moved(a: Path, b: Path, *, top: int, jobs: int | None, json: bool) -> None:
+    """Print the `top` kinds of parameters that changed most from checkpoint `a` to `b`; as JSON, every parameter."""
+    from ckptkit.ops.moved import moved
+
+    with progress_bar("compare") as progress:
+        found = moved(a, b, jobs=jobs, progress=progress)
+    if json:
+        print_json(to_json(found))
+        return
+    note(f"from {found.a} to {found.b}")
+    for text in found.notes:
+        note(f"note: {text}")
+    kinds = found.by_kind
+    print_table(
+        [row_of(movement) for movement in kinds[:top]],
+        ("change", "max", "cosine", "most", "parameter"),
+    )
+    if len(kinds) > top:
+        say(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
+    whole = found.whole
+    angle = f", cosine {cosine(whole)}" if cosine(whole) else ""
+    say(f"{count(whole.tensors, 'tensor')} as one: change {whole.change:.3g}{angle}")
+
+
+def row_of(movement: Movement) -> tuple[str, ...]:
+    """A line of the table."""
+    distance = movement.distance
+    layers = ".".join(word for word in movement.peak.split(".") if word.isdecimal())
+    return (
+        f"{movement.change:.3g}",
+        f"{distance.max_abs:.3g}" + (f", {distance.strange:,} NaN/Inf" if distance.strange else ""),
+        cosine(movement),
+        layers if movement.tensors > 1 else "",
+        times(movement.name, movement.tensors),
+    )
+
+
+def cosine(movement: Movement) -> str:
+    """That of the angle between before and after."""
+    found = movement.distance.cosine
+    return "" if found is None else f"{found:.4f}"
+
+
+def to_json(found: Moved) -> dict[str, Any]:
+    """The result for scripts; numbers are null where they are infinite."""
+    return {
+        "a": str(found.a),
+        "b": str(found.b),
+        "moved": [
+            {
+                "name": movement.name,
+                "change": finite(movement.change),
+                "max_abs": finite(movement.distance.max_abs),
+                "cosine": movement.distance.cosine,
+                "strange": movement.distance.strange,
+            }
+            for movement in found.tensors
+        ],
+        "notes": list(found.notes),
+    }
