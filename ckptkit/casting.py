@@ -30,7 +30,7 @@ def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
     """
     if not src.can_become(dst):
         raise Unsupported(f"no conversion from {src} to {dst}")
-    widen, narrow = _widener(src), _narrower(dst)
+    widen, narrow = widener(src), _narrower(dst)
     for start in range(0, len(values), _PART):
         part = slice(start, start + _PART)
         wide = widen(values[part])
@@ -51,8 +51,8 @@ def check_range(values: Array, dst: DType) -> None:
         )
 
 
-def _widener(src: DType) -> Callable[[Array], Array]:
-    """From the stored form to float32, or to float64 where that is what is stored."""
+def widener(src: DType) -> Callable[[Array], Array]:
+    """From the stored form of a float of 16 bits and more to float32, or to float64 where that is what is stored."""
     if src.name == "bfloat16":
         return lambda stored: np.left_shift(stored.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
     if src.name == "float16":

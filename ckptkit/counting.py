@@ -1,4 +1,4 @@
-"""Counting: what kinds of numbers are among stored elements. Reads no file, and needs no torch.
+"""Counting: what kinds of numbers are among stored elements, and their moments. Reads no file, and needs no torch.
 
 Floats are told apart by their bits, which order like integers within a sign
 (https://en.wikipedia.org/wiki/IEEE_754-1985#Comparing_floating-point_numbers): the extremes of the bits, read as signed
@@ -7,13 +7,15 @@ and as unsigned, say of a part at once that all of it is ordinary. Only one that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.dtypes import DType
+from ckptkit.casting import widener
+from ckptkit.dtypes import DTYPES, DType
+from ckptkit.moments import Moments, measure, measure_often
 from ckptkit.small_floats import SMALL_FLOATS, SmallFloat
 
 Array = NDArray[Any]
@@ -27,7 +29,7 @@ class Count:
     """Of how many numbers how many are NaN, infinite, zero and denormal; the lowest and the highest that is not NaN.
 
     A complex element is two numbers, and so is a byte that holds two of 4 bits. `low` and `high` are None where all are
-    NaN.
+    NaN. The `moments` are those of the finite ones.
     """
 
     numbers: int = 0
@@ -37,6 +39,22 @@ class Count:
     denormal: int = 0
     low: Number | None = None
     high: Number | None = None
+    moments: Moments = field(default_factory=Moments)
+
+    @property
+    def is_all_zero(self) -> bool:
+        """True if there are numbers, and all are zero."""
+        return 0 < self.zero == self.numbers
+
+    @property
+    def is_constant(self) -> bool:
+        """True if there are several numbers, and all are the same."""
+        return self.numbers > 1 and not self.nan and self.low == self.high
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros."""
+        return self.zero / self.numbers if self.numbers else 0.0
 
     def merge(self, other: Count) -> Count:
         """The statistics of both together."""
@@ -48,11 +66,12 @@ class Count:
             self.denormal + other.denormal,
             min((low for low in (self.low, other.low) if low is not None), default=None),
             max((high for high in (self.high, other.high) if high is not None), default=None),
+            self.moments.merge(other.moments),
         )
 
 
 def count(data: memoryview, dtype: DType) -> Count:
-    """The statistics of elements of a dtype, as they are stored; of integers and booleans, zeros and extremes only."""
+    """The statistics of elements of a dtype, as they are stored; no integer or boolean is NaN, infinite or denormal."""
     found = Count()
     for start in range(0, len(data), _PART_BYTES):
         found = found.merge(_count_part(data[start : start + _PART_BYTES], dtype))
@@ -63,8 +82,10 @@ def _count_part(data: memoryview, dtype: DType) -> Count:
     if dtype.kind == "small_float":
         return _count_small(np.frombuffer(data, np.uint8), SMALL_FLOATS[dtype.name])
     if dtype.kind in ("float", "complex"):
-        kind = _FLOATS[_COMPONENTS.get(dtype.name, dtype.name)]
-        return _count_floats(np.frombuffer(data, f"u{kind.nbytes}"), kind)
+        name = _COMPONENTS.get(dtype.name, dtype.name)
+        kind = _FLOATS[name]
+        bits = np.frombuffer(data, f"u{kind.nbytes}")
+        return replace(_count_floats(bits, kind), moments=measure(bits, widener(DTYPES[name])))
     return _count_integers(np.frombuffer(data, _INTEGERS.get(dtype.name, dtype.name)))
 
 
@@ -75,7 +96,12 @@ _INTEGERS = {"bool": "uint8", "quint8": "uint8", "qint8": "int8", "qint32": "int
 
 def _count_integers(values: Array) -> Count:
     zero = len(values) - int(np.count_nonzero(values))
-    return Count(len(values), zero=zero, low=values.min().item(), high=values.max().item())
+    low, high = values.min().item(), values.max().item()
+    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, _as_they_are))
+
+
+def _as_they_are(values: Array) -> Array:
+    return values
 
 
 # Floats of 16 bits and more, by their bits
@@ -179,4 +205,5 @@ def _count_small(codes: Array, kind: SmallFloat) -> Count:
         denormal=int(often[(values != 0) & (np.abs(values) < kind.normal)].sum()),
         low=numbers.min().item() if len(numbers) else None,
         high=numbers.max().item() if len(numbers) else None,
+        moments=measure_often(values, often),
     )

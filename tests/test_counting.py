@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ckptkit.counting import Count, count
 from ckptkit.dtypes import DTYPES, DType
+from ckptkit.moments import Moments
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.kind in ("float", "complex", "small_float")]
 INTEGERS = [dtype for dtype in DTYPES.values() if dtype.kind == "int"]
@@ -35,8 +37,35 @@ def torchs(dtype: DType) -> torch.dtype:
     return found
 
 
+def counted(data: memoryview, dtype: DType) -> Count:
+    """What kinds of numbers there are, without their moments."""
+    return replace(count(data, dtype), moments=Moments())
+
+
 def ours(tensor: Tensor, dtype: DType) -> Count:
-    return count(memoryview(tensor.contiguous().view(torch.uint8).numpy().data), dtype)
+    """What is counted, of which the moments are those that torch finds in double precision."""
+    found = count(memoryview(tensor.contiguous().view(torch.uint8).numpy().data), dtype)
+    assert_moments(found.moments, numbers_of(tensor))
+    return replace(found, moments=Moments())
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor).double()
+
+
+def assert_moments(found: Moments, numbers: Tensor) -> None:
+    there = numbers[numbers.isfinite()]
+    size = there.abs().max().item() if len(there) else 0.0
+    assert found.finite == len(there)
+    if size * size * len(there) == torch.inf:  # beyond what a sum of squares in float64 holds
+        assert found.norm == torch.inf
+        assert found.mean == pytest.approx((there / len(there)).sum().item(), rel=1e-13, abs=1e-13 * size + 1e-300)
+    elif len(there):
+        assert found.mean == pytest.approx(there.mean().item(), rel=1e-13, abs=1e-13 * size + 1e-300)
+        assert found.deviation == pytest.approx(there.std(correction=0).item(), rel=1e-11, abs=1e-13 * size)
+        assert found.norm == pytest.approx(there.square().sum().sqrt().item(), rel=1e-12, abs=1e-160)
+    else:
+        assert found == Moments()
 
 
 def expected(tensor: Tensor) -> Count:
@@ -124,14 +153,15 @@ def test_booleans() -> None:
 
 
 def test_quantized_numbers_are_the_integers_that_are_stored() -> None:
-    assert count(memoryview(b"\x00\xff"), DTYPES["quint8"]) == Count(2, zero=1, low=0, high=255)
-    assert count(memoryview(b"\x00\xff"), DTYPES["qint8"]) == Count(2, zero=1, low=-1, high=0)
-    assert count(memoryview(b"\xfe\xff\xff\xff"), DTYPES["qint32"]) == Count(1, low=-2, high=-2)
+    assert counted(memoryview(b"\x00\xff"), DTYPES["quint8"]) == Count(2, zero=1, low=0, high=255)
+    assert counted(memoryview(b"\x00\xff"), DTYPES["qint8"]) == Count(2, zero=1, low=-1, high=0)
+    assert counted(memoryview(b"\xfe\xff\xff\xff"), DTYPES["qint32"]) == Count(1, low=-2, high=-2)
 
 
 def test_a_byte_may_hold_two_numbers() -> None:
     found = count(memoryview(bytes([0x00, 0x71, 0xF8])), DTYPES["float4_e2m1fn_x2"])
-    assert found == Count(6, zero=3, denormal=1, low=-6.0, high=6.0)
+    assert replace(found, moments=Moments()) == Count(6, zero=3, denormal=1, low=-6.0, high=6.0)
+    assert_moments(found.moments, torch.tensor([0, 0, 0.5, 6, 0, -6]).double())
 
 
 def test_nothing_at_all() -> None:

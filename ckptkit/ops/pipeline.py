@@ -84,13 +84,14 @@ class Draft:
 class Drafts:
     """All that an output is made of: a draft for each part of a checkpoint, and other files, given or to be copied.
 
-    All of it comes from `origin`.
+    All of it comes from `origin`. What a manifest says of where a part comes from is `made_of`, if that is given.
     """
 
     origin: Origin
     parts: Sequence[Draft]
     given: Mapping[str, bytes] = field(default_factory=dict)
     copied: Mapping[str, Path] = field(default_factory=dict)
+    made_of: Mapping[str, str] | None = None
 
     @property
     def file_sizes(self) -> dict[str, int]:
@@ -176,8 +177,8 @@ def open_journals(work: Path, plans: Sequence[object], number: int) -> list[Jour
 
 
 @contextmanager
-def opened(drafts: Drafts, output: Output, key: bytes, *, is_part: bool = False) -> Iterator[Stage]:
-    """The stage, open, with room for all files.
+def opened(drafts: Drafts, output: Output, key: bytes | None, *, is_part: bool = False) -> Iterator[Stage]:
+    """The stage, open, with room for all files. Without a key nothing of an interrupted call is gone on with.
 
     It is cleared away after an error, but kept after an interruption, if there is something to go on with; and always
     if others have a part in it.
@@ -247,7 +248,7 @@ def finish(drafts: Drafts, plans: Sequence[Plan], ledgers: Sequence[Ledger], sta
     for draft, plan, done in zip(drafts.parts, plans, copied, strict=True):
         write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
         if not output.is_file:
-            write_manifest(plan, done, drafts.names_in(draft.place))
+            write_manifest(plan, done, drafts.names_in(draft.place), drafts.made_of or source_of(plan.src))
     drafts.origin.check()
     stage.commit()
     return Copied({}, sum(done.checked_bytes for done in copied), sum(done.unchecked_bytes for done in copied))
@@ -262,13 +263,13 @@ def copy_file(src: Path, dst: Path) -> None:
         create_file(dst, size, parts, anew=False)
 
 
-def write_manifest(plan: Plan, copied: Copied, names: Iterable[str]) -> None:
-    """Write the manifest of a part of the output, by what was seen of its bytes while they were copied."""
+def write_manifest(plan: Plan, copied: Copied, names: Iterable[str], source: Mapping[str, str]) -> None:
+    """Write the manifest of a part of the output, by what was seen of its bytes while they were written."""
     root = plan.dst.root
     extents = [extent_of(target, copied) for target in plan.targets]
     whole = {name: t.chunks[0] for name, t in plan.dst.tensors.items() if len(t.chunks) == 1}
     sums = {name: copied.checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
-    content = Manifest(sum_files(root, names, extents), sums, source_of(plan.src)).to_bytes()
+    content = Manifest(sum_files(root, names, extents), sums, source).to_bytes()
     create_file(root / MANIFEST, len(content), [(0, content)], anew=False)
 
 

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptkit.layout import Spec
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A line of the tree: `repeats` modules alike are one line, with the tensors and bytes of all of them."""
+    """A line of the tree: `repeats` modules alike are one line, with the tensors and bytes of all of them.
+
+    `names` are those of the tensors in it.
+    """
 
     depth: int
     label: str
     spec: Spec | None
-    tensors: int
     nbytes: int
+    names: tuple[str, ...]
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors are in it."""
+        return len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor: two of one kind are alike, whatever they are called."""
+
+    spec: Spec
+    name: str = field(compare=False)
 
 
 _DEEPEST = 64  # levels; what a stranger nests deeper stays one label
-Node = dict[str, "Node | Spec"]
-Group = tuple[str, int, "Node | Spec"]  # label, how many are alike, one of them
+Node = dict[str, "Node | Leaf"]
+Group = tuple[str, int, list["Node | Leaf"]]  # label, how many are alike in each module, and all of them
 
 
 def fold(specs: Mapping[str, Spec]) -> Iterator[Branch]:
@@ -34,45 +50,46 @@ def fold(specs: Mapping[str, Spec]) -> Iterator[Branch]:
             below = node.setdefault(f"{module}.", {})
             assert isinstance(below, dict)  # labels of modules end in a dot, those of tensors do not
             node = below
-        node[leaf] = spec
-    yield from _lines(root, 0, 1)
+        node[leaf] = Leaf(spec, name)
+    yield from _lines([root], 0)
 
 
-def _lines(node: Node, depth: int, times: int) -> Iterator[Branch]:
-    for label, repeats, child in map(_with_only_child, _grouped(node)):
+def _lines(alike: list[Node | Leaf], depth: int) -> Iterator[Branch]:
+    for label, repeats, members in map(_with_only_child, _groups(alike)):
+        leaves = [leaf for member in members for leaf in _leaves(member)]
         name = f"{label}  x{repeats}" if repeats > 1 else label
-        count, nbytes = _totals(child)
-        factor = times * repeats
-        spec = child if isinstance(child, Spec) else None
-        yield Branch(depth, name, spec, count * factor, nbytes * factor)
-        if isinstance(child, dict):
-            yield from _lines(child, depth + 1, factor)
+        spec = members[0].spec if isinstance(members[0], Leaf) else None
+        nbytes = sum(leaf.spec.nbytes for leaf in leaves)
+        yield Branch(depth, name, spec, nbytes, tuple(leaf.name for leaf in leaves))
+        yield from _lines(members, depth + 1)
 
 
 def _with_only_child(group: Group) -> Group:
     """A line together with the one below it, if that is its only one and not both stand for several."""
-    label, repeats, child = group
-    below = list(_grouped(child)) if isinstance(child, dict) else []
+    label, repeats, members = group
+    below = list(_groups(members))
     if len(below) != 1 or (repeats > 1 and below[0][1] > 1):
         return group
     return _with_only_child((label + below[0][0], repeats * below[0][1], below[0][2]))
 
 
-def _grouped(node: Node) -> Iterator[Group]:
-    """The children of a node; runs of numbered ones that are equal become one, called `first-last`."""
-    pending: list[tuple[str, Node | Spec]] = []
-    for label, child in sorted(node.items(), key=lambda item: _number(item[0])):
-        if pending and not (_number(label) >= 0 and child == pending[-1][1]):
-            yield _group(pending)
+def _groups(alike: list[Node | Leaf]) -> Iterator[Group]:
+    """The children of nodes that are alike; runs of numbered ones that are equal become one, called `first-last`."""
+    nodes = [node for node in alike if isinstance(node, dict)]
+    pending: list[str] = []
+    for label in sorted(nodes[0], key=_number) if nodes else ():
+        if pending and not (_number(label) >= 0 and nodes[0][label] == nodes[0][pending[-1]]):
+            yield _group(pending, nodes)
             pending = []
-        pending.append((label, child))
+        pending.append(label)
     if pending:
-        yield _group(pending)
+        yield _group(pending, nodes)
 
 
-def _group(alike: list[tuple[str, Node | Spec]]) -> Group:
-    (first, child), (last, _) = alike[0], alike[-1]
-    return (first if first == last else f"{first.rstrip('.')}-{last}"), len(alike), child
+def _group(labels: list[str], nodes: list[Node]) -> Group:
+    first, last = labels[0], labels[-1]
+    name = first if first == last else f"{first.rstrip('.')}-{last}"
+    return name, len(labels), [node[label] for node in nodes for label in labels]
 
 
 def _number(label: str) -> int:
@@ -81,9 +98,10 @@ def _number(label: str) -> int:
     return int(digits) if digits.isdecimal() and len(digits) < 10 else -1
 
 
-def _totals(node: Node | Spec) -> tuple[int, int]:
-    """Tensors and bytes below a node."""
-    if isinstance(node, Spec):
-        return 1, node.nbytes
-    counts = [_totals(child) for child in node.values()]
-    return sum(count for count, _ in counts), sum(nbytes for _, nbytes in counts)
+def _leaves(node: Node | Leaf) -> Iterator[Leaf]:
+    """The tensors below a node."""
+    if isinstance(node, Leaf):
+        yield node
+    else:
+        for child in node.values():
+            yield from _leaves(child)

@@ -1,0 +1,155 @@
+"""`ckptkit stats`: what the numbers of a checkpoint look like, or what moved most from one to another."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.conversion import Exclude, Include, Jobs
+from ckptkit.cli.moved import report_moved
+from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.errors import Usage
+from ckptkit.remote import to_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptkit.counting import Count
+    from ckptkit.ops.stats import Stats, TensorStats
+
+Row = tuple[str, "Count"]  # what a line is called, and what was counted
+
+
+def stats(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            parser=to_path, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
+        ),
+    ],
+    other: Annotated[
+        Path | None, typer.Argument(parser=to_path, metavar="OTHER", help="A later one: what moved most up to it.")
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not folded by module.")] = False,
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="With OTHER: show the N that moved most.")] = 20,
+    include: Include = None,
+    exclude: Exclude = None,
+    jobs: Jobs = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Show norm, mean, deviation, extremes, zeros, NaN and Inf of every tensor, folded by module.
+
+    Example: ckptkit stats run/ckpt-500 --include 'model.*'
+
+    Mean, deviation and norm are of the finite numbers, summed in float64. Exit codes: 0 done; 2 usage; 3 not a
+    checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
+    """
+    if other is not None:
+        if include or exclude or tensors:
+            raise Usage("--include, --exclude and --tensors are for one checkpoint", hint="leave them out, or OTHER")
+        report_moved(path, other, top=top, jobs=jobs, json=json)
+        return
+    from ckptkit.ops.stats import stats as look
+
+    with progress_bar("statistics") as progress:
+        found = look(path, include=include or (), exclude=exclude or (), jobs=jobs, progress=progress)
+    if json:
+        print_json(to_json(found))
+    else:
+        report(path, found, each=tensors)
+
+
+def to_json(found: Stats) -> dict[str, Any]:
+    """The result under the keys that scripts rely on."""
+    return {
+        "path": str(found.path),
+        "format": found.format,
+        "total": count_json(found.total),
+        "tensors": [tensor_json(tensor) for tensor in found.tensors],
+    }
+
+
+def tensor_json(tensor: TensorStats) -> dict[str, Any]:
+    """One tensor of the result."""
+    what = {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": list(tensor.spec.shape)}
+    return what | count_json(tensor)
+
+
+def count_json(found: Count) -> dict[str, Any]:
+    """What was counted; null is a number that there is none of, or that JSON has none for."""
+    moments = found.moments
+    values = {
+        "norm": moments.norm,
+        "mean": moments.mean if moments.finite else None,
+        "std": moments.deviation if moments.finite else None,
+        "low": found.low,
+        "high": found.high,
+    }
+    return {
+        "numbers": found.numbers,
+        **{name: value if value is not None and isfinite(value) else None for name, value in values.items()},
+        "nan": found.nan,
+        "inf": found.inf,
+        "denormal": found.denormal,
+        "zero": found.zero,
+        "sparsity": found.sparsity,
+    }
+
+
+def report(path: Path, found: Stats, *, each: bool) -> None:
+    """The result for a reader: a line for each module or tensor, and one for all."""
+    if found.path != path:
+        note(f"taking {found.path}")
+    total = found.total
+    rows: list[Row] = [(tensor.name, tensor) for tensor in found.tensors]
+    if not each:
+        rows = [(f"{'  ' * branch.depth}{branch.label}", counted) for branch, counted in found.by_module()]
+    say(f"{found.path}: {count(len(found.tensors), 'tensor')}, {count(total.numbers, 'number')}")
+    columns = [column for column in COLUMNS if column.is_shown(rows)]
+    print_table(
+        [(*(column.write(counted) for column in columns), name) for name, counted in [*rows, ("all", total)]],
+        (*(column.name for column in columns), "tensor" if each else "module or tensor"),
+    )
+
+
+class Column:
+    """A column of the table, called `name`; unless `always`, only where something is in it."""
+
+    def __init__(self, name: str, write: Callable[[Count], str], *, always: bool = True) -> None:
+        self.name = name
+        self.write = write
+        self._always = always
+
+    def is_shown(self, rows: Sequence[Row]) -> bool:
+        """True if there is anything to see."""
+        return self._always or any(self.write(counted) for _, counted in rows)
+
+
+def brief(value: float | None) -> str:
+    """A number in seven characters or eight: `0.0123`, `-1.23e-5`; nothing where there is none."""
+    if value is None:
+        return ""
+    digits, e, power = f"{value:.3g}".partition("e")
+    return f"{digits}e{int(power)}" if e else digits
+
+
+def share(part: int, whole: int) -> str:
+    """A share as a percentage, such as `3.1%`; nothing for none."""
+    return f"{100 * part / whole:.2g}%" if part else ""
+
+
+COLUMNS = (
+    Column("norm", lambda found: brief(found.moments.norm if found.moments.finite else None)),
+    Column("mean", lambda found: brief(found.moments.mean if found.moments.finite else None)),
+    Column("std", lambda found: brief(found.moments.deviation if found.moments.finite else None)),
+    Column("low", lambda found: brief(found.low)),
+    Column("high", lambda found: brief(found.high)),
+    Column("zero", lambda found: share(found.zero, found.numbers), always=False),
+    Column("NaN", lambda found: f"{found.nan:,}" if found.nan else "", always=False),
+    Column("Inf", lambda found: f"{found.inf:,}" if found.inf else "", always=False),
+    Column("denormal", lambda found: f"{found.denormal:,}" if found.denormal else "", always=False),
+)

@@ -1,0 +1,92 @@
+"""Moments: mean and spread of numbers, in parts that are put together without loss of accuracy. Reads no file.
+
+All sums are in float64. Those of a part are of differences to its first number, so that a spread much smaller than the
+mean is not lost; parts are merged by the formula of Chan, Golub and LeVeque
+(https://en.wikipedia.org/wiki/Algorithms_for_calculating_variance#Parallel_algorithm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_PART = 1 << 16  # numbers at a time: the passes over them stay in the cache
+_ROW = 1 << 13  # numbers in a dot product: of more, BLAS makes threads of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of `finite` numbers the mean, and the sum of the squares of their distances from it."""
+
+    finite: int = 0
+    mean: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation, of these numbers and not of a population that they were drawn from."""
+        return sqrt(self.spread / self.finite) if self.finite else 0.0
+
+    @property
+    def norm(self) -> float:
+        """The root of the sum of the squares."""
+        return sqrt(self.spread + self.finite * self.mean * self.mean)
+
+    def merge(self, other: Moments) -> Moments:
+        """Those of both together."""
+        if not self.finite or not other.finite:
+            return self if self.finite else other
+        finite = self.finite + other.finite
+        share = other.finite / finite
+        apart = other.mean - self.mean
+        spread = self.spread + other.spread + apart * apart * (self.finite * share)
+        if isfinite(spread):
+            return Moments(finite, self.mean + apart * share, spread)
+        return Moments(finite, self.mean * (1 - share) + other.mean * share, inf)  # squares beyond float64
+
+
+def measure(stored: Array, widen: Callable[[Array], Array]) -> Moments:
+    """Those of the finite ones among some numbers, 1-D; `widen` makes numbers of what is stored."""
+    found = Moments()
+    scratch = np.empty(min(_PART, len(stored)))
+    for start in range(0, len(stored), _PART):
+        found = found.merge(_measure_part(widen(stored[start : start + _PART]), scratch))
+    return found
+
+
+def measure_often(numbers: Array, often: Array) -> Moments:
+    """Those of numbers of which each is there so and so often."""
+    there = np.isfinite(numbers) & (often > 0)
+    values, times = numbers[there], often[there]
+    finite = int(times.sum())
+    if not finite:
+        return Moments()
+    mean = float(values @ times) / finite
+    return Moments(finite, mean, float(np.square(values - mean) @ times))
+
+
+def _measure_part(numbers: Array, scratch: Array) -> Moments:
+    count = len(numbers)
+    apart = scratch[:count]
+    with np.errstate(invalid="ignore", over="ignore"):
+        np.subtract(numbers, numbers[0], out=apart, dtype=np.float64)
+        total, squares = float(apart.sum()), _sum_of_squares(apart)
+    if isfinite(squares):
+        return Moments(count, float(numbers[0]) + total / count, max(0.0, squares - total * total / count))
+    finite = numbers[np.isfinite(numbers)]
+    if len(finite) == count:  # squares beyond float64
+        return Moments(count, float((numbers / count).sum()), inf)
+    return _measure_part(finite, scratch) if len(finite) else Moments()
+
+
+def _sum_of_squares(values: Array) -> float:
+    rows = len(values) // _ROW * _ROW
+    table, rest = values[:rows].reshape(-1, _ROW), values[rows:]
+    return float(np.vecdot(table, table).sum() + np.dot(rest, rest))
