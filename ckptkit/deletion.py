@@ -20,15 +20,15 @@ _LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being dele
 
 
 @contextmanager
-def deleting(root: Path) -> Iterator[None]:
+def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
     """Be the only one that deletes checkpoints in directory `root`; what others began and did not end is ended first.
 
-    Raises `Occupied` if somebody else is at it.
+    Raises `Occupied` if somebody else is at it, and still is after `patience` seconds.
     """
     path = lock_path(root / "prune")
     with translate_os_errors(root):
         try:
-            lock = acquire(path)
+            lock = acquire(path, patience=patience)
         except Occupied as error:
             hint = "wait for it to end"
             raise Occupied("another process is deleting checkpoints here", path=root, hint=hint) from error

@@ -7,14 +7,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files import read_small
-from ckptkit.runs import Run
+from ckptkit.pins import is_pinned
+from ckptkit.runs import Run, is_weights_only
+from ckptkit.trackers import trackers_in
 
 METRICS = "metrics.json"
+_TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer
+_OF_SPEED = ("_runtime", "_per_second")
 _LIMIT = 1 << 20  # bytes of a file of metrics
+_STATE_LIMIT = 1 << 26  # the Trainer's has a line for every time that anything was logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +68,16 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A complete checkpoint of a run: its directory, its step and what was measured then."""
+    """A complete checkpoint of a run: its directory, its step and what was measured then.
+
+    `holds` are reasons to keep it that no rule can overcome. One that `is_weights_only` is no place to go on from.
+    """
 
     path: Path
     step: int
     metrics: Mapping[str, float]
+    holds: tuple[str, ...] = ()
+    is_weights_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +94,23 @@ class Verdict:
 
 
 def decide(checkpoints: Iterable[Saved], policy: Policy) -> list[Verdict]:
-    """What becomes of each of the checkpoints, newest first. The newest is always kept."""
+    """What becomes of each of the checkpoints, newest first. The newest to go on from is always kept."""
     newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
-    steps = list(dict.fromkeys(saved.step for saved in newest_first))
     best = best_of(newest_first, policy.best) if policy.best else []
-    return [Verdict(saved, tuple(reasons_for(saved, steps, best, policy))) for saved in newest_first]
+    return [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
 
 
-def reasons_for(saved: Saved, steps: Sequence[int], best: Sequence[Saved], policy: Policy) -> Iterator[str]:
-    """Why a checkpoint is kept, given all steps, newest first, and the best checkpoints."""
+def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Saved], policy: Policy) -> Iterator[str]:
+    """Why a checkpoint is kept, given all of them and the best."""
+    yield from saved.holds
+    steps = list(dict.fromkeys(one.step for one in newest_first))
+    whole = [one.step for one in newest_first if not one.is_weights_only]
     if policy.keeps_all:
         yield "all are kept"
     elif policy.last and saved.step in steps[: policy.last]:
         yield f"one of the last {policy.last}"
-    elif saved.step == steps[0]:
-        yield "the newest"
+    elif saved.step in (steps[0], *whole[:1]):
+        yield "the newest" if saved.step == steps[0] else "the newest to go on from"
     if policy.every and saved.step % policy.every == 0:
         yield f"a multiple of {policy.every}"
     if policy.best and saved in best:
@@ -111,12 +123,18 @@ def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
 
 
+def find_holds(checkpoint: Path) -> tuple[str, ...]:
+    """What keeps a checkpoint whatever the rules say, as it is now: a pin, or a tracker that means it."""
+    trackers = [f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint)]
+    return ("pinned", *trackers) if is_pinned(checkpoint) else tuple(trackers)
+
+
 def find_saved(run: Run) -> list[Saved]:
-    """The complete checkpoints of a run that are its own: named as it names them, and no links."""
+    """The complete checkpoints of a run that are its own: named as it names them, no links, and more than weights."""
     return [
-        Saved(found.path, found.step, read_metrics(found.path))
+        Saved(found.path, found.step, read_metrics(found.path), find_holds(found.path))
         for found in run.checkpoints()
-        if found.path == run.checkpoint(found.step) and not found.path.is_symlink()
+        if found.path == run.checkpoint(found.step) and not found.path.is_symlink() and not is_weights_only(found.path)
     ]
 
 
@@ -127,12 +145,33 @@ def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
 
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:
-    """What was measured when a checkpoint was saved; nothing if it does not say. Raises `Corrupt`."""
-    path = checkpoint / METRICS
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(read_small(path, _LIMIT))
-        return {str(name): float(value) for name, value in found.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Corrupt("not the metrics of a checkpoint", path=path, hint="remove the file") from error
+    """What was measured when a checkpoint was saved; nothing if it does not say. Raises `Corrupt`.
+
+    Of a checkpoint of transformers' Trainer, the losses and evaluations that it logged at that step.
+    """
+    for name, limit, understand in ((METRICS, _LIMIT, to_numbers), (_TRAINER_STATE, _STATE_LIMIT, logged_numbers)):
+        path = checkpoint / name
+        if not path.exists():
+            continue
+        try:
+            return understand(json.loads(read_small(path, limit)))
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+            raise Corrupt("not the metrics of a checkpoint", path=path, hint="remove the file") from error
+    return {}
+
+
+def to_numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a file of metrics."""
+    return {str(name): float(value) for name, value in found.items()}
+
+
+def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers that a Trainer logged at the step of its state, but for those of its speed."""
+    entries = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"]]
+    numbers = {
+        str(name): float(value)
+        for entry in entries
+        for name, value in entry.items()
+        if name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_SPEED))
+    }
+    return {**numbers, "step": float(state["global_step"])} if numbers else {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from ckptkit.system import again, warn_of_loss
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _AT_FDCWD = -100
 WORK = ".ckptkit-work"
+_HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)
 _KEY = "key"
 _PATIENCE = 60.0  # seconds that a part waits for others to open the same destination
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -244,11 +246,13 @@ def remove(path: Path) -> None:
 def clear_dead(root: Path) -> None:
     """Remove what runs that died have left hidden in directory `root`, but for what can be gone on with."""
     with translate_os_errors(root):
-        for lock in root.glob(lock_path(root / "*").name):
-            dst = root / lock.name.removeprefix(".").removesuffix(lock_path(Path()).name.removeprefix("."))
+        names = {match[1] for path in root.iterdir() if (match := _HIDDEN.fullmatch(path.name))}
+        for dst in (root / name for name in sorted(names)):
+            lock = lock_path(dst)
             with suppress(Occupied):
                 owned = acquire(lock)
                 try:
+                    recover(dst)
                     if read_key(staging_path(dst)) is None:
                         remove(staging_path(dst))
                 finally:

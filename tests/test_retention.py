@@ -79,6 +79,23 @@ def test_each_that_stays_has_its_reasons() -> None:
     assert [verdict.reasons for verdict in verdicts if verdict.saved.step == 10] == [("the newest", "a multiple of 2")]
 
 
+def test_what_is_held_stays_and_says_why_first() -> None:
+    held = [Saved(Path("ckpt-1"), 1, {}, ("pinned",)), saved(2), Saved(Path("ckpt-3"), 3, {}, ("`latest` names it",))]
+    assert [verdict.reasons for verdict in decide(held, Policy(1))] == [
+        ("`latest` names it", "one of the last 1"),
+        (),
+        ("pinned",),
+    ]
+
+
+def test_the_newest_to_go_on_from_stays_beside_newer_weights() -> None:
+    found = [saved(1), saved(2), *(Saved(Path(f"ckpt-{step}"), step, {}, is_weights_only=True) for step in (3, 4))]
+    assert kept(found, Policy(1)) == kept(found, Policy(every=99)) == [4, 2]
+    reasons = {verdict.saved.step: verdict.reasons for verdict in decide(found, Policy(every=99))}
+    assert (reasons[4], reasons[2]) == (("the newest",), ("the newest to go on from",))
+    assert kept(found[2:], Policy(1)) == [4]
+
+
 def test_steps_count_not_directories() -> None:
     """Two checkpoints of one step, by the names of two trainers, stay or go together."""
     twins = [Saved(Path(f"{name}{step}"), step, {}) for step in (1, 2, 3) for name in ("ckpt-", "step-")]

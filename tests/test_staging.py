@@ -285,6 +285,16 @@ def test_what_dead_runs_have_left_is_cleared_away(tmp_path: Path) -> None:
     alive.discard()
 
 
+def test_what_dead_runs_have_left_without_a_lock_is_cleared_away_and_what_was_aside_put_back(tmp_path: Path) -> None:
+    staging_path(tmp_path / "dead").mkdir()
+    make(tmp_path / "out", b"old")
+    (tmp_path / "out").rename(aside_path(tmp_path / "out"))
+    staging_path(tmp_path / "out").mkdir()
+    clear_dead(tmp_path)
+    assert listing(tmp_path) == {"out/file0": b"old"}
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_a_directory_that_cannot_be_listed_is_not_taken_for_empty(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "out").open()
     write_file(stage.path / "file", b"1")

@@ -7,18 +7,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, format_bytes, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, print_json, print_table, say
+from ckptkit.cli.shard_map import show_map, write_map
+from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
     from ckptkit.layout import StoredTensor
+    from ckptkit.ops.groups import Group
     from ckptkit.ops.inspect import Inspected
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: then its latest complete checkpoint.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            parser=to_path, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
+        ),
+    ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its place in its file.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Fold the names by module.")] = False,
+    shards: Annotated[bool, typer.Option("--map", help="Draw which rank holds which part.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw that map into a file.")] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -31,11 +41,15 @@ def inspect(
     from ckptkit.ops.inspect import inspect as look
 
     found = look(path, with_places=chunks)
+    if svg is not None:
+        write_map(found.layout, svg)
     if json:
         print_json(to_json(found, with_chunks=chunks))
         return
-    report(found)
-    if chunks:
+    report(found, path)
+    if shards:
+        show_map(found.layout)
+    elif chunks:
         print_table(chunk_rows(found), ("tensor", "start", "size", "file", "offset"))
     elif tree:
         print_table(tree_rows(found), ("bytes", "tensors", "module or tensor"))
@@ -50,11 +64,21 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         "format": layout.format,
         "root": str(layout.root),
         "step": found.step,
-        "world_size": layout.world_size,
+        "world_size": found.world_size,
+        "producer": found.producer,
+        "parameters": found.parameters,
         "nbytes": layout.nbytes,
+        "groups": {kind: group_json(group) for kind, group in found.groups.items()},
+        "ties": [list(tie) for tie in found.ties],
+        "has_manifest": found.has_manifest,
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
     }
+
+
+def group_json(group: Group) -> dict[str, Any]:
+    """One kind of entries in the result."""
+    return {"entries": group.entries, "nbytes": group.nbytes, "dtypes": dict(group.bytes_by_dtype)}
 
 
 def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
@@ -74,21 +98,51 @@ def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[s
     return result
 
 
-def report(found: Inspected) -> None:
+def report(found: Inspected, asked: Path) -> None:
     """The checkpoint at a glance."""
+    if found.whole != asked:
+        note(f"note: the latest complete checkpoint of {asked}")
     layout = found.layout
     facts = [f"{layout.format} checkpoint"]
     if found.step is not None:
         facts.append(f"step {found.step}")
-    if layout.world_size is not None:
-        facts.append(f"written by {count(layout.world_size, 'rank')}")
-    say(f"{layout.root}: {', '.join(facts)}")
-    tensors, others = count(len(layout.tensors), "tensor"), count(len(layout.blobs), "other entry")
-    say(f"{tensors}, {format_bytes(layout.nbytes)}, {others}")
-    rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in found.bytes_by_dtype.items()]
-    print_table(rows, ("  dtype", "size"))
-    groups = [(f"  {name or '(no wrapper)'}", entries, format_bytes(n)) for name, (entries, n) in found.groups.items()]
-    print_table(groups, ("  under", "entries", "size"))
+    if found.world_size is not None:
+        facts.append(f"written by {count(found.world_size, 'rank')}")
+    say(f"{found.whole}: {', '.join(facts)}")
+    facts = [] if found.parameters is None else [count_parameters(found.parameters)]
+    facts.append(format_bytes(sum(group.nbytes for group in found.groups.values())))
+    facts.append("with a manifest" if found.has_manifest else "no manifest")
+    say(", ".join(facts))
+    if found.producer:
+        say(f"producer: {found.producer}")
+    rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
+    print_table(rows, ("", "entries", "size", "dtypes", "under"))
+    for tie in found.ties:
+        say(f"tied: {' = '.join(tie)}")
+    for fault in found.unread:
+        note(f"warning: a part cannot be read: {fault}")
+
+
+def describe(group: Group) -> tuple[str, str]:
+    """The dtypes of a group, with their shares if there are several, and the keys that it lies under."""
+    total = sum(group.bytes_by_dtype.values()) or 1
+    shares = [f"{name} {share(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
+    return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), ", ".join(group.under)
+
+
+def share(part: float) -> str:
+    """A part of a whole in per cent, never rounded to all or nothing."""
+    if 0 < part < 0.01:
+        return "<1%"
+    return ">99%" if 0.99 < part < 1 else f"{part:.0%}"
+
+
+def count_parameters(number: int) -> str:
+    """`8.03 billion parameters`."""
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word} parameters"
+    return count(number, "parameter")
 
 
 def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
@@ -78,7 +79,7 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
     for row in cells:
         start = "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
         last = row[-1]
-        pieces = [last[at : at + room] for at in range(0, len(last), room)] or [""]
+        pieces = wrap(last, room, break_on_hyphens=False) or [""]
         for i, piece in enumerate(pieces):
             typer.echo(f"{start if i == 0 else ' ' * len(start)}  {piece}".rstrip())
 

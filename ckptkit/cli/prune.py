@@ -8,24 +8,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, format_bytes, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, print_json, print_table, progress_bar, say
+from ckptkit.remote import to_local
 
 if TYPE_CHECKING:
     from ckptkit.ops.prune import Entry, Pruned
 
 
 def prune(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory that the checkpoints are in.")],
+    run: Annotated[
+        Path, typer.Argument(parser=to_local, metavar="RUN", help="The directory that the checkpoints are in.")
+    ],
     keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the last N steps.")] = None,
     keep_every: Annotated[int | None, typer.Option(metavar="N", help="Keep steps that are multiples of N.")] = None,
     keep_best: Annotated[
         str | None, typer.Option(metavar="METRIC[:min|max][:N]", help="Keep the N best by a metric, such as loss.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it nothing is, and only shown.")] = False,
+    demote: Annotated[
+        bool, typer.Option("--demote", help="Delete no checkpoint: leave its weights, as a bf16 Hugging Face model.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it nothing is done, and only shown.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core.")] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Delete old checkpoints of a run: those that no --keep names. The newest always stays.
+    """Delete old checkpoints of a run: those that no --keep names. The newest always stays, and what is pinned.
 
     Only complete checkpoints count, named like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500; what
     is unfinished, damaged or something else is listed and left alone.
@@ -37,7 +44,17 @@ def prune(
     """
     from ckptkit.ops.prune import prune as run_it
 
-    done = run_it(run, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, yes=yes)
+    with progress_bar("demote") as progress:
+        done = run_it(
+            run,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            demote=demote,
+            yes=yes,
+            jobs=jobs,
+            progress=progress,
+        )
     if json:
         print_json(to_json(done))
     else:
@@ -49,6 +66,7 @@ def to_json(done: Pruned) -> dict[str, Any]:
     return {
         "keep": [entry_json(entry) for entry in done.keep],
         "delete": [entry_json(entry) for entry in done.delete],
+        "demote": [entry_json(entry) for entry in done.demote],
         "other": [entry_json(entry) for entry in done.other],
         "deleted": done.deleted,
         "freed_bytes": done.freed_bytes,
@@ -57,24 +75,47 @@ def to_json(done: Pruned) -> dict[str, Any]:
 
 def entry_json(entry: Entry) -> dict[str, Any]:
     """One directory of the result."""
-    return {"path": str(entry.path), "step": entry.step, "nbytes": entry.nbytes, "reason": entry.reason}
+    return {
+        "path": str(entry.path),
+        "step": entry.step,
+        "nbytes": entry.nbytes,
+        "freed_bytes": entry.freed_bytes,
+        "reason": entry.reason,
+    }
 
 
 def report(done: Pruned) -> None:
     """What stays, what goes, and why."""
-    went = "deleted" if done.deleted else "delete"
-    table = [*rows(done.keep, "keep"), *rows(done.delete, went), *rows(done.other, "left alone")]
-    print_table(table, ("checkpoint", "step", "size", "verdict", "reason"))
-    what = f"{count(len(done.delete), 'checkpoint')}, {format_bytes(sum(entry.nbytes for entry in done.delete))}"
+    past = "d" if done.deleted else ""
+    table = [
+        *rows(done.keep, "keep"),
+        *rows(done.demote, f"demote{past}"),
+        *rows(done.delete, f"delete{past}"),
+        *rows(done.other, "left alone"),
+    ]
+    print_table(table, ("checkpoint", "size", "frees", "verdict", "reason"))
+    gone = [*done.demote, *done.delete]
+    if not gone:
+        say("every checkpoint stays")
+        return
+    freed = format_bytes(sum(entry.freed_bytes for entry in gone))
+    what, verb = count(len(gone), "checkpoint"), "demote" if done.demote else "delete"
     if done.deleted:
-        say(f"deleted {what}")
-    else:
-        say(f"to be deleted: {what}; nothing was deleted, for that give --yes")
+        say(f"{verb}d {what}, {freed} freed")
+        return
+    say(f"to be {verb}d: {what}, which frees {'about ' if done.demote else ''}{freed}; nothing was {verb}d yet")
+    note(f"hint: the same with --yes does it; `ckptkit pin {gone[0].path}` would keep one whatever the rules say")
 
 
 def rows(entries: Iterable[Entry], verdict: str) -> list[tuple[object, ...]]:
     """Rows of the table."""
     return [
-        (entry.path.name, "" if entry.step is None else entry.step, format_bytes(entry.nbytes), verdict, entry.reason)
+        (
+            entry.path.name,
+            format_bytes(entry.nbytes),
+            format_bytes(entry.freed_bytes) if entry.freed_bytes else "",
+            verdict,
+            entry.reason,
+        )
         for entry in entries
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
-from ckptkit.runs import find_checkpoint, is_complete
+from ckptkit.runs import find_checkpoint, is_complete, require_resumable
 from ckptkit.train.config import SETTINGS, TrainConfig
 from ckptkit.train.data.corpus import open_corpus
 from ckptkit.train.data.tokenizer import choose_tokenizer
@@ -78,11 +78,10 @@ def find_resume(config: TrainConfig) -> Path | None:
     if config.resume is None and latest is not None:
         hint = "go on with `--resume auto`, or name another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
-    if config.resume == "auto":
-        return latest.path if latest else None
-    if config.resume is None:
+    if config.resume is None or (config.resume == "auto" and latest is None):
         return None
-    path = find_checkpoint(Path(config.resume))
+    path = latest.path if config.resume == "auto" and latest else find_checkpoint(Path(config.resume))
+    require_resumable(path)
     if not is_complete(path):
         raise NotACheckpoint("no complete checkpoint to go on from", path=path)
     return path

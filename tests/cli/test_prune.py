@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptkit.deletion import deleting
 from tests import producers
 from tests.conftest import Produce
+from tests.producers import save_alone
 
 
 def ckptkit(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -30,25 +32,44 @@ def run(produce: Produce, tmp_path: Path) -> Path:
 
 def test_a_plan_is_shown_and_then_carried_out(run: Path) -> None:
     shown = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2")
-    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.returncode == 0
+    assert shown.stderr.startswith("hint: the same with --yes does it")
     lines = shown.stdout.splitlines()
-    assert lines[0].split() == ["checkpoint", "step", "size", "verdict", "reason"]
+    assert lines[0].split() == ["checkpoint", "size", "frees", "verdict", "reason"]
     assert [line.split()[0] for line in lines[1:]] == ["ckpt-10", "ckpt-2", "ckpt-1", r"\x1b[31mred", "to"]
     assert "nothing was deleted" in lines[-1]
     assert (run / "ckpt-1").is_dir()
     done = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2", "--yes")
     assert done.stdout.splitlines()[-1].startswith("deleted 1 checkpoint, ")
+    assert done.stderr == ""
     assert sorted(path.name for path in run.glob("*")) == ["\x1b[31mred", "ckpt-10", "ckpt-2"]
+    again = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2", "--yes")
+    assert again.stdout.splitlines()[-1] == "every checkpoint stays"
+
+
+def test_demoting_is_shown_and_then_done(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_alone({"model": {"w": torch.ones(9)}, "optimizer": {"w": torch.ones(9000)}}, tmp_path / f"ckpt-{step}")
+    ckptkit("pin", tmp_path / "ckpt-2")
+    shown = ckptkit("prune", tmp_path, "--keep-last", "1", "--demote")
+    assert [line.split()[0] for line in shown.stdout.splitlines()[1:]] == ["ckpt-2", "ckpt-1", "to"]
+    assert "pinned" in shown.stdout
+    assert "which frees about " in shown.stdout
+    done = ckptkit("prune", tmp_path, "--keep-last", "1", "--demote", "--yes")
+    assert done.stdout.splitlines()[-1].startswith("demoted 1 checkpoint, ")
+    assert (tmp_path / "ckpt-1" / "model.safetensors").is_file()
 
 
 def test_in_json(run: Path) -> None:
     plan = json.loads(ckptkit("prune", run, "--keep-last", "1", "--json").stdout)
-    assert plan.keys() == {"keep", "delete", "other", "deleted", "freed_bytes"}
+    assert plan.keys() == {"keep", "delete", "demote", "other", "deleted", "freed_bytes"}
     assert (plan["deleted"], plan["freed_bytes"]) == (False, 0)
+    nbytes = sum(file.stat().st_size for file in (run / "ckpt-1").iterdir())
     assert plan["delete"][1] == {
         "path": str(run / "ckpt-1"),
         "step": 1,
-        "nbytes": sum(file.stat().st_size for file in (run / "ckpt-1").iterdir()),
+        "nbytes": nbytes,
+        "freed_bytes": nbytes,
         "reason": "nothing keeps it",
     }
     assert plan["other"][0]["step"] is None

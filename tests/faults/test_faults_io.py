@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import deletions, io, readings
+from tests.faults import deletions, demotions, io, readings
 from tests.faults.cases import Case
 from tests.faults.scenes import Scene, put
 from tests.faults.shim import Fault
@@ -18,7 +18,7 @@ from tests.faults.writings import COMMANDS, PEERS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-CASES = (*io.CASES, *readings.CASES, *deletions.CASES)
+CASES = (*io.CASES, *readings.CASES, *deletions.CASES, *demotions.CASES)
 
 
 def name_of(case: Case) -> str:

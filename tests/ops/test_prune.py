@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ckptkit.deletion import deleting
+from ckptkit.deletion import delete, deleting
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
 from ckptkit.locks import acquire, release
 from ckptkit.ops.prune import Pruned, prune
+from ckptkit.pins import set_pin
 from ckptkit.retention import METRICS, write_metrics
-from ckptkit.staging import lock_path
+from ckptkit.staging import Stage, lock_path, staging_path
 from ckptkit.train.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
@@ -82,7 +84,7 @@ def test_the_newest_by_its_step_always_stays(run: Path, rule: Mapping[str, objec
     assert names(run) == {"iter_0000025"}
 
 
-def test_what_is_not_whole_neither_counts_nor_goes(produce: Produce, run: Path) -> None:
+def test_what_is_not_whole_neither_counts_nor_goes(produce: Produce, run: Path, tmp_path: Path) -> None:
     for step in (3, 30, 31, 32, 33):
         place(produce, run / f"ckpt-{step}")
     (run / "ckpt-3" / ".metadata").unlink()
@@ -95,7 +97,8 @@ def test_what_is_not_whole_neither_counts_nor_goes(produce: Produce, run: Path) 
     (run / "logs").mkdir()
     place(produce, run / "epoch-40")
     place(produce, run / "final")
-    (run / "ckpt-50").symlink_to("ckpt-5")
+    place(produce, tmp_path / "elsewhere" / "ckpt-50")
+    (run / "ckpt-50").symlink_to(tmp_path / "elsewhere" / "ckpt-50")
     (run / "ckpt-60").write_bytes(b"a file")
     before = {path: path.lstat().st_ino for path in run.rglob("*")}
     done = prune(run, keep_last=1, yes=True)
@@ -142,6 +145,67 @@ def test_what_is_being_replaced_stays(run: Path) -> None:
     assert {entry.step: entry.reason for entry in done.keep} == {25: "one of the last 1", 15: "being written"}
     release(lock, lock_path(run / "step-15"))
     assert names(run) == {"iter_0000025", "step-15"}
+
+
+def test_what_is_pinned_or_meant_by_a_tracker_stays(run: Path) -> None:
+    set_pin(run / "ckpt-5")
+    (run / "latest").write_text("global_step20\n")
+    (run / "latest_checkpointed_iteration.txt").write_text("15")
+    (run / "best").symlink_to("checkpoint-10/.metadata")
+    done = prune(run, keep_every=5, yes=True)
+    assert {entry.step: entry.reason for entry in done.keep} == {
+        25: "the newest, a multiple of 5",
+        20: "`latest` names it, a multiple of 5",
+        15: "`latest_checkpointed_iteration.txt` names it, a multiple of 5",
+        10: "`best` names it, a multiple of 5",
+        5: "pinned, a multiple of 5",
+    }
+    assert steps(prune(run, keep_last=1, yes=True).keep) == [25, 20, 15, 10, 5]
+
+
+def test_what_is_pinned_while_others_are_deleted_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def delete_and_pin(path: Path) -> None:
+        delete(path)
+        set_pin(run / "step-15")
+        (run / "latest").write_text("checkpoint-10")
+
+    monkeypatch.setattr("ckptkit.ops.prune.delete", delete_and_pin)
+    done = prune(run, keep_last=1, yes=True)
+    assert [(entry.step, entry.reason) for entry in done.keep] == [
+        (25, "one of the last 1"),
+        (15, "pinned"),
+        (10, "`latest` names it"),
+    ]
+    assert steps(done.delete) == [20, 5]
+    assert done.freed_bytes == sum(entry.nbytes for entry in done.delete)
+    assert names(run) == {".pins", "latest", "checkpoint-10", "step-15", "iter_0000025"}
+
+
+def test_names_of_epochs_and_batches(produce: Produce, tmp_path: Path) -> None:
+    for name in ("epoch_3", "epoch=4.ckpt", "ep1-ba2", "epoch=1-step=3.ckpt", "epoch_1_step_4"):
+        place(produce, tmp_path / name)
+    done = prune(tmp_path, keep_last=1, yes=True)
+    assert (steps(done.keep), steps(done.delete)) == ([4], [3, 2])
+    assert reasons(done) == dict.fromkeys(("epoch_3", "epoch=4.ckpt"), "its name says no step")
+
+
+def test_the_best_by_what_a_trainer_of_transformers_logged(produce: Produce, tmp_path: Path) -> None:
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 9.0)):
+        place(produce, tmp_path / f"checkpoint-{step}")
+        state = {"global_step": step, "log_history": [{"step": step, "eval_loss": loss}]}
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    done = prune(tmp_path, keep_best="eval_loss")
+    assert {entry.step: entry.reason for entry in done.keep} == {4: "the newest", 2: "eval_loss 1 is among the best"}
+
+
+def test_what_dead_runs_have_left_goes_too(run: Path) -> None:
+    staging_path(run / "ckpt-99").mkdir()
+    alive = Stage(run / "ckpt-30").open()
+    prune(run, keep_last=1)
+    assert staging_path(run / "ckpt-99").exists()
+    prune(run, keep_last=1, yes=True)
+    assert names(run) == {"iter_0000025", alive.path.name, lock_path(alive.dst).name}
+    alive.discard()
 
 
 def test_two_at_once(run: Path) -> None:

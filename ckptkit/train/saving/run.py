@@ -25,7 +25,7 @@ from ckptkit.deletion import delete, deleting
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files import check_name
 from ckptkit.ops.manifest import record_manifest
-from ckptkit.retention import METRICS, Best, Policy, decide, find_saved, write_metrics
+from ckptkit.retention import METRICS, Best, Policy, decide, find_holds, find_saved, write_metrics
 from ckptkit.staging import Stage, clear_dead
 from ckptkit.train.saving.full import FILE, FullForm
 from ckptkit.train.saving.huggingface import CONFIG, HuggingFaceForm
@@ -169,9 +169,11 @@ class Run:
                 clear_dead(self.root)
                 found = [] if self._policy.keeps_all else find_saved(runs.Run(self.root))
                 for verdict in decide(found, self._policy):
-                    # what was saved just now is not the newest where a run was resumed from an older checkpoint
-                    if not verdict.is_kept and verdict.saved.path.absolute() != saved:
-                        delete(verdict.saved.path)
+                    path = verdict.saved.path
+                    # what was saved just now is not the newest where a run was resumed from an older checkpoint;
+                    # and somebody may have pinned one while others were being deleted
+                    if not verdict.is_kept and path.absolute() != saved and not find_holds(path):
+                        delete(path)
         except CkptError as error:  # the new checkpoint is there: no reason to end a training
             warnings.warn(f"an old checkpoint was not deleted: {error.path}: {error}", stacklevel=2)
 
@@ -211,6 +213,7 @@ class Run:
                 raise NotACheckpoint("no complete checkpoint in the run", path=self.root)
             path = latest.path
         chosen = Path(path)
+        runs.require_resumable(chosen)
         marks = {"hf": chosen / runs.TRAINING, "full": chosen / FILE}
         return chosen, next((name for name, mark in marks.items() if mark.exists()), "sharded")
 

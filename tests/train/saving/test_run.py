@@ -15,9 +15,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
 from ckptkit import runs
-from ckptkit.deletion import deleting
+from ckptkit.deletion import delete, deleting
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
+from ckptkit.pins import set_pin
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group
 from ckptkit.train.saving.run import Run
@@ -218,6 +219,20 @@ def test_old_checkpoints_go_and_the_best_stay(tmp_path: Path, form: str) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-3", "ckpt-6", "ckpt-7"]
     Run(tmp_path, state_dict=form, keep_best="loss").save(8, nn.Linear(2, 2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-6", "ckpt-8"]
+
+
+def test_what_is_pinned_while_others_are_deleted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def delete_and_pin(path: Path) -> None:
+        delete(path)
+        set_pin(tmp_path / "ckpt-2")
+        (tmp_path / "latest").write_text("ckpt-3")
+
+    everything = Run(tmp_path)
+    for step in (1, 2, 3, 4):
+        everything.save(step, nn.Linear(2, 2))
+    monkeypatch.setattr("ckptkit.train.saving.run.delete", delete_and_pin)
+    Run(tmp_path, keep_last=1).save(5, nn.Linear(2, 2))
+    assert [found.step for found in everything.checkpoints()] == [2, 3, 5]  # 4 went first
 
 
 def test_what_a_prune_left_half_deleted_goes_with_the_next_save(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""`ckptkit ls`: which checkpoints does a run have?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.output import (
+    Json,
+    Quiet,
+    count,
+    format_bytes,
+    note,
+    print_json,
+    print_table,
+    say,
+    terminal_width,
+    visible,
+)
+from ckptkit.remote import to_path
+
+if TYPE_CHECKING:
+    from ckptkit.ops.listing import Listed, Listing
+
+_AGES = ((60, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"))  # below so many seconds, divided by, unit
+_COLUMN = 9  # characters that a metric takes, at least
+
+
+def ls(
+    run: Annotated[
+        Path, typer.Argument(parser=to_path, metavar="RUN", help="The directory that the checkpoints are in.")
+    ],
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """List the checkpoints of a run, oldest first: age, ranks, size, whether complete, and what was measured.
+
+    Found by the names that trainers give them: ckpt-500, checkpoint-500, step-500, global_step500, iter_0000500,
+    ep1-ba500, epoch=1-step=500.ckpt. Only names, sizes and small files are looked at: `ckptkit verify` does the rest.
+
+    Example: ckptkit ls run
+
+    Exit codes: 0 done; 2 usage; 3 no checkpoint is there; 4 an I/O failure; 5 an unsafe path.
+    """
+    from ckptkit.ops.listing import list_run
+
+    found = list_run(run)
+    if json:
+        print_json(to_json(found))
+    else:
+        report(found, run)
+
+
+def to_json(found: Listing) -> dict[str, Any]:
+    """The result under the keys that scripts rely on."""
+    return {
+        "root": str(found.root),
+        "latest": None if found.latest is None else str(found.latest),
+        "tracker": found.tracker,
+        "checkpoints": [listed_json(one, is_latest=one.path == found.latest) for one in found.checkpoints],
+    }
+
+
+def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
+    """One checkpoint of the result; numbers that JSON has no word for are null."""
+    return {
+        "path": str(one.path),
+        "step": one.step,
+        "complete": one.is_complete,
+        "world_size": one.world_size,
+        "nbytes": one.nbytes,
+        "saved_at": one.saved_at,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in one.metrics.items()},
+        "pinned": one.is_pinned,
+        "latest": is_latest,
+        "format": one.format,
+        "problem": one.problem,
+        "weights_only": one.is_weights_only,
+        "named_by": list(one.named_by),
+    }
+
+
+def report(found: Listing, run: Path) -> None:
+    """The table, and what to do next."""
+    fixed = [row_of(one) for one in found.checkpoints]
+    marks = [marks_of(one, is_latest=one.path == found.latest) for one in found.checkpoints]
+    header = ["checkpoint", "age", "ranks", "size", "state"]
+    shown, hidden = choose_metrics(found.checkpoints, [header, *fixed], marks)
+    rows = [
+        [*row, *(number(one.metrics.get(name)) for name in shown), mark]
+        for row, one, mark in zip(fixed, found.checkpoints, marks, strict=True)
+    ]
+    print_table(rows, [*header, *shown, ""])
+    total = format_bytes(sum(one.nbytes for one in found.checkpoints))
+    say(f"{count(len(found.checkpoints), 'checkpoint')}, {total}")
+    give_hints(found, run, hidden)
+
+
+def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
+    """What is not in the table, and the commands that come next."""
+    if found.tracker:
+        note(f"note: {found.tracker}")
+    if hidden:
+        note(f"note: also measured: {', '.join(hidden)}; --json has all")
+    if found.root != run:
+        note(f"note: this is one checkpoint: `ckptkit inspect {run}` looks into it")
+    for one in found.checkpoints:
+        if not one.is_complete:
+            note(f"hint: `ckptkit verify {one.path}` says more of what is wrong with it")
+            return
+
+
+def row_of(one: Listed) -> list[str]:
+    """What the table says of every checkpoint."""
+    state = "weights only" if one.is_weights_only and one.is_complete else "complete"
+    return [
+        one.path.name,
+        age(time.time() - one.saved_at) if one.saved_at else "",
+        "" if one.world_size is None else str(one.world_size),
+        format_bytes(one.nbytes),
+        one.problem or state,
+    ]
+
+
+def marks_of(one: Listed, *, is_latest: bool) -> str:
+    """What is to be known of a checkpoint besides."""
+    marks = ["latest"] if is_latest else []
+    marks += ["pinned"] if one.is_pinned else []
+    return ", ".join([*marks, *(f"`{name}`" for name in one.named_by)])
+
+
+def choose_metrics(
+    checkpoints: Sequence[Listed], table: Sequence[Sequence[str]], marks: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The metrics that there is room for beside a table, those that most checkpoints have first, and the others."""
+    names = [name for name, _ in Counter(name for one in checkpoints for name in one.metrics).most_common()]
+    used = sum(max(len(visible(row[i])) for row in table) + 2 for i in range(len(table[0])))
+    room = terminal_width() - used - min(max(map(len, marks), default=0), 24)
+    shown: list[str] = []
+    for name in names:
+        room -= max(len(visible(name)), _COLUMN) + 2
+        if room < 0:
+            break
+        shown.append(name)
+    return shown, names[len(shown) :]
+
+
+def number(value: float | None) -> str:
+    """A metric in four digits."""
+    return "" if value is None else f"{value:.4g}"
+
+
+def age(seconds: float) -> str:
+    """How long ago: `45 s`, `3 min`, `2 h`, `5 d`."""
+    for limit, divisor, unit in _AGES:
+        if seconds < limit:
+            return f"{max(seconds, 0) // divisor:.0f} {unit}"
+    return f"{seconds // 86_400:.0f} d"

@@ -1,0 +1,65 @@
+"""`ckptkit pin` and `ckptkit unpin`: which checkpoints stay, whatever the rules say?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptkit.cli.output import Json, Quiet, note, print_json, say
+from ckptkit.remote import to_local
+
+
+def pin(
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=to_local, metavar="CHECKPOINT...", help="Checkpoints; of a run, its latest complete one."
+        ),
+    ],
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Pin checkpoints: neither `ckptkit prune` nor a training that saves here deletes them.
+
+    A pin is an empty file in the `.pins` directory of the run.
+
+    Example: ckptkit pin run/ckpt-500
+
+    Exit codes: 0 done, or pinned before; 2 usage; 3 no complete checkpoint; 4 an I/O failure; 5 another process is
+    deleting checkpoints of this run.
+    """
+    from ckptkit.ops.pin import pin as run_it
+
+    pinned = run_it(*checkpoints)
+    if json:
+        print_json({"pinned": [str(path) for path in pinned]})
+        return
+    for path in pinned:
+        say(f"pinned {path}")
+
+
+def unpin(
+    checkpoints: Annotated[
+        list[Path], typer.Argument(parser=to_local, metavar="CHECKPOINT...", help="Checkpoints, gone or there.")
+    ],
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Take back the pins of checkpoints, so that they are kept or deleted as the rules say.
+
+    Example: ckptkit unpin run/ckpt-500
+
+    Exit codes: 0 done, or not pinned; 2 usage; 3 neither pinned nor a checkpoint; 4 an I/O failure.
+    """
+    from ckptkit.ops.pin import unpin as run_it
+
+    unpinned = run_it(*checkpoints)
+    if json:
+        print_json({"unpinned": [str(path) for path in unpinned]})
+        return
+    for path in unpinned:
+        say(f"unpinned {path}")
+    if not unpinned:
+        note("note: none of them was pinned")
