@@ -1,0 +1,45 @@
+"""`ckptkit report`: how did this run go?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptkit.cli.output import Json, Quiet, format_bytes, print_json, progress_bar, say
+from ckptkit.remote import to_path
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(parser=to_path, metavar="RUN", help="The directory that the checkpoints are in.")
+    ],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT.html]", help="The file to write; by default RUN/report.html.")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Read no tensors: leave out the norms by layer.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is no report.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Write a page on a run: its curves, checkpoints, shard map, largest tensors and norms by layer.
+
+    One HTML file that opens from disk: it fetches nothing, runs no script and prints well. Curves come from
+    metrics.jsonl, from a Trainer's trainer_state.json, or else from the metrics of the checkpoints.
+
+    Example: ckptkit report run
+
+    Exit codes: 0 done; 2 usage; 3 no run is there, or its latest checkpoint is damaged; 4 an I/O failure; 5 the file is
+    there already, and no report.
+    """
+    from ckptkit.ops.report import report as run_it
+
+    with progress_bar("report") as progress:
+        done = run_it(run, out, fast=fast, overwrite=overwrite, jobs=jobs, progress=progress)
+    if json:
+        checkpoint = None if done.checkpoint is None else str(done.checkpoint)
+        print_json({"output": str(done.path), "nbytes": done.nbytes, "checkpoint": checkpoint})
+    else:
+        say(f"{done.path}: {format_bytes(done.nbytes)}")

@@ -1,0 +1,118 @@
+"""The shard map of `ckptkit inspect`: in the terminal with --map, as a file with --svg."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptkit.cli.output import count, format_bytes, note, print_table, say, terminal_width, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptkit.layout import Layout
+    from ckptkit.pictures.shard_text import Bar, Line
+    from ckptkit.pictures.shards import Row, ShardMap
+
+_MOST_ROWS = 32
+_WIDTH = 26  # columns of a tensor's picture
+_INDENT = _WIDTH + 18  # columns before a name
+_COLOURS = (117, 216, 150, 222, 183, 80, 211, 250)  # of 256, light enough for black letters
+
+
+def show_map(layout: Layout) -> None:
+    """Draw who holds what: a bar for each owner, and a line for each tensor or for all that are alike."""
+    from ckptkit.pictures.shards import map_shards
+
+    shards = map_shards(layout)
+    say("")
+    show_owners(shards)
+    shown, left_out = shards.largest(_MOST_ROWS)
+    say("")
+    say(f"{'who holds what'.ljust(_WIDTH)}    bytes  parts  tensor")
+    for start, rows in shards.headed(shown):
+        if start:
+            say(f"{start}".rjust(_INDENT + len(start)))
+        for row in rows:
+            for line in row_lines(row, start, shards):
+                typer.echo(line)
+    if left_out:
+        tensors = sum(row.repeats for row in left_out)
+        nbytes = format_bytes(sum(row.nbytes for row in left_out))
+        say(f"left out: {count(tensors, 'smaller tensor')} of {count(len(left_out), 'kind')}, {nbytes}")
+
+
+def show_owners(shards: ShardMap) -> None:
+    """How much each rank or file holds."""
+    from ckptkit.pictures.shard_text import bars
+
+    drawn = list(bars(shards, _WIDTH))
+    print_table([bar_row(bar, shards.by) for bar in drawn], (shards.by, "bytes", "", *["file"] * (shards.by == "file")))
+    if len(shards.owners) > 1:
+        fullest = max(shards.owners, key=lambda owner: owner.nbytes)
+        times = fullest.nbytes / shards.mean if shards.mean else 1.0
+        what = f"{count(len(shards.owners), shards.by)}, {format_bytes(shards.mean)} each on average"
+        say(f"{what}; {shards.by} {fullest.mark} holds {times:.2f} times that")
+
+
+def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
+    """The row of an owner, or of several in turn."""
+    is_one = bar.first is bar.last
+    marks = bar.first.mark if is_one else f"{bar.first.mark}-{bar.last.mark}"
+    low, high = format_bytes(bar.least), format_bytes(bar.most)
+    held = high if low == high else f"{low} to {high}"
+    name = (bar.first.name if is_one else f"{bar.first.name} to {bar.last.name}",) if by == "file" else ()
+    return marks, held if is_one else f"{held} each", bar.bar, *name
+
+
+def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
+    """The lines of a tensor: its picture, its numbers, and its name in as many lines as that needs.
+
+    A name goes without the `start` that stands above.
+    """
+    from ckptkit.pictures.shard_text import draw
+
+    numbers = f"  {format_bytes(row.nbytes):>7}  {len(row.shards):>5}  "
+    times = f"  x{row.repeats}" if row.repeats > 1 else ""
+    remarks = f"  ({', '.join(row.remarks)})" if row.remarks else ""
+    name = "  " * bool(start) + visible(row.label.removeprefix(start)) + times + remarks
+    pieces = wrap(name, max(24, terminal_width() - _INDENT))
+    pictures = draw(row, shards.owners, _WIDTH)
+    for i, (picture, piece) in enumerate(zip_longest(pictures, pieces)):
+        painted = paint(picture) if picture else " " * _WIDTH
+        yield f"{painted}{numbers if i == 0 else ' ' * len(numbers)}{piece or ''}".rstrip()
+
+
+def wrap(name: str, width: int) -> list[str]:
+    """A name in lines, broken after a dot or a space, or else a comma, and further lines set in."""
+    lines = []
+    while len(name) > width:
+        at = max(name.rfind(".", 4, width), name.rfind(" ", 4, width)) + 1 or name.rfind(",", 4, width) + 1 or width
+        lines.append(name[:at].rstrip(" "))
+        name = "    " + name[at:].lstrip(" ")
+    return [*lines, name]
+
+
+def paint(line: Line) -> str:
+    """A line in the owners' colours, on a terminal that is to have some; there they need no fill."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return "".join(run.text for run in line)
+    return "".join(
+        run.text
+        if run.owner is None
+        else typer.style(run.text.translate({ord("░"): " ", ord("▒"): " "}), fg=16, bg=_COLOURS[run.owner % 8])
+        for run in line
+    )
+
+
+def write_map(layout: Layout, path: Path) -> None:
+    """Draw who holds what into an SVG file, and say so."""
+    from ckptkit.ops.shard_map import write_shard_map
+
+    write_shard_map(layout, path)
+    note(f"wrote {path}")

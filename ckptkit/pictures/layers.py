@@ -1,0 +1,81 @@
+"""Layers: one number of each tensor, by the number of its layer, as lines of SVG; a line for the tensors of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptkit.pictures.axes import Axis, across, lines, upright
+from ckptkit.pictures.curves import path
+from ckptkit.pictures.markup import Markup, element
+from ckptkit.pictures.numbers import brief
+from ckptkit.pictures.style import OWNERS
+
+_WIDTH, _HEIGHT = 960, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 640, 20, 300
+_APART = 15  # between the names of lines
+_LETTERS = 42
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The tensors of one name in layers that are alike, with a number of each layer's."""
+
+    name: str
+    by_layer: dict[int, float]
+
+
+def draw_layers(title: str, kinds: Sequence[Kind]) -> Markup:
+    """The picture of some kinds, at least one, each with one layer at least. Not finite numbers are left out."""
+    numbers = [value for kind in kinds for value in kind.by_layer.values()]
+    layers = [layer for kind in kinds for layer in kind.by_layer]
+    x = Axis(min(layers), max(layers), _LEFT, _RIGHT)
+    y = upright(min(numbers), max(numbers), _BOTTOM, _TOP, may_be_log=True)
+    return element(
+        "svg",
+        element("title", title),
+        lines(y, _LEFT, _RIGHT),
+        across(x, _BOTTOM),
+        element("text", "layer", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
+        (draw_kind(kind, x, y, OWNERS[i % len(OWNERS)]) for i, kind in enumerate(kinds)),
+        names(kinds, y),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        role="img",
+        aria_label=title,
+        class_="map",
+    )
+
+
+def draw_kind(kind: Kind, x: Axis, y: Axis, fill: str) -> Markup:
+    """The line of a kind, with a dot for each layer that tells its number."""
+    places = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
+    dots = [
+        element("circle", element("title", f"{kind.name}, layer {layer}: {brief(value)}"), cx=at, cy=height, r=2.6)
+        for layer, value, at, height in places
+    ]
+    line = element("path", d=path([place[2:] for place in places]), class_="curve", stroke=fill)
+    return element("g", line, dots, fill=fill, class_="kind")
+
+
+def names(kinds: Sequence[Kind], y: Axis) -> Iterator[Markup]:
+    """The names beside the ends of the lines, moved apart where they would lie on each other."""
+    ends = sorted((y.place(kind.by_layer[max(kind.by_layer)]), i, kind.name) for i, kind in enumerate(kinds))
+    wanted = [height for height, _, _ in ends]
+    for (height, i, name), at in zip(ends, spread(wanted, _TOP, _BOTTOM), strict=True):
+        line = path([(_RIGHT + 5, height), (_RIGHT + 15, at), (_RIGHT + 22, at)])
+        yield element("g", element("path", d=line, class_="curve", stroke=OWNERS[i % len(OWNERS)]), class_="kind")
+        shown = name if len(name) <= _LETTERS else f"…{name[-_LETTERS + 1 :]}"
+        yield element("text", shown, x=_RIGHT + 28, y=at + 3.5, class_="name")
+
+
+def spread(wanted: Sequence[float], low: float, high: float) -> list[float]:
+    """Places near those wanted, in their order, `_APART` from each other, and between two if there is room."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + _APART if places else low))
+    limit = max(high, low + _APART * (len(places) - 1))
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], limit)
+        limit = places[i] - _APART
+    return places

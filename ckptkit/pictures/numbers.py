@@ -1,0 +1,47 @@
+"""Numbers: as people read them, and the round ones that an axis is labelled with."""
+
+from __future__ import annotations
+
+import math
+
+_SUFFIXES = ("", "k", "M", "G", "T", "P")
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def brief(number: float) -> str:
+    """A number in at most four digits: `0.00012`, `3.412`, `31.64k`, `2e-07`."""
+    size = abs(number)
+    if size < 999.95 or not size < 1e18:
+        return f"{number:.4g}"
+    power = min(int(math.log10(size * 1.0001) / 3), len(_SUFFIXES) - 1)
+    return f"{number / 1000**power:.4g}{_SUFFIXES[power]}"
+
+
+def bytes_text(nbytes: float) -> str:
+    """`1.6 GB`: three digits, decimal units as disks count them."""
+    power = 0
+    while round(nbytes) >= 1000 and power < len(_UNITS) - 1:
+        nbytes /= 1000
+        power += 1
+    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes:#.3g}".rstrip(".") + f" {_UNITS[power]}"
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` round numbers between two others."""
+    span = high - low
+    if not (math.isfinite(span) and span > 0):
+        return [low]
+    rough = span / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * max(factor for factor in (1, 2, 5, 10) if factor * power <= rough * 1.3)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def powers(low: float, high: float) -> list[float]:
+    """Round numbers between two positive ones, by powers of ten: all of 1, 2 and 5 where these are few."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    every = max(1, (last - first) // 4)
+    found = (factor * 10.0**power for power in range(first, last + 1, every) for factor in factors)
+    return [number for number in found if low * 0.999 <= number <= high * 1.001]

@@ -1,0 +1,158 @@
+"""The shard map as SVG: bytes by owner on top, and below a row for each tensor, or for all that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+from ckptkit.pictures.cuts import Rectangle
+from ckptkit.pictures.markup import Markup, element
+from ckptkit.pictures.numbers import bytes_text
+from ckptkit.pictures.shards import Row, Shard, ShardMap
+from ckptkit.pictures.style import COLOURS, PICTURES, colour
+
+_WIDTH = 960
+_LEFT, _RIGHT = 396, 790  # of the tensors' pictures; names are before, numbers after
+_BARS = 96  # height of the bars, with what is written below
+_HEIGHT = 22  # of a row; taller for a tensor that is cut along two axes
+_MOST_BARS = 128
+_MOST_IN_ROW = 96  # parts of a tensor; of more, several are one
+_MOST_PARTS = 1600  # in all rows, so that the file stays small
+_LETTERS = 58  # of a name
+_APART = 8  # between groups of rows
+
+
+def draw_shards(shards: ShardMap, *, most_rows: int = 60) -> Markup:
+    """The picture, for a page that has the styles. Of more than `most_rows` rows the largest are shown."""
+    shown, left_out = shards.largest(most_rows)
+    parts = min(max(12, _MOST_PARTS // max(1, len(shown))), _MOST_IN_ROW)
+    content: list[Markup] = list(draw_bars(shards))
+    top = float(_BARS + 16)
+    for start, rows in shards.headed(shown):
+        top += _APART
+        if start:
+            content.append(element("text", shorten(start, 2 * _LETTERS), x=0, y=top + 14, class_="name head"))
+            top += _HEIGHT
+        for row in rows:
+            height = _HEIGHT * (2 if row.cut.is_grid else 1)
+            content.append(draw_row(row, start, shards, (top, height), parts))
+            top += height
+    if left_out:
+        tensors = sum(row.repeats for row in left_out)
+        what = f"left out: {tensors:,} smaller tensors, {bytes_text(sum(row.nbytes for row in left_out))}"
+        content.append(element("text", what, x=0, y=top + 16))
+        top += _HEIGHT
+    title = f"Which {shards.by} holds which part of each tensor"
+    return element(
+        "svg",
+        element("title", title),
+        *content,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"-8 -8 {_WIDTH + 16} {top + 14:.0f}",
+        role="img",
+        aria_label=title,
+        class_="map",
+    )
+
+
+def standalone(picture: Markup) -> Markup:
+    """The picture as a file of its own."""
+    style = element("style", COLOURS, PICTURES, Markup("svg{background:var(--ground)}"))
+    return Markup(picture.replace("</title>", f"</title>{style}", 1) + "\n")
+
+
+def draw_bars(shards: ShardMap) -> Iterator[Markup]:
+    """Bytes of each owner, or the most of several that follow one another; and the mean."""
+    owners = shards.owners
+    if not owners:
+        return
+    full = max(owner.nbytes for owner in owners) or 1
+    together = ceil(len(owners) / _MOST_BARS)
+    count = ceil(len(owners) / together)
+    step = min(_WIDTH / count, 120)
+    base, tall = _BARS - 18, _BARS - 40
+    yield element("text", f"Bytes by {shards.by}", x=0, y=8, class_="title")
+    said = f"{len(owners)} x {bytes_text(shards.mean)} on average, {bytes_text(full)} at most"
+    yield element("text", said, x=_WIDTH, y=8, text_anchor="end")
+    for i in range(count):
+        group = owners[i * together : (i + 1) * together]
+        most = max(group, key=lambda owner: owner.nbytes)
+        height = tall * most.nbytes / full
+        name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}, at most"
+        tip = element("title", f"{name}: {bytes_text(most.nbytes)}")
+        fill = colour(i * together, len(owners))
+        yield element("rect", tip, x=i * step, y=base - height, width=step, height=height, fill=fill, class_="part")
+        if step >= 22:
+            yield element("text", group[0].mark, x=(i + 0.5) * step, y=base + 14, text_anchor="middle")
+    if step < 22:
+        yield element("text", owners[0].mark, x=0, y=base + 14)
+        yield element("text", owners[-1].mark, x=count * step, y=base + 14, text_anchor="end")
+    mean = base - tall * shards.mean / full
+    yield element("line", x1=0, x2=count * step, y1=mean, y2=mean, class_="mean")
+
+
+def draw_row(row: Row, start: str, shards: ShardMap, place: tuple[float, float], parts: int) -> Markup:
+    """The name of a tensor without the start that stands above, its picture, how it is cut, and its bytes.
+
+    `place` is where the row begins, and its height.
+    """
+    top, height = place
+    middle = top + height / 2 + 3.5
+    times = f" x{row.repeats}" if row.repeats > 1 else ""
+    name = shorten(row.label.removeprefix(start), _LETTERS - len(times))
+    how = ", ".join(row.remarks)
+    return element(
+        "g",
+        element("title", f"{row.label}{times}: {row.spec}, {bytes_text(row.nbytes)}, {len(row.shards)} parts"),
+        element("text", name + times, x=0, y=middle, class_="name"),
+        draw_parts(row, shards, place, parts),
+        element("text", how, x=_RIGHT + 8, y=middle) if how else None,
+        element("text", bytes_text(row.nbytes), x=_WIDTH, y=middle, text_anchor="end"),
+    )
+
+
+def draw_parts(row: Row, shards: ShardMap, place: tuple[float, float], most: int) -> Iterator[Markup]:
+    """A rectangle for each part; where there are more than `most`, for several that follow one another."""
+    top, height = place
+    pairs = list(zip(row.cut.rectangles, row.shards, strict=True))
+    together = max(1, ceil(len(pairs) / most))
+    for at in range(0, len(pairs), together):
+        group = pairs[at : at + together]
+        area = around([rectangle for rectangle, _ in group])
+        x, y = _LEFT + area.left * (_RIGHT - _LEFT), top + 2 + area.top * (height - 4)
+        width, tall = (area.right - area.left) * (_RIGHT - _LEFT), (area.bottom - area.top) * (height - 4)
+        owner = group[0][1].owner
+        tip = element("title", describe(row, shards, [shard for _, shard in group]))
+        fill = colour(owner, len(shards.owners))
+        yield element("rect", tip, x=x, y=y, width=width, height=tall, fill=fill, class_="part")
+        mark = shards.owners[owner].mark
+        if len(group) == 1 and width > 8 * len(mark) + 6 and tall > 13:
+            yield element("text", mark, x=x + 5, y=y + tall / 2 + 4, class_="on")
+
+
+def around(rectangles: Sequence[Rectangle]) -> Rectangle:
+    """The smallest rectangle around some."""
+    return Rectangle(
+        min(one.left for one in rectangles),
+        max(one.right for one in rectangles),
+        min(one.top for one in rectangles),
+        max(one.bottom for one in rectangles),
+    )
+
+
+def describe(row: Row, shards: ShardMap, group: Sequence[Shard]) -> str:
+    """What a rectangle stands for: name, owner, indices, bytes and file; of several parts their owners and bytes."""
+    first, last = (shards.owners[group[i].owner] for i in (0, -1))
+    nbytes = bytes_text(sum(shard.nbytes for shard in group))
+    if len(group) > 1:
+        return f"{row.label}: {len(group)} parts, {first.name} to {last.name}, {nbytes}"
+    box = group[0].box
+    indices = ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True))
+    return f"{row.label}[{indices}]: {first.name}, {nbytes}, {group[0].path}"
+
+
+def shorten(name: str, letters: int) -> str:
+    """A name that is not longer than so many letters: the start and the end of it."""
+    if len(name) <= letters:
+        return name
+    return f"{name[: letters // 3]}…{name[-(letters - letters // 3 - 1) :]}"

@@ -1,0 +1,86 @@
+"""The time line: the checkpoints of a run by step, as SVG, each as high as it is large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptkit.pictures.axes import Axis, across
+from ckptkit.pictures.markup import Markup, element
+from ckptkit.pictures.numbers import bytes_text
+
+_WIDTH, _HEIGHT = 960, 150
+_LEFT, _RIGHT, _TOP, _BOTTOM = 20, 940, 34, 122
+_MOST = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A checkpoint on the line: what it is called, where it stands, what else is to be told of it."""
+
+    name: str
+    step: int
+    nbytes: int
+    is_complete: bool
+    is_model: bool
+    is_pinned: bool
+    is_latest: bool
+    told: str
+
+
+def draw_timeline(stops: Sequence[Stop], last_step: float | None = None) -> Markup:
+    """The picture of the newest of some checkpoints, of one at least; it goes on to `last_step` if that is later."""
+    shown = sorted(stops, key=lambda stop: stop.step)[-_MOST:]
+    first = 0 if len(shown) == len(stops) else shown[0].step
+    x = Axis(first, max(shown[-1].step, last_step or 0, first + 1), _LEFT, _RIGHT)
+    title = f"{len(shown)} checkpoints from step {shown[0].step:,} to {shown[-1].step:,}"
+    return element(
+        "svg",
+        element("title", title),
+        legend(shown),
+        across(x, _BOTTOM),
+        (draw_stop(stop, x, max(one.nbytes for one in shown) or 1) for stop in shown),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        role="img",
+        aria_label=title,
+        class_="map",
+    )
+
+
+def legend(shown: Sequence[Stop]) -> Iterator[Markup]:
+    """What the kinds look like, of those that there are."""
+    kinds = [("saved", "complete"), ("model", "weights only"), ("unfinished", "not complete")]
+    there = {kind_of(stop) for stop in shown}
+    x = float(_LEFT)
+    for kind, word in kinds:
+        if kind in there:
+            yield element("rect", x=x, y=2, width=10, height=10, rx=2, class_=kind)
+            yield element("text", word, x=x + 16, y=11)
+            x += 36 + 6 * len(word)
+    if any(stop.is_pinned for stop in shown):
+        yield element("circle", cx=x + 5, cy=7, r=3.5, class_="dot b")
+        yield element("text", "pinned", x=x + 16, y=11)
+    yield element("text", "height: bytes on disk", x=_RIGHT, y=11, text_anchor="end")
+
+
+def kind_of(stop: Stop) -> str:
+    """Which of the kinds a checkpoint is."""
+    if not stop.is_complete:
+        return "unfinished"
+    return "model" if stop.is_model else "saved"
+
+
+def draw_stop(stop: Stop, x: Axis, full: int) -> Markup:
+    """A bar, with a dot on it if the checkpoint is pinned, and its name if it is the latest."""
+    at = x.place(stop.step)
+    height = max(4.0, (_BOTTOM - _TOP - 14) * stop.nbytes / full)
+    top = _BOTTOM - height
+    anchor = "end" if at > (_LEFT + _RIGHT) / 2 else "start"
+    return element(
+        "g",
+        element("title", f"{stop.name}: {bytes_text(stop.nbytes)}{stop.told}"),
+        element("rect", x=at - 4, y=top, width=8, height=height, rx=2, class_=kind_of(stop)),
+        element("circle", cx=at, cy=top - 6, r=3.5, class_="dot b") if stop.is_pinned else None,
+        element("text", "latest", x=at, y=top - 12, text_anchor=anchor, class_="strong") if stop.is_latest else None,
+    )

@@ -1,0 +1,55 @@
+"""Markup and numbers: nothing that a stranger wrote gets through, and numbers read well."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from ckptkit.pictures.markup import Markup, element, text
+from ckptkit.pictures.numbers import brief, bytes_text, powers, ticks
+
+
+def test_text_is_escaped_and_markup_is_not() -> None:
+    made = element("p", "a<b>&\"'", element("b", "c"), None, [Markup("<i/>")], title='"><script>')
+    assert made == '<p title="&quot;&gt;&lt;script&gt;">a&lt;b&gt;&amp;&quot;&#x27;<b>c</b><i/></p>'
+
+
+def test_what_xml_cannot_hold_is_spelled_out() -> None:
+    hostile = "a\x00b\x1b[31m\n\ud800\u202e\uffff"
+    parsed = ET.fromstring(element("text", hostile))
+    assert parsed.text == r"a\x00b\x1b[31m\n\ud800\u202e\uffff"
+    text(hostile).encode()
+
+
+@pytest.mark.parametrize(
+    ("number", "written"),
+    [
+        *((0.0, "0"), (3.29518, "3.295"), (0.0001009, "0.0001009"), (31640.0, "31.64k"), (999.97, "1k")),
+        *((2e-10, "2e-10"), (-8.03e9, "-8.03G"), (float("nan"), "nan"), (1e300, "1e+300"), (999.9, "999.9")),
+    ],
+)
+def test_numbers_are_brief(number: float, written: str) -> None:
+    assert brief(number) == written
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "written"), [(0, "0 B"), (999, "999 B"), (999.7, "1.00 KB"), (1500, "1.50 KB"), (4.2e12, "4.20 TB")]
+)
+def test_bytes(nbytes: float, written: str) -> None:
+    assert bytes_text(nbytes) == written
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 60), (3.2, 5.4), (-1e-9, 1e-9), (1e6, 1.00001e6), (5, 5)])
+def test_ticks_are_few_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 9
+    slack = 1e-6 * (high - low)
+    assert all(low - slack <= tick <= high + slack for tick in found)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-3, 1e3), (1.2, 99), (1e-30, 1e30)])
+def test_powers_are_few_and_inside(low: float, high: float) -> None:
+    found = powers(low, high)
+    assert 2 <= len(found) <= 9
+    assert all(low * 0.99 <= power <= high * 1.01 for power in found)
