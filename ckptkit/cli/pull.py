@@ -1,0 +1,89 @@
+"""`ckptkit pull`: a checkpoint from the Hub."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.conversion import Jobs, NoSync, Out, Overwrite
+from ckptkit.cli.output import Json, Quiet, count, format_bytes, print_json, print_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from ckptkit.ops.pull import Pulled
+
+
+def pull(
+    repository: Annotated[
+        str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="Which on the Hub; of main, or of another revision.")
+    ],
+    out: Out,
+    revision: Annotated[str | None, typer.Option(metavar="REVISION", help="A branch, a tag or a commit.")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Only files that match; repeatable.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="No files that match; repeatable.")] = None,
+    overwrite: Overwrite = False,
+    jobs: Jobs = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Pull a checkpoint from the Hugging Face Hub, and compare every file with the checksum that the Hub has of it.
+
+    OUT appears when all of it is there. After an interruption the same command goes on where it was.
+
+    Example: ckptkit pull org/model out
+
+    Exit codes: 0 done; 2 usage; 3 no such repository, or what came is damaged; 4 the Hub cannot be reached or refuses,
+    or an I/O failure; 5 OUT exists, or a name in the repository is unsafe; 130 interrupted.
+    """
+    from ckptkit.ops.pull import pull as run
+
+    done = run(
+        repository,
+        out,
+        revision=revision,
+        include=include or (),
+        exclude=exclude or (),
+        overwrite=overwrite,
+        jobs=jobs,
+        sync=not no_sync,
+        bars=progress_bar,
+    )
+    if json:
+        print_json(to_json(done))
+    else:
+        report(done)
+
+
+def to_json(done: Pulled) -> dict[str, Any]:
+    """The result under the keys that scripts rely on."""
+    return {
+        "repository": done.repo_id,
+        "revision": done.revision,
+        "commit": done.commit,
+        "output": str(done.output),
+        "format": done.format,
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()],
+        "nbytes": done.nbytes,
+        "fetched_bytes": done.fetched_bytes,
+        "seconds": done.seconds,
+    }
+
+
+def report(done: Pulled) -> None:
+    """The result for a reader."""
+    say(f"pulled {done.repo_id}, {done.revision} at {done.commit[:8]}, into {done.output}")
+    rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()]
+    print_table(
+        rows if len(rows) <= 20 else [*rows[:9], (f"  ... {len(rows) - 18} more", ""), *rows[-9:]], ("  file", "size")
+    )
+    before = done.nbytes - done.fetched_bytes
+    here = f"; {format_bytes(before)} had come before" if before else ""
+    say(f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s{here}")
+    say("every file compared with the checksum that the Hub has of it")
+    if done.format:
+        say(f"to look at it: ckptkit inspect {done.output}")
+    else:
+        say("note: no checkpoint in any known format is in it")

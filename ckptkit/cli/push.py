@@ -1,0 +1,115 @@
+"""`ckptkit push`: a checkpoint to the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.conversion import Jobs
+from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, print_json, print_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from ckptkit.ops.push import Pushed
+
+
+def push(
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A model or checkpoint, or a run: then its latest complete one.")
+    ],
+    repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Where on the Hub; made if it is not there.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="If it is made: for all to see. By default it is private.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="By default main; made if not there.")] = None,
+    message: Annotated[str | None, typer.Option(metavar="TEXT", help="What the commit says.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Push; without it nothing is sent, and only shown.")] = False,
+    jobs: Jobs = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Push a model or checkpoint to the Hugging Face Hub: verified here, sent, and compared with what arrived.
+
+    It appears there whole, in one commit. After an interruption the same command goes on: large files that have
+    arrived are not sent again. A model card is made where there is none. `hf auth login` says who you are.
+
+    Example: ckptkit push out org/model --yes
+
+    Exit codes: 0 done, or shown what would be; 2 usage; 3 the checkpoint is damaged, here or as it arrived; 4 the Hub
+    cannot be reached or refuses; 5 somebody else changed the repository meanwhile; 130 interrupted.
+    """
+    from ckptkit.ops.push import push as run
+
+    done = run(
+        src, repository, public=public, revision=revision, message=message, yes=yes, jobs=jobs, bars=progress_bar
+    )
+    if json:
+        print_json(to_json(done))
+    else:
+        report(src, done)
+
+
+def to_json(done: Pushed) -> dict[str, Any]:
+    """The result under the keys that scripts rely on."""
+    return {
+        "source": str(done.source),
+        "repository": done.repo_id,
+        "revision": done.revision,
+        "url": done.url,
+        "format": done.format,
+        "new": done.is_new,
+        "private": done.is_private,
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()],
+        "removed": list(done.removed),
+        "left_out": dict(done.left_out),
+        "card_made": done.has_card,
+        "nbytes": done.nbytes,
+        "pushed": done.is_done,
+        "commit": done.commit,
+        "unchanged": sorted(done.unchanged),
+        "seconds": done.seconds,
+        "notes": list(done.notes),
+    }
+
+
+def report(src: Path, done: Pushed) -> None:
+    """The result for a reader."""
+    if done.source != src:
+        note(f"taking {done.source}")
+    access = "private" if done.is_private else "public"
+    place = f"{done.url}{'' if done.revision == 'main' else f', branch {done.revision}'}"
+    kind = f"{'new, ' if done.is_new else ''}{access}"
+    say(f"{'pushed' if done.is_done else 'would push'} {done.source}")
+    say(f"to {place} ({kind})")
+    print_table(list(rows(done)), ("  file", "size", "verdict"))
+    for text in done.notes:
+        say(f"note: {text}")
+    amount = f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)}"
+    if not done.is_done:
+        say(f"to be pushed: {amount}; nothing was sent, for that give --yes")
+        return
+    is_same = len(done.unchanged) == len(done.files) and not done.removed
+    say(f"{amount} in {done.seconds:.2f} s{'; nothing had changed, nothing was sent' if is_same else ''}")
+    say(f"every size and checksum on the Hub is that of the file here; commit {(done.commit or '')[:8]}")
+    at = "" if done.revision == "main" else f"@{done.revision}"
+    say(f"to get it elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
+
+
+def rows(done: Pushed) -> Iterator[tuple[str, str, str]]:
+    """Rows of the table; of many files, the first and the last."""
+    files = [(f"  {name}", format_bytes(nbytes), verdict(done, name)) for name, nbytes in done.files.items()]
+    yield from files if len(files) <= 20 else [*files[:9], (f"  ... {len(files) - 18} more", "", ""), *files[-9:]]
+    for name in done.removed:
+        yield f"  {name}", "", f"{'removed' if done.is_done else 'remove'}: of an earlier checkpoint"
+    for name, reason in done.left_out.items():
+        yield f"  {name}", "", f"left out: {reason}"
+
+
+def verdict(done: Pushed, name: str) -> str:
+    """What is done with a file."""
+    if name in done.unchanged:
+        return "unchanged"
+    is_made = done.has_card and name == "README.md"
+    return f"{'pushed' if done.is_done else 'push'}{': the model card, made for it' if is_made else ''}"
