@@ -10,56 +10,109 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ckptkit.errors import CkptError
     from ckptkit.formats import open_layout
+    from ckptkit.ops.average import Averaged, average
     from ckptkit.ops.consolidate import consolidate
     from ckptkit.ops.convert import convert
     from ckptkit.ops.converted import Converted
+    from ckptkit.ops.diff import diff
+    from ckptkit.ops.differences import Diff
     from ckptkit.ops.estimate import Estimated, estimate
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
+    from ckptkit.ops.lazy import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
+    from ckptkit.ops.listing import Listing, list_run
     from ckptkit.ops.make_manifest import make_manifest
+    from ckptkit.ops.moved import Moved, moved
+    from ckptkit.ops.pin import pin, unpin
     from ckptkit.ops.prune import Pruned, prune
+    from ckptkit.ops.pull import Pulled, pull
+    from ckptkit.ops.push import Pushed, push
+    from ckptkit.ops.report import Reported, report
     from ckptkit.ops.reshard import reshard
+    from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.verify import Verified, verify
     from ckptkit.train.saving.run import Run
 
 __all__ = [
+    "Averaged",
     "CkptError",
     "Converted",
+    "Diff",
     "Estimated",
     "Inspected",
+    "LazyCheckpoint",
+    "LazyTensor",
+    "Listing",
+    "Moved",
     "Pruned",
+    "Pulled",
+    "Pushed",
+    "Reported",
     "Run",
+    "Stats",
     "Verified",
     "__version__",
+    "average",
     "consolidate",
     "convert",
+    "diff",
     "estimate",
     "finalize",
     "inspect",
+    "list_run",
     "make_manifest",
+    "moved",
+    "open",
     "open_layout",
+    "pin",
     "prune",
+    "pull",
+    "push",
+    "report",
     "reshard",
+    "stats",
+    "unpin",
     "verify",
 ]
 
 _HOMES = {
+    "Averaged": "ckptkit.ops.average",
     "CkptError": "ckptkit.errors",
     "Converted": "ckptkit.ops.converted",
+    "Diff": "ckptkit.ops.differences",
     "Estimated": "ckptkit.ops.estimate",
     "Inspected": "ckptkit.ops.inspect",
+    "LazyCheckpoint": "ckptkit.ops.lazy",
+    "LazyTensor": "ckptkit.ops.lazy",
+    "Listing": "ckptkit.ops.listing",
+    "Moved": "ckptkit.ops.moved",
     "Pruned": "ckptkit.ops.prune",
+    "Pulled": "ckptkit.ops.pull",
+    "Pushed": "ckptkit.ops.push",
+    "Reported": "ckptkit.ops.report",
     "Run": "ckptkit.train.saving.run",
+    "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
+    "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
+    "diff": "ckptkit.ops.diff",
     "estimate": "ckptkit.ops.estimate",
     "finalize": "ckptkit.ops.finalize",
     "inspect": "ckptkit.ops.inspect",
+    "list_run": "ckptkit.ops.listing",
     "make_manifest": "ckptkit.ops.make_manifest",
+    "moved": "ckptkit.ops.moved",
+    "open": "ckptkit.ops.lazy",
     "open_layout": "ckptkit.formats",
+    "pin": "ckptkit.ops.pin",
     "prune": "ckptkit.ops.prune",
+    "pull": "ckptkit.ops.pull",
+    "push": "ckptkit.ops.push",
+    "report": "ckptkit.ops.report",
     "reshard": "ckptkit.ops.reshard",
+    "stats": "ckptkit.ops.stats",
+    "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",
 }
 

@@ -24,11 +24,15 @@ PACKAGE = Path(__file__).parents[1] / "ckptkit"
 # From the bottom up. A module imports only from layers below its own.
 LAYERS = (
     ("errors", "system"),
-    ("dtypes", "box", "files", "small_floats"),
+    ("stores",),
+    ("stores.*",),
+    ("remote",),
+    ("ranges",),
+    ("dtypes", "box", "files", "small_floats", "distance"),
     ("layout",),
-    ("edits", "plan", "blocks", "checksums", "allocation", "locks", "tiles", "sums"),
-    ("casting", "counting", "staging", "formats.pickles", "ledger"),
-    ("rearrange", "formats.archive", "formats.headers", "formats.pickling"),
+    ("edits", "plan", "blocks", "views", "checksums", "allocation", "locks", "tiles", "sums"),
+    ("casting", "measuring", "moments", "staging", "formats.pickles", "ledger"),
+    ("rearrange", "arrays", "counting", "formats.archive", "formats.headers", "formats.pickling"),
     (
         "gather",
         "journal",
@@ -41,10 +45,12 @@ LAYERS = (
     ),
     ("units", "formats.shards", "formats.storages", "formats.unflatten"),
     ("formats.recording", "formats.values"),
-    ("execute", "scan", "statistics", "formats.*"),
-    ("formats",),
+    ("execute", "averaging", "scan", "statistics", "formats.*"),
+    ("formats", "comparison", "reading"),
     ("runs",),
+    ("pins", "trackers"),
     ("retention", "deletion"),
+    ("pictures.*", "pictures"),
     ("ops.*", "ops"),
     ("storage.*", "storage"),
     ("train.*", "train"),
@@ -53,12 +59,14 @@ LAYERS = (
 )
 
 # Packages whose modules may also import each other, in one direction.
-FAMILIES = ("ops", "storage", "train", "cli")
+FAMILIES = ("pictures", "ops", "storage", "train", "cli")
 
 # Pairs of rooms that never meet, in either direction.
 STRANGERS = (
     ("execute", "formats*"),
     ("scan", "formats*"),
+    ("comparison", "formats*"),
+    ("averaging", "formats*"),
     ("gather", "formats*"),
     ("rearrange", "formats*"),
     ("train*", "formats*"),
@@ -68,7 +76,7 @@ STRANGERS = (
 )
 
 TORCH_AT_THE_TOP = ("train.*", "train", "storage.*", "storage")
-TORCH_WHEN_USED = ("casting", "formats.archive", "formats.dcp", "ops.architecture", "cli.train")
+TORCH_WHEN_USED = ("arrays", "casting", "formats.archive", "formats.dcp", "ops.architecture", "ops.lazy", "cli.train")
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})
 
@@ -83,6 +91,7 @@ FORBIDDEN = {
     "gather": {"threading", "tqdm", "typer", "fqn", "print"},
     "casting": {"path", "open", "fqn"},
     "counting": {"path", "open", "fqn"},
+    "measuring": {"path", "open", "fqn"},
     "runs": {"torch", "numpy", "struct", "print"},
     "formats*": {"threading", "thread", "concurrent", "tqdm", "typer", "numpy", "print"},
     "ops*": {"struct", "pread", "preadv", "pwrite", "memoryview", "bytearray", "print", "exit"},
@@ -92,7 +101,21 @@ FORBIDDEN = {
 
 # Rooms in which no format may be named, neither in an identifier nor in a string.
 NAMELESS = (
-    *("box", "blocks", "layout", "edits", "plan", "units", "sources", "workers", "execute", "gather", "casting"),
+    *(
+        "box",
+        "blocks",
+        "layout",
+        "edits",
+        "plan",
+        "units",
+        "sources",
+        "workers",
+        "execute",
+        "gather",
+        "casting",
+        "comparison",
+    ),
+    "averaging",
     *("checksums", "sums", "tiles", "scan", "ledger", "journal", "staging", "allocation", "locks"),
 )
 

@@ -11,14 +11,22 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ckptkit import __version__
+from ckptkit.cli.average import average
 from ckptkit.cli.consolidate import consolidate
 from ckptkit.cli.convert import convert
+from ckptkit.cli.diff import diff
 from ckptkit.cli.estimate import estimate
 from ckptkit.cli.finalize import finalize
 from ckptkit.cli.inspect import inspect
+from ckptkit.cli.ls import ls
 from ckptkit.cli.output import note, print_error
+from ckptkit.cli.pin import pin, unpin
 from ckptkit.cli.prune import prune
+from ckptkit.cli.pull import pull
+from ckptkit.cli.push import push
+from ckptkit.cli.report import report
 from ckptkit.cli.reshard import reshard
+from ckptkit.cli.stats import stats
 from ckptkit.cli.train import smoke, train
 from ckptkit.cli.verify import manifest, verify
 from ckptkit.errors import CkptError, IOFailure
@@ -31,7 +39,28 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (consolidate, reshard, convert, finalize, inspect, verify, manifest, prune, estimate, train, smoke):
+for command in (
+    consolidate,
+    reshard,
+    convert,
+    finalize,
+    inspect,
+    ls,
+    verify,
+    diff,
+    manifest,
+    prune,
+    pin,
+    unpin,
+    stats,
+    average,
+    report,
+    push,
+    pull,
+    estimate,
+    train,
+    smoke,
+):
     app.command()(command)
 
 

@@ -16,7 +16,8 @@ import pytest
 from tests import producers
 from tests.conftest import Produce
 
-COMMANDS = ["consolidate", "reshard", "convert", "finalize", "inspect", "verify", "manifest", "prune", "train", "smoke"]
+COMMANDS = ["consolidate", "reshard", "convert", "finalize", "inspect", "verify", "manifest", "prune", "push", "pull"]
+COMMANDS += ["ls", "pin", "unpin", "train", "smoke", "report", "stats", "average"]
 
 
 def ckptkit(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
