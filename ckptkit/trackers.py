@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
+from ckptkit.errors import Corrupt, Unsafe, translate_os_errors
 from ckptkit.files import read_small
 from ckptkit.runs import children, step_of
 
@@ -47,8 +47,8 @@ def read_tracker(path: Path) -> str | None:
             return None
     try:
         text = read_small(path, _LIMIT).decode("ascii").strip()
-    except (Corrupt, IOFailure, Unsafe, UnicodeDecodeError):
-        return None  # what says nothing keeps nothing
+    except (Corrupt, Unsafe, UnicodeDecodeError):
+        return None  # what says nothing keeps nothing; what cannot be read might
     is_name = text.isprintable() and text not in (".", "..") and not set(text) & set("/\\")
     return text if is_name else None
 

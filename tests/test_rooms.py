@@ -29,7 +29,7 @@ LAYERS = (
     ("remote",),
     ("ranges",),
     ("dtypes", "box", "files", "small_floats", "distance"),
-    ("layout",),
+    ("layout", "json_text"),
     ("edits", "plan", "blocks", "views", "checksums", "allocation", "locks", "tiles", "sums"),
     ("casting", "measuring", "moments", "staging", "formats.pickles", "ledger"),
     ("rearrange", "arrays", "counting", "formats.archive", "formats.headers", "formats.pickling"),

@@ -58,7 +58,9 @@ def average(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Make the weighted mean of the models in several checkpoints: a model soup, or the last of a run smoothed.
+    """Make the weighted mean of the models in checkpoints.
+
+    A model soup, or the last of a run smoothed.
 
     Example: ckptkit average run out --last 5
 

@@ -47,7 +47,9 @@ def consolidate(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Turn a training checkpoint into a Hugging Face model: safetensors, config and tokenizer.
+    """Turn a training checkpoint into a Hugging Face model.
+
+    That is safetensors, with config and tokenizer beside them.
 
     Example: ckptkit consolidate run/ckpt-500 out
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import be_quiet, count, format_bytes, note, print_json, print_table, say
+from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
 from ckptkit.errors import Usage
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_local, to_path
 
 if TYPE_CHECKING:

@@ -46,7 +46,9 @@ def convert(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Turn any readable checkpoint into any writable format; dcp and pt keep the optimizer and everything else.
+    """Turn any readable checkpoint into any writable format.
+
+    dcp and pt keep the optimizer and everything else.
 
     Example: ckptkit convert Llama-3.2-1B start --to dcp --world-size 8 --under model
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
-from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def diff(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Compare two checkpoints of any format, world size and dtype: names, shapes, dtypes and values, bit for bit.
+    """Say what is not the same in two checkpoints.
+
+    Names, shapes, dtypes and values are compared, bit for bit, whatever their formats and world sizes.
 
     With --rtol or --atol numbers are the same if |a - b| <= atol + rtol * |b|.
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, parse_bytes, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, count, note, parse_bytes, print_json, print_table, say
 from ckptkit.errors import Usage
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.train.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def estimate(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Estimate the memory that training needs on each GPU, by strategy, and the sizes of checkpoints.
+    """Estimate the memory that training needs on each GPU.
+
+    By strategy, and with the sizes of checkpoints.
 
     Counts full training with AdamW from the model's config alone. Nothing is built, no weights are read.
 

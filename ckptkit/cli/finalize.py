@@ -19,7 +19,9 @@ def finalize(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Check what several jobs have made with --part, and let it appear.
+    """Let what several jobs have made with --part appear.
+
+    First it is checked that all of it is there.
 
     Example: ckptkit finalize out
 

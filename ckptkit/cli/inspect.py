@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, say
 from ckptkit.cli.shard_map import show_map, write_map
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def inspect(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds, from its metadata: nothing is loaded, no code of its runs.
+    """Show what a checkpoint is, and what it holds.
+
+    Its metadata says that: nothing is loaded, no code of its runs.
 
     Example: ckptkit inspect run/ckpt-500 --tree
 

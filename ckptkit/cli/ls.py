@@ -15,7 +15,6 @@ from ckptkit.cli.output import (
     Json,
     Quiet,
     count,
-    format_bytes,
     note,
     print_json,
     print_table,
@@ -23,6 +22,7 @@ from ckptkit.cli.output import (
     terminal_width,
     visible,
 )
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ def ls(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """List the checkpoints of a run, oldest first: age, ranks, size, whether complete, and what was measured.
+    """List the checkpoints of a run.
+
+    The oldest comes first; of each: age, ranks, size, whether it is complete, and what was measured.
 
     Found by the names that trainers give them: ckpt-500, checkpoint-500, step-500, global_step500, iter_0000500,
     ep1-ba500, epoch=1-step=500.ckpt. Only names, sizes and small files are looked at: `ckptkit verify` does the rest.

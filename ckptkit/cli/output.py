@@ -111,15 +111,6 @@ def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
         yield tell
 
 
-def format_bytes(nbytes: float) -> str:
-    """`1.6 GB`: three digits, decimal units as disks and the Hub count them."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if nbytes < 1000 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    raise AssertionError
-
-
 def parse_bytes(text: str) -> int:
     """Bytes in `5GB`, `512MiB`, `1000`."""
     number = text.rstrip("BiKMGTPbkmgtp").strip()

@@ -21,7 +21,9 @@ def pin(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Pin checkpoints: neither `ckptkit prune` nor a training that saves here deletes them.
+    """Keep checkpoints, whatever the rules say.
+
+    Neither `ckptkit prune` nor a training that saves here deletes one that is pinned.
 
     A pin is an empty file in the `.pins` directory of the run.
 
@@ -47,7 +49,9 @@ def unpin(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Take back the pins of checkpoints, so that they are kept or deleted as the rules say.
+    """Take back the pins of checkpoints.
+
+    From then on they are kept or deleted as the rules say.
 
     Example: ckptkit unpin run/ckpt-500
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_local
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def prune(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Delete old checkpoints of a run: those that no --keep names. The newest always stays, and what is pinned.
+    """Delete or demote old checkpoints of a run.
+
+    That is those that no --keep names. The newest always stays, and so does what is pinned.
 
     Only complete checkpoints count, named like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500; what
     is unfinished, damaged or something else is listed and left alone.

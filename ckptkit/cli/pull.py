@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, Out, Overwrite
-from ckptkit.cli.output import Json, Quiet, count, format_bytes, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, print_json, print_table, progress_bar, say
+from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.ops.pull import Pulled
@@ -29,7 +30,9 @@ def pull(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Pull a checkpoint from the Hugging Face Hub, and compare every file with the checksum that the Hub has of it.
+    """Pull a model or checkpoint from the Hugging Face Hub.
+
+    Every file is compared with the checksum that the Hub has of it.
 
     OUT appears when all of it is there. After an interruption the same command goes on where it was.
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import Json, Quiet, count, format_bytes, note, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.ops.push import Pushed
@@ -30,7 +31,9 @@ def push(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Push a model or checkpoint to the Hugging Face Hub: verified here, sent, and compared with what arrived.
+    """Push a model or checkpoint to the Hugging Face Hub.
+
+    It is verified here, sent, and compared with what arrived.
 
     It appears there whole, in one commit. After an interruption the same command goes on: large files that have
     arrived are not sent again. A model card is made where there is none. `hf auth login` says who you are.

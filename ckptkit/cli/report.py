@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, format_bytes, print_json, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, print_json, progress_bar, say
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_path
 
 
@@ -24,7 +25,9 @@ def report(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Write a page on a run: its curves, checkpoints, shard map, largest tensors and norms by layer.
+    """Write a page on a run, to open in a browser.
+
+    It has curves, checkpoints, the shard map, the largest tensors and norms by layer.
 
     One HTML file that opens from disk: it fetches nothing, runs no script and prints well. Curves come from
     metrics.jsonl, from a Trainer's trainer_state.json, or else from the metrics of the checkpoints.

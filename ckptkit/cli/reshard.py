@@ -46,7 +46,9 @@ def reshard(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Write a checkpoint, optimizer and all, for another number of ranks.
+    """Write a checkpoint anew for another number of ranks.
+
+    It is the same checkpoint, optimizer and all.
 
     Example: ckptkit reshard run/ckpt-500 --to 16
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptkit.cli.output import count, format_bytes, note, print_table, say, terminal_width, visible
+from ckptkit.cli.output import count, note, print_table, say, terminal_width, visible
+from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

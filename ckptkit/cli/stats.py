@@ -41,12 +41,15 @@ def stats(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Show norm, mean, deviation, extremes, zeros, NaN and Inf of every tensor, folded by module.
+    """Show norm, mean, deviation and extremes of tensors.
+
+    Also zeros, NaN and Inf where there are any; folded by module.
 
     Example: ckptkit stats run/ckpt-500 --include 'model.*'
 
-    Mean, deviation and norm are of the finite numbers, summed in float64. Exit codes: 0 done; 2 usage; 3 not a
-    checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
+    Mean, deviation and norm are of the finite numbers, summed in float64.
+
+    Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
     """
     if other is not None:
         if include or exclude or tensors:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, format_bytes, note, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, say
 from ckptkit.cli.settings import given, with_settings
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.train.config import SETTINGS, Device, TrainConfig, read_settings
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def train(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     **options: Any,
 ) -> None:
-    """Train a causal language model with FSDP: a line per step on stdout, checkpoints in RUN/ckpt-N.
+    """Train a causal language model with FSDP.
+
+    A line per step goes to stdout, checkpoints to RUN/ckpt-N.
 
     Starts its own processes, or runs as a rank under `torchrun -m ckptkit train`. A run that resumes takes the settings
     of its train.toml. On SIGTERM it saves a checkpoint and ends.
@@ -126,7 +129,9 @@ def smoke(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Train a tiny model for a few steps, resume it, export it, and check everything that came of it.
+    """Train a tiny model and check all that comes of it.
+
+    It is trained for a few steps, resumed, resharded and exported.
 
     Example: ckptkit smoke --run run --out out
 

@@ -14,7 +14,6 @@ from ckptkit.cli.output import (
     Json,
     Quiet,
     count,
-    format_bytes,
     note,
     print_json,
     print_problem,
@@ -22,6 +21,7 @@ from ckptkit.cli.output import (
     progress_bar,
     say,
 )
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_local, to_path
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def verify(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Check that a checkpoint is whole and undamaged: its structure, and every byte that a checksum is recorded of.
+    """Check that a checkpoint is whole and undamaged.
+
+    That is its structure, and every byte that a checksum is recorded of.
 
     Example: ckptkit verify run/ckpt-500
 
@@ -99,7 +101,9 @@ def manifest(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Write a manifest, `ckptkit.json`: the checksum of every file, by which `ckptkit verify` knows them again.
+    """Write the checksums by which changes are found later.
+
+    The manifest, `ckptkit.json`, has that of every file; `ckptkit verify` knows them again by it.
 
     Example: ckptkit manifest run/ckpt-500
 

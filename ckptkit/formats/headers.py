@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ckptkit.box import Box, Shape
 from ckptkit.dtypes import DTYPES, DType
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files import opening, read_at, recognise
+from ckptkit.json_text import parse_json
 from ckptkit.layout import Chunk, Spec
 
 _LIMIT = 100_000_000  # bytes; the safetensors library's own
@@ -81,25 +81,6 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
     if not isinstance(header, dict):
         raise Corrupt("the header is no JSON object", path=path)
     return header, 8 + length, size
-
-
-def parse_json(data: bytes, path: Path) -> Any:
-    """The JSON value in `data`, of file `path`; two equal keys in one object are `Corrupt`, not the last of them."""
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
-    except CkptError as error:
-        raise error.blame(path=path) from None
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON ({error})", path=path, hint=recognise(data[:512])) from error
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are all different."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = sorted(name for name, _ in pairs)
-        raise Corrupt("the key occurs twice", tensor=next(a for a, b in pairwise(names) if a == b))
-    return found
 
 
 def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files import check_name, names_in, read_small
-from ckptkit.formats.headers import check_writable, make_header, parse_json, read_header
+from ckptkit.formats.headers import check_writable, make_header, read_header
+from ckptkit.json_text import parse_json
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
 from ckptkit.ranges import read_ahead
 

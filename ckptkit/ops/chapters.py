@@ -11,7 +11,7 @@ from ckptkit.ops.norms import Norms
 from ckptkit.pictures.curves import draw_curves
 from ckptkit.pictures.layers import Kind, draw_layers
 from ckptkit.pictures.markup import Child, Markup, element
-from ckptkit.pictures.numbers import brief, bytes_text
+from ckptkit.pictures.numbers import brief, format_bytes
 from ckptkit.pictures.page import Section, card, charts, code, fold_away, share, table
 from ckptkit.pictures.series import Series
 from ckptkit.pictures.shard_svg import draw_shards
@@ -84,7 +84,7 @@ def checkpoints(listing: Listing, last_step: float | None) -> Iterator[Section]:
     if not listing.checkpoints:
         return
     complete = sum(one.is_complete for one in listing.checkpoints)
-    total = bytes_text(sum(one.nbytes for one in listing.checkpoints))
+    total = format_bytes(sum(one.nbytes for one in listing.checkpoints))
     lead = f"{complete} complete of {len(listing.checkpoints)}, {total} on disk. {listing.tracker or ''}".strip()
     stops = [stop_of(one, one.step, listing) for one in listing.checkpoints if one.step is not None]
     metrics = list(dict.fromkeys(name for one in listing.checkpoints for name in one.metrics))[:4]
@@ -114,7 +114,7 @@ def checkpoint_table(listed: Sequence[Listed], metrics: Sequence[str], listing: 
             "" if one.step is None else f"{one.step:,}",
             date_of(one),
             "" if one.world_size is None else str(one.world_size),
-            bytes_text(one.nbytes),
+            format_bytes(one.nbytes),
             *(written(one.metrics.get(name)) for name in metrics),
             state_of(one, listing),
         ]
@@ -147,7 +147,7 @@ def shards(name: str, found: ShardMap) -> Iterator[Section]:
     """Which rank or file holds which part of a checkpoint."""
     if found.rows:
         picture = card(draw_shards(found), name="shard map")
-        held = [[owner.name, f"{owner.nbytes:,}", bytes_text(owner.nbytes)] for owner in found.owners[:_MOST_FOLDED]]
+        held = [[owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)] for owner in found.owners[:_MOST_FOLDED]]
         rows = fold_away("The same in numbers", table((found.by, "bytes", ""), held, (1, 2)))
         yield Section("shards", "Shard map", describe_shards(name, found), (picture, rows))
 
@@ -175,14 +175,14 @@ def largest(found: ShardMap) -> Iterator[Section]:
             [code(row.label), f" x{row.repeats}" if row.repeats > 1 else None],
             row.spec.dtype.name,
             element("span", " x ".join(map(str, row.spec.shape)) or "one number", class_="line"),
-            bytes_text(row.spec.nbytes),
-            [bytes_text(row.nbytes), share(row.nbytes / most)],
+            format_bytes(row.spec.nbytes),
+            [format_bytes(row.nbytes), share(row.nbytes / most)],
             f"{100 * row.nbytes / total:.1f}%",
         ]
         for row in chosen
     ]
     what = card(table(("tensor", "dtype", "shape", "each", "all", "share"), rows, (3, 4, 5)), name="largest tensors")
-    lead = f"Of {sum(row.repeats for row in found.rows):,} tensors, which take {bytes_text(total)} in all."
+    lead = f"Of {sum(row.repeats for row in found.rows):,} tensors, which take {format_bytes(total)} in all."
     yield Section("largest", "Largest tensors", lead, (what,))
 
 

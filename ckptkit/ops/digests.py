@@ -10,7 +10,7 @@ from threading import Lock
 
 from ckptkit.errors import Corrupt
 from ckptkit.files import opening, read_at
-from ckptkit.ops.hub import RemoteFile
+from ckptkit.ops.hub import HubFile
 from ckptkit.ops.progress import Told
 from ckptkit.workers import Step, work
 
@@ -75,7 +75,7 @@ def sum_all(contents: Mapping[str, Path | bytes], jobs: int | None, told: Told |
     return sums
 
 
-def difference(content: Path | bytes, sha256: str, remote: RemoteFile | None) -> str | None:
+def difference(content: Path | bytes, sha256: str, remote: HubFile | None) -> str | None:
     """How a file here, of this SHA-256, and one on the Hub differ; None if they do not."""
     if remote is None:
         return "it is not on the Hub"
@@ -88,7 +88,7 @@ def difference(content: Path | bytes, sha256: str, remote: RemoteFile | None) ->
 
 
 def require_same(
-    contents: Mapping[str, Path | bytes], sums: Mapping[str, str], remote: Mapping[str, RemoteFile], hint: str
+    contents: Mapping[str, Path | bytes], sums: Mapping[str, str], remote: Mapping[str, HubFile], hint: str
 ) -> None:
     """Raise `Corrupt` for the first file that is not the same here and on the Hub."""
     for name, content in contents.items():

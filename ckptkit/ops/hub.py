@@ -45,7 +45,7 @@ _MOST = 300  # characters of what a server says
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteFile:
+class HubFile:
     """A file on the Hub: its bytes, git's id of it, and of a large one its SHA-256, for then the id is a pointer's."""
 
     nbytes: int
@@ -60,7 +60,7 @@ class Repository:
     repo_id: str
     commit: str
     is_private: bool
-    files: Mapping[str, RemoteFile]
+    files: Mapping[str, HubFile]
 
     @property
     def url(self) -> str:
@@ -109,7 +109,7 @@ def describe(found: ModelInfo) -> Repository:
     for file in found.siblings or ():
         if file.size is None or file.blob_id is None:
             raise Corrupt(f"the Hub does not say what `{file.rfilename!a}` is", path=found.id)
-        files[file.rfilename] = RemoteFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
+        files[file.rfilename] = HubFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
     if found.sha is None:
         raise Corrupt("the Hub does not say which commit this is", path=found.id)
     return Repository(found.id, found.sha, bool(found.private), files)

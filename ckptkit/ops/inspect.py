@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files import read_small
 from ckptkit.formats import locate, open_layout
-from ckptkit.formats.headers import parse_json
+from ckptkit.json_text import parse_json
 from ckptkit.layout import Layout
 from ckptkit.ops.companions import CONFIG, places_of
 from ckptkit.ops.groups import Group, bytes_by_dtype, group

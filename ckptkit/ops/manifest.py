@@ -18,10 +18,10 @@ from ckptkit.checksums import crc32
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files import check_name, file_size, names_in, read_small
 from ckptkit.formats import find_format
-from ckptkit.formats.headers import parse_json
+from ckptkit.json_text import parse_json
 from ckptkit.layout import Extent, Layout
+from ckptkit.ops.publish import publish
 from ckptkit.scan import sum_file
-from ckptkit.staging import Stage
 
 NAME = "ckptkit.json"
 _LIMIT = 1 << 28  # bytes
@@ -126,14 +126,7 @@ def record_manifest(root: Path) -> None:
 
 def replace_manifest(root: Path, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint that others may be reading, in one step."""
-    stage = Stage(root / NAME, overwrite=True, is_file=True)
-    try:
-        content = manifest.to_bytes()
-        create_file(stage.open().path / NAME, len(content), [(0, content)])
-        stage.commit()
-    except BaseException:
-        stage.discard()
-        raise
+    publish(root / NAME, manifest.to_bytes(), overwrite=True)
 
 
 def files_in(root: Path) -> set[str]:

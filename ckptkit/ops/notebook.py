@@ -7,7 +7,7 @@ from itertools import islice
 from ckptkit.layout import Layout
 from ckptkit.ops.tree import Branch, fold
 from ckptkit.pictures.markup import Markup, element
-from ckptkit.pictures.numbers import bytes_text
+from ckptkit.pictures.numbers import format_bytes
 
 _MOST_LINES = 60
 _INDENT = 1.2  # em for each level
@@ -15,7 +15,7 @@ _INDENT = 1.2  # em for each level
 
 def describe(layout: Layout) -> str:
     """Format, number of tensors, bytes and place."""
-    return f"{layout.format} checkpoint, {len(layout.tensors):,} tensors, {bytes_text(layout.nbytes)}: {layout.root}"
+    return f"{layout.format} checkpoint, {len(layout.tensors):,} tensors, {format_bytes(layout.nbytes)}: {layout.root}"
 
 
 def html_of(layout: Layout) -> str:
@@ -37,7 +37,7 @@ def row_of(line: Branch) -> Markup:
         element("td", line.label, style=f"{cell('left')};padding-left:{_INDENT * line.depth + 0.5:.1f}em"),
         element("td", str(line.spec or ""), style=cell("left")),
         element("td", f"{line.tensors:,}", style=cell("right")),
-        element("td", bytes_text(line.nbytes), style=cell("right")),
+        element("td", format_bytes(line.nbytes), style=cell("right")),
     )
 
 

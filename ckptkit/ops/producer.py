@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.files import names_in, read_small
-from ckptkit.formats.headers import parse_json
+from ckptkit.json_text import parse_json
 from ckptkit.layout import Layout
 from ckptkit.ops.manifest import read_manifest
 

@@ -24,7 +24,7 @@ from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
 from ckptkit.files import check_name
 from ckptkit.formats import detect_format
 from ckptkit.ops.digests import difference, sum_all
-from ckptkit.ops.hub import RemoteFile, Repository, look_up, parse_place, silent, talking
+from ckptkit.ops.hub import HubFile, Repository, look_up, parse_place, silent, talking
 from ckptkit.ops.progress import Told, telling
 from ckptkit.ops.transfers import Bars, FollowedWriter, Transfers, no_bar
 from ckptkit.runs import find_parts
@@ -94,7 +94,7 @@ def pull(
     return Pulled(name, at, found.commit, Path(out), is_known, sizes, sum(sizes.values()) - here, seconds)
 
 
-def choose(found: Repository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, RemoteFile]:
+def choose(found: Repository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
     """The files to fetch: those that match a glob of `include`, if there is one, and none of `exclude`."""
     for name in found.files:
         check_path(name, found.repo_id)
@@ -122,7 +122,7 @@ def check_path(name: str, repo_id: str) -> None:
         raise Unsafe(f"the repository has a file `{name!a}`, a name that is ours", path=repo_id)
 
 
-def make_key(found: Repository, files: Mapping[str, RemoteFile]) -> bytes:
+def make_key(found: Repository, files: Mapping[str, HubFile]) -> bytes:
     """What is being fetched: an attempt at the same is gone on with."""
     words = {
         "command": "pull",
@@ -150,7 +150,7 @@ def resumable(stage: Stage) -> Iterator[Stage]:
 
 
 def fetch(
-    found: Repository, files: Mapping[str, RemoteFile], stage: Stage, transfers: Transfers, jobs: int | None
+    found: Repository, files: Mapping[str, HubFile], stage: Stage, transfers: Transfers, jobs: int | None
 ) -> None:
     """Fetch what is not here, several files at once; of a file that is here in part, the rest."""
 
@@ -195,7 +195,7 @@ def fetch_huge(found: Repository, name: str, stage: Stage) -> None:
             (stage.work / name).rename(path)
 
 
-def check(root: Path, files: Mapping[str, RemoteFile], jobs: int | None, progress: Told | None) -> None:
+def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, progress: Told | None) -> None:
     """Raise `Corrupt` if a file is not what the Hub has; those that are not are removed, to be fetched again."""
     sums = sum_all({name: root / name for name in files}, jobs, progress)
     wrong = {}

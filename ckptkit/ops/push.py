@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
 
 from ckptkit import __version__
-from ckptkit.errors import Corrupt, IOFailure, Unsafe
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
 from ckptkit.ops.digests import difference, require_same, sum_all
 from ckptkit.ops.hub import MAIN, Repository, connect, find, look_up, page_of, parse_place, silent, talking
 from ckptkit.ops.model_card import NAME as CARD
@@ -24,6 +24,7 @@ from ckptkit.ops.parcel import Parcel, pack
 from ckptkit.ops.progress import Told, telling
 from ckptkit.ops.transfers import Bars, Follow, FollowedReader, Transfers, no_bar
 from ckptkit.ops.verify import size_of, verify_part
+from ckptkit.remote import RemotePath, to_path
 from ckptkit.workers import Step, work
 
 _DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
@@ -98,7 +99,10 @@ def push(
     """
     began = time.perf_counter()
     name, at = parse_place(repo_id, revision)
-    parcel = pack(Path(path), name)
+    source = to_path(path)
+    if isinstance(source, RemotePath):
+        raise Usage("only local checkpoints are pushed", path=source, hint="`ckptkit consolidate` brings it here first")
+    parcel = pack(source, name)
     with silent():
         if get_token() is None:
             raise IOFailure("the Hub takes nothing from a stranger", hint="`hf auth login`, or set HF_TOKEN")

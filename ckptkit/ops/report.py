@@ -18,7 +18,7 @@ from ckptkit.ops.listing import Listing, list_run
 from ckptkit.ops.norms import measure_norms, weights_of
 from ckptkit.ops.progress import Progress, telling
 from ckptkit.ops.publish import publish
-from ckptkit.pictures.numbers import brief, bytes_text
+from ckptkit.pictures.numbers import brief, format_bytes
 from ckptkit.pictures.page import GENERATOR, Fact, Section, draw_page
 from ckptkit.pictures.shards import map_shards
 from ckptkit.remote import RemotePath, to_path
@@ -73,9 +73,9 @@ def report(
     if weights is not None:
         sections += chapters.norms(measure_norms(weights, jobs=jobs, progress=told))
     sections += chapters.settings(settings)
-    page = compose(root, listing, history, latest, settings, sections)
-    nbytes = publish(dst, page, overwrite=overwrite or is_report(dst))
-    return Reported(dst, nbytes, checkpoint)
+    page = compose(root, listing, history, latest, settings, sections).encode()
+    publish(dst, page, overwrite=overwrite or is_report(dst))
+    return Reported(dst, len(page), checkpoint)
 
 
 def list_checkpoints(root: Path) -> Listing:
@@ -167,7 +167,7 @@ def facts_of(
         mean = sum(one.total for one in rate.stretches) / sum(one.count for one in rate.stretches)
         yield Fact("tokens per second", brief(mean), f"on average, {brief(rate.high)} at most")
     if latest is not None:
-        tensors = f"{len(latest.layout.tensors):,} tensors, {bytes_text(latest.layout.nbytes)}"
+        tensors = f"{len(latest.layout.tensors):,} tensors, {format_bytes(latest.layout.nbytes)}"
         yield Fact("parameters", "unknown" if latest.parameters is None else brief(latest.parameters), tensors)
     if listing.checkpoints:
         complete = sum(one.is_complete for one in listing.checkpoints)

@@ -12,4 +12,6 @@ from ckptkit.pictures.shards import map_shards
 
 def write_shard_map(layout: Layout, dst: str | Path) -> int:
     """Draw the layout of a checkpoint into the SVG file `dst`; gives its bytes. Raises `Occupied` if there is one."""
-    return publish(Path(dst), standalone(draw_shards(map_shards(layout))))
+    picture = standalone(draw_shards(map_shards(layout))).encode()
+    publish(Path(dst), picture)
+    return len(picture)

@@ -17,13 +17,13 @@ def brief(number: float) -> str:
     return f"{number / 1000**power:.4g}{_SUFFIXES[power]}"
 
 
-def bytes_text(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """`1.6 GB`: three digits, decimal units as disks count them."""
     power = 0
     while round(nbytes) >= 1000 and power < len(_UNITS) - 1:
         nbytes /= 1000
         power += 1
-    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes:#.3g}".rstrip(".") + f" {_UNITS[power]}"
+    return f"{nbytes:.0f} {_UNITS[power]}" if power == 0 or nbytes >= 100 else f"{nbytes:.3g} {_UNITS[power]}"
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:

@@ -7,7 +7,7 @@ from math import ceil
 
 from ckptkit.pictures.cuts import Rectangle
 from ckptkit.pictures.markup import Markup, element
-from ckptkit.pictures.numbers import bytes_text
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.shards import Row, Shard, ShardMap
 from ckptkit.pictures.style import COLOURS, PICTURES, colour
 
@@ -39,7 +39,7 @@ def draw_shards(shards: ShardMap, *, most_rows: int = 60) -> Markup:
             top += height
     if left_out:
         tensors = sum(row.repeats for row in left_out)
-        what = f"left out: {tensors:,} smaller tensors, {bytes_text(sum(row.nbytes for row in left_out))}"
+        what = f"left out: {tensors:,} smaller tensors, {format_bytes(sum(row.nbytes for row in left_out))}"
         content.append(element("text", what, x=0, y=top + 16))
         top += _HEIGHT
     title = f"Which {shards.by} holds which part of each tensor"
@@ -72,14 +72,14 @@ def draw_bars(shards: ShardMap) -> Iterator[Markup]:
     step = min(_WIDTH / count, 120)
     base, tall = _BARS - 18, _BARS - 40
     yield element("text", f"Bytes by {shards.by}", x=0, y=8, class_="title")
-    said = f"{len(owners)} x {bytes_text(shards.mean)} on average, {bytes_text(full)} at most"
+    said = f"{len(owners)} x {format_bytes(shards.mean)} on average, {format_bytes(full)} at most"
     yield element("text", said, x=_WIDTH, y=8, text_anchor="end")
     for i in range(count):
         group = owners[i * together : (i + 1) * together]
         most = max(group, key=lambda owner: owner.nbytes)
         height = tall * most.nbytes / full
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}, at most"
-        tip = element("title", f"{name}: {bytes_text(most.nbytes)}")
+        tip = element("title", f"{name}: {format_bytes(most.nbytes)}")
         fill = colour(i * together, len(owners))
         yield element("rect", tip, x=i * step, y=base - height, width=step, height=height, fill=fill, class_="part")
         if step >= 22:
@@ -103,11 +103,11 @@ def draw_row(row: Row, start: str, shards: ShardMap, place: tuple[float, float],
     how = ", ".join(row.remarks)
     return element(
         "g",
-        element("title", f"{row.label}{times}: {row.spec}, {bytes_text(row.nbytes)}, {len(row.shards)} parts"),
+        element("title", f"{row.label}{times}: {row.spec}, {format_bytes(row.nbytes)}, {len(row.shards)} parts"),
         element("text", name + times, x=0, y=middle, class_="name"),
         draw_parts(row, shards, place, parts),
         element("text", how, x=_RIGHT + 8, y=middle) if how else None,
-        element("text", bytes_text(row.nbytes), x=_WIDTH, y=middle, text_anchor="end"),
+        element("text", format_bytes(row.nbytes), x=_WIDTH, y=middle, text_anchor="end"),
     )
 
 
@@ -143,7 +143,7 @@ def around(rectangles: Sequence[Rectangle]) -> Rectangle:
 def describe(row: Row, shards: ShardMap, group: Sequence[Shard]) -> str:
     """What a rectangle stands for: name, owner, indices, bytes and file; of several parts their owners and bytes."""
     first, last = (shards.owners[group[i].owner] for i in (0, -1))
-    nbytes = bytes_text(sum(shard.nbytes for shard in group))
+    nbytes = format_bytes(sum(shard.nbytes for shard in group))
     if len(group) > 1:
         return f"{row.label}: {len(group)} parts, {first.name} to {last.name}, {nbytes}"
     box = group[0].box

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.pictures.axes import Axis, across
 from ckptkit.pictures.markup import Markup, element
-from ckptkit.pictures.numbers import bytes_text
+from ckptkit.pictures.numbers import format_bytes
 
 _WIDTH, _HEIGHT = 960, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 20, 940, 34, 122
@@ -79,7 +79,7 @@ def draw_stop(stop: Stop, x: Axis, full: int) -> Markup:
     anchor = "end" if at > (_LEFT + _RIGHT) / 2 else "start"
     return element(
         "g",
-        element("title", f"{stop.name}: {bytes_text(stop.nbytes)}{stop.told}"),
+        element("title", f"{stop.name}: {format_bytes(stop.nbytes)}{stop.told}"),
         element("rect", x=at - 4, y=top, width=8, height=height, rx=2, class_=kind_of(stop)),
         element("circle", cx=at, cy=top - 6, r=3.5, class_="dot b") if stop.is_pinned else None,
         element("text", "latest", x=at, y=top - 12, text_anchor=anchor, class_="strong") if stop.is_latest else None,

@@ -229,6 +229,11 @@ CONVERT = Subject(
     *("ckptkit convert", _ALL, "ckptkit", command("convert", "SRC", "OUT", "--to", "pt", "--no-sync")),
     read_torch_save,
 )
+AVERAGE = Subject(
+    *("ckptkit average", _ALL, "ckptkit", command("average", "SRC", "SRC", "OUT", "--no-sync")),
+    read_safetensors,
+    weights_of,
+)
 INSPECT = Subject(
     *("ckptkit inspect", _ALL, "ckptkit", command("inspect", "SRC", "--chunks", "--json")),
     read_inspection,
@@ -241,7 +246,7 @@ VERIFY = Subject(
     nothing_of,
     makes=False,
 )
-OURS = (CONSOLIDATE, RESHARD, CONVERT, INSPECT, VERIFY)
+OURS = (CONSOLIDATE, RESHARD, CONVERT, AVERAGE, INSPECT, VERIFY)
 
 _PEERS = "tests.faults.peers"
 TO_TORCH_SAVE = Subject("torch dcp_to_torch_save", _SHARDED, f"{_PEERS}:to_torch_save", paths, read_torch_save)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptkit.pictures.markup import Markup, element, text
-from ckptkit.pictures.numbers import brief, bytes_text, powers, ticks
+from ckptkit.pictures.numbers import brief, format_bytes, powers, ticks
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -34,10 +34,10 @@ def test_numbers_are_brief(number: float, written: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "written"), [(0, "0 B"), (999, "999 B"), (999.7, "1.00 KB"), (1500, "1.50 KB"), (4.2e12, "4.20 TB")]
+    ("nbytes", "written"), [(0, "0 B"), (999, "999 B"), (999.7, "1 KB"), (1500, "1.5 KB"), (4.2e12, "4.2 TB")]
 )
 def test_bytes(nbytes: float, written: str) -> None:
-    assert bytes_text(nbytes) == written
+    assert format_bytes(nbytes) == written
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 60), (3.2, 5.4), (-1e-9, 1e-9), (1e6, 1.00001e6), (5, 5)])
