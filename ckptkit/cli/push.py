@@ -11,6 +11,7 @@ import typer
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
     from ckptkit.ops.push import Pushed
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 def push(
     src: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A model or checkpoint, or a run: then its latest complete one.")
+        Path,
+        typer.Argument(
+            parser=to_path, metavar="SRC", help="A model or checkpoint, or a run: then its latest complete one."
+        ),
     ],
     repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Where on the Hub; made if it is not there.")],
     public: Annotated[

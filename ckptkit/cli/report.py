@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, print_json, progress_bar, say
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_path
+from ckptkit.remote import to_local, to_path
 
 
 def report(
@@ -17,11 +18,12 @@ def report(
         Path, typer.Argument(parser=to_path, metavar="RUN", help="The directory that the checkpoints are in.")
     ],
     out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT.html]", help="The file to write; by default RUN/report.html.")
+        Path | None,
+        typer.Argument(parser=to_local, metavar="[OUT.html]", help="The file to write; by default RUN/report.html."),
     ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Read no tensors: leave out the norms by layer.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is no report.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
+    jobs: Jobs = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:

@@ -27,6 +27,7 @@ from ckptkit.ops.digests import difference, sum_all
 from ckptkit.ops.hub import HubFile, Repository, look_up, parse_place, silent, talking
 from ckptkit.ops.progress import Told, telling
 from ckptkit.ops.transfers import Bars, FollowedWriter, Transfers, no_bar
+from ckptkit.remote import to_local
 from ckptkit.runs import find_parts
 from ckptkit.staging import WORK, Stage
 from ckptkit.workers import Step, work
@@ -75,11 +76,12 @@ def pull(
     """
     began = time.perf_counter()
     name, at = parse_place(repo_id, revision)
+    dst = to_local(out)
     with silent():
         found = look_up(name, at)
         files = choose(found, tuple(include), tuple(exclude))
         sizes = {file: remote.nbytes for file, remote in files.items()}
-        with resumable(Stage(Path(out), overwrite=overwrite, sync=sync, key=make_key(found, files))) as stage:
+        with resumable(Stage(dst, overwrite=overwrite, sync=sync, key=make_key(found, files))) as stage:
             check_room(stage.dst, missing_bytes(stage.path, sizes))
             here = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
@@ -91,7 +93,7 @@ def pull(
             stage.commit()
     seconds = time.perf_counter() - began
     is_known = reader.name if reader else None
-    return Pulled(name, at, found.commit, Path(out), is_known, sizes, sum(sizes.values()) - here, seconds)
+    return Pulled(name, at, found.commit, dst, is_known, sizes, sum(sizes.values()) - here, seconds)
 
 
 def choose(found: Repository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:

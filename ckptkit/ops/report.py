@@ -21,7 +21,7 @@ from ckptkit.ops.publish import publish
 from ckptkit.pictures.numbers import brief, format_bytes
 from ckptkit.pictures.page import GENERATOR, Fact, Section, draw_page
 from ckptkit.pictures.shards import map_shards
-from ckptkit.remote import RemotePath, to_path
+from ckptkit.remote import RemotePath, to_local, to_path
 
 NAME = "report.html"
 _SETTINGS = "train.toml"
@@ -57,7 +57,7 @@ def report(
     if out is None and (listing.root != root or isinstance(root, RemotePath)):
         what = "the run is remote" if listing.root == root else "this is one checkpoint, and no run"
         raise Usage(what, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
-    dst = root / NAME if out is None else Path(out)
+    dst = root / NAME if out is None else to_local(out)
     checkpoint = newest(listing)
     latest = None if checkpoint is None else inspect(checkpoint)
     weights = None if latest is None or fast else weights_of(latest.layout)
