@@ -27,9 +27,9 @@ from ckptkit.formats import get_writer, open_layout
 from ckptkit.formats.recording import record
 from ckptkit.formats.shards import Item, Known, deal, end_of
 from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Spec, StoredTensor
-from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
-from ckptkit.ops.pipeline import make_draft, plan
-from ckptkit.ops.weights import find_weights
+from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE
+from ckptkit.ops.converting.pipeline import make_draft, plan
+from ckptkit.ops.model.weights import find_weights
 
 HIDDEN, INNER, KEYS, VOCABULARY = 16384, 53248, 8 * 128, 128256
 LAYER = {

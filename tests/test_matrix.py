@@ -27,9 +27,9 @@ from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Unsupported
 from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, open_layout
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
-from ckptkit.ops.convert import convert
-from ckptkit.ops.origin import Origin
-from ckptkit.ops.pipeline import Draft, Drafts, Output, write
+from ckptkit.ops.converting.convert import convert
+from ckptkit.ops.converting.pipeline import Draft, Drafts, Output, write
+from ckptkit.ops.verifying.origin import Origin
 from tests import producers
 from tests.conftest import Produce, Produced
 from tests.formats.contract import raw_bytes

@@ -15,8 +15,8 @@ from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_local, to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.converted import Converted
-    from ckptkit.ops.pipeline import Workers
+    from ckptkit.ops.converting.converted import Converted
+    from ckptkit.ops.converting.pipeline import Workers
 
 Source = Annotated[
     Path,
@@ -52,7 +52,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 def find_workers(part: str | None) -> Workers:
     """Who does the work: this process, one part of it, or as one of torchrun's ranks, of which the first finishes."""
-    from ckptkit.ops.pipeline import ALONE, Workers
+    from ckptkit.ops.converting.pipeline import ALONE, Workers
 
     if part is not None:
         number, count = parse_part(part)

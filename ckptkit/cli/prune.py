@@ -13,7 +13,7 @@ from ckptkit.pictures.numbers import format_bytes
 from ckptkit.remote import to_local
 
 if TYPE_CHECKING:
-    from ckptkit.ops.prune import Entry, Pruned
+    from ckptkit.ops.keeping.prune import Entry, Pruned
 
 
 def prune(
@@ -45,7 +45,7 @@ def prune(
     Exit codes: 0 done, or shown what would be; 2 usage; 3 no run is there; 4 an I/O failure; 5 another process is
     deleting checkpoints of this run; 130 interrupted.
     """
-    from ckptkit.ops.prune import prune as run_it
+    from ckptkit.ops.keeping.prune import prune as run_it
 
     with progress_bar("demote") as progress:
         done = run_it(

@@ -55,7 +55,7 @@ def reshard(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or beyond us; 4 an I/O failure, OUT is as it
     was; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.reshard import reshard as run
+    from ckptkit.ops.converting.reshard import reshard as run
 
     with progress_bar("resharding") as progress:
         done = run(

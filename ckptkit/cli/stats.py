@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptkit.counting import Count
-    from ckptkit.ops.stats import Stats, TensorStats
+    from ckptkit.ops.inspecting.stats import Stats, TensorStats
 
 Row = tuple[str, "Count"]  # what a line is called, and what was counted
 
@@ -56,7 +56,7 @@ def stats(
             raise Usage("--include, --exclude and --tensors are for one checkpoint", hint="leave them out, or OTHER")
         report_moved(path, other, top=top, jobs=jobs, json=json)
         return
-    from ckptkit.ops.stats import stats as look
+    from ckptkit.ops.inspecting.stats import stats as look
 
     with progress_bar("statistics") as progress:
         found = look(path, include=include or (), exclude=exclude or (), jobs=jobs, progress=progress)

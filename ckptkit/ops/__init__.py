@@ -1,1 +1,1 @@
-"""Operations: one file a question, each returning a frozen result. They order the verbs and move no byte."""
+"""Operations: one file a verb of the command line, each returning a frozen result. They move no byte themselves."""

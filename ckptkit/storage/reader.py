@@ -33,9 +33,9 @@ from ckptkit.formats import locate
 from ckptkit.gather import Gatherer
 from ckptkit.layout import Chunk, Layout, Piece, Spec, StoredTensor
 from ckptkit.ledger import Ledger
-from ckptkit.ops.companions import find_companions
-from ckptkit.ops.fit import restore_tied
-from ckptkit.ops.known import open_known
+from ckptkit.ops.model.companions import find_companions
+from ckptkit.ops.model.fit import restore_tied
+from ckptkit.ops.verifying.known import open_known
 from ckptkit.plan import make_plan
 from ckptkit.sources import Sources
 from ckptkit.storage.entries import read_value

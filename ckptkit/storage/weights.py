@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from ckptkit.box import whole
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
-from ckptkit.ops.known import open_known
-from ckptkit.ops.weights import find_weights
+from ckptkit.ops.model.weights import find_weights
+from ckptkit.ops.verifying.known import open_known
 from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import find_cause, on_every_rank
 from ckptkit.storage.reader import LayoutReader

@@ -28,9 +28,9 @@ from ckptkit.errors import Corrupt, Mismatch, Unsupported, translate_os_errors
 from ckptkit.files import Opened, check_name
 from ckptkit.formats import get_writer
 from ckptkit.layout import Chunk, Extent, Layout, Options, Place, Spec, StoredTensor, check_cover
-from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
-from ckptkit.ops.manifest import NAME as MANIFEST
-from ckptkit.ops.manifest import Manifest, sum_files
+from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE
+from ckptkit.ops.verifying.manifest import NAME as MANIFEST
+from ckptkit.ops.verifying.manifest import Manifest, sum_files
 from ckptkit.staging import Stage, sync_path
 from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter

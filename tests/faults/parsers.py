@@ -24,7 +24,8 @@ from ckptkit.formats.pt import Pt
 from ckptkit.formats.unflatten import unflatten
 from ckptkit.journal import Journal
 from ckptkit.ledger import Ledger
-from ckptkit.ops import companions, expected, manifest
+from ckptkit.ops.model import companions, expected
+from ckptkit.ops.verifying import manifest
 
 Seeds = Callable[[], list[bytes]]
 

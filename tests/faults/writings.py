@@ -28,8 +28,9 @@ _HERE = "tests.faults.writings"
 # what a server imports so that its children need not
 MODULES = (
     _HERE,
-    *("ckptkit.cli", "ckptkit.ops.consolidate", "ckptkit.ops.reshard", "ckptkit.ops.convert", "ckptkit.ops.finalize"),
-    *("ckptkit.formats.dcp", "ckptkit.formats.hf", "ckptkit.formats.pt"),
+    "ckptkit.cli",
+    *(f"ckptkit.ops.converting.{verb}" for verb in ("consolidate", "reshard", "convert", "finalize")),
+    *(f"ckptkit.formats.{name}" for name in ("dcp", "hf", "pt")),
     *("typer._adapters", "pydantic.type_adapter", "torch._dynamo", "fsspec.core", "accelerate.utils"),
     "torch.distributed.checkpoint._consolidate_hf_safetensors",
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.ops.pin import pin
-from ckptkit.ops.reshard import reshard
+from ckptkit.ops.converting.reshard import reshard
+from ckptkit.ops.keeping.pin import pin
 from ckptkit.retention import METRICS, write_metrics
 from tests.producers import save_alone
 

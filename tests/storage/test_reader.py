@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from ckptkit.box import Box
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Unsupported, Usage
 from ckptkit.formats import open_layout
-from ckptkit.ops.weights import find_weights
+from ckptkit.ops.model.weights import find_weights
 from ckptkit.storage import LayoutReader, Reader, find_cause
 from ckptkit.storage.reader import share_of
 from ckptkit.train.launch import Report, launch

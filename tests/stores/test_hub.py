@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptkit.formats import locate, open_layout
-from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.converting.consolidate import consolidate
 from tests import producers
 from tests.conftest import Produce
 from tests.hub import Hub

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Usage
 from ckptkit.formats import locate, open_layout
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import convert
-from ckptkit.ops.inspect import inspect
-from ckptkit.ops.listing import list_run
-from ckptkit.ops.make_manifest import make_manifest
-from ckptkit.ops.reshard import reshard
-from ckptkit.ops.verify import verify
+from ckptkit.ops.converting.consolidate import consolidate
+from ckptkit.ops.converting.convert import convert
+from ckptkit.ops.converting.reshard import reshard
+from ckptkit.ops.inspecting.inspect import inspect
+from ckptkit.ops.inspecting.listing import list_run
+from ckptkit.ops.verifying.make_manifest import make_manifest
+from ckptkit.ops.verifying.verify import verify
 from ckptkit.remote import to_path
 from ckptkit.runs import find_checkpoint
 from tests import producers

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
-from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.converting.consolidate import consolidate
 from ckptkit.runs import Run
 from ckptkit.train.config import TrainConfig, read_settings
 from ckptkit.train.data.corpus import Corpus, open_corpus

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.ops.companions import FILES
+from ckptkit.ops.model.companions import FILES
 from ckptkit.train.models.config import SIZES, ModelConfig
 from ckptkit.train.models.llama import LlamaBlueprint
 

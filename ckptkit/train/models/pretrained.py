@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.ops.companions import read_companions
+from ckptkit.ops.model.companions import read_companions
 from ckptkit.train.models.packing import apart
 
 

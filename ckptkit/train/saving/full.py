@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import Corrupt, translate_os_errors
-from ckptkit.ops.verify import verify_part
+from ckptkit.ops.verifying.verify import verify_part
 from ckptkit.system import close
 from ckptkit.train.saving.gather import Gatherer, scatter
 from ckptkit.train.saving.peers import Peers

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import Mismatch
-from ckptkit.ops.expected import HEAD, find_embedding, is_tied
+from ckptkit.ops.model.expected import HEAD, find_embedding, is_tied
 from ckptkit.runs import TRAINING
 from ckptkit.storage import Reader, RoomWriter
 from ckptkit.train.saving.full import FILE, FullForm

@@ -24,7 +24,7 @@ from ckptkit.allocation import create_file
 from ckptkit.deletion import delete, deleting
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files import check_name
-from ckptkit.ops.manifest import record_manifest
+from ckptkit.ops.verifying.manifest import record_manifest
 from ckptkit.retention import METRICS, Best, Policy, decide, find_holds, find_saved, write_metrics
 from ckptkit.staging import Stage, clear_dead
 from ckptkit.train.saving.full import FILE, FullForm

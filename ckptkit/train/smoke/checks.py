@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import convert
-from ckptkit.ops.estimate import estimate
+from ckptkit.ops.converting.consolidate import consolidate
+from ckptkit.ops.converting.convert import convert
+from ckptkit.ops.estimating.estimate import estimate
 from ckptkit.runs import Run
 from ckptkit.train.metrics import Step
 from ckptkit.train.models.config import ModelConfig

@@ -16,8 +16,8 @@ from torch.optim import SGD
 
 from ckptkit import runs
 from ckptkit.deletion import delete, deleting
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import convert
+from ckptkit.ops.converting.consolidate import consolidate
+from ckptkit.ops.converting.convert import convert
 from ckptkit.pins import set_pin
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group

@@ -1,0 +1,1 @@
+"""Comparing: what is not the same in two checkpoints."""

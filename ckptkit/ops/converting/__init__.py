@@ -1,0 +1,1 @@
+"""Converting: every command that writes a checkpoint."""

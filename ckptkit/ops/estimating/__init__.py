@@ -1,0 +1,1 @@
+"""Estimating: what a training will take."""

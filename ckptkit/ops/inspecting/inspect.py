@@ -1,0 +1,127 @@
+"""Inspects: what a checkpoint is, from its metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
+from ckptkit.files import read_small
+from ckptkit.formats import locate, open_layout
+from ckptkit.json_text import parse_json
+from ckptkit.layout import Layout
+from ckptkit.ops.inspecting.groups import Group, bytes_by_dtype, group
+from ckptkit.ops.inspecting.producer import find_producer
+from ckptkit.ops.inspecting.ties import Tie, find_ties
+from ckptkit.ops.model.companions import CONFIG, places_of
+from ckptkit.ops.model.weights import find_weights, has_weights
+from ckptkit.ops.verifying.manifest import NAME as MANIFEST
+from ckptkit.remote import to_path
+from ckptkit.runs import TRAINING, find_checkpoint, find_parts, find_whole, step_of
+
+_LIMIT = 1 << 24  # bytes of a config.json
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """A checkpoint at a glance: `layout` is that of the model, or of all, if it is in one part; `whole` is its place.
+
+    `step`, `producer` and `parameters`, the model's elements with tied ones counted once, are None where nothing tells
+    them. `groups` are "model", "optimizer" and "rest", over all parts that can be read; `unread` says which cannot.
+    """
+
+    layout: Layout
+    step: int | None
+    whole: Path
+    producer: str | None
+    world_size: int | None
+    parameters: int | None
+    groups: Mapping[str, Group]
+    ties: tuple[Tie, ...]
+    has_manifest: bool
+    unread: tuple[str, ...]
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of the tensors of each dtype, most first."""
+        return bytes_by_dtype(self.layout, self.layout.tensors)
+
+
+def inspect(path: str | Path, *, with_places: bool = False) -> Inspected:
+    """Look at the checkpoint at `path`, or the latest of the run at `path`. Reads no tensor data.
+
+    With `with_places` each chunk's bytes are found inside its envelope, which costs two small reads a chunk.
+    """
+    whole = find_whole(to_path(path))
+    source = find_checkpoint(whole)
+    layout = open_layout(source)
+    others, unread = open_others(whole, source)
+    weights = find_names(layout)
+    ties = find_ties(layout, find_config(source), weights)
+    return Inspected(
+        locate(layout) if with_places else layout,
+        find_step(source),
+        whole,
+        find_producer(source, layout, others),
+        max((part.world_size or 0 for part in (layout, *others)), default=0) or None,
+        count_parameters(layout, weights, ties),
+        group(layout, others, weights),
+        tuple(ties),
+        (layout.root / MANIFEST).exists() if source.is_dir() else False,
+        tuple(unread),
+    )
+
+
+def open_others(whole: Path, source: Path) -> tuple[tuple[Layout, ...], list[str]]:
+    """The layouts of the other parts of a checkpoint, and what is wrong with those that cannot be read."""
+    opened, unread = [], []
+    for part in find_parts(whole) if whole.is_dir() else []:
+        if part != source:
+            try:
+                opened.append(open_layout(part))
+            except (Corrupt, IOFailure, Unsafe, Unsupported) as error:
+                unread.append(f"{part.name}: {error.message}")
+    return tuple(opened), unread
+
+
+def find_step(source: Path) -> int | None:
+    """The step in the name of a checkpoint, or of the one that it is a part of."""
+    steps = (step_of(place) for place in (source.absolute(), source.absolute().parent))
+    return next((step for step in steps if step is not None), None)
+
+
+def find_config(source: Path) -> Mapping[str, Any] | None:
+    """The config.json of the model in a checkpoint or in the run above it, None if there is none that can be read."""
+    for place in places_of(source.absolute()):
+        try:
+            with translate_os_errors(place):
+                if (place / CONFIG).is_file():
+                    found = parse_json(read_small(place / CONFIG, _LIMIT), place / CONFIG)
+                    return found if isinstance(found, dict) else None
+        except (Corrupt, IOFailure, Unsafe):
+            return None
+    return None
+
+
+def find_names(layout: Layout) -> dict[str, str]:
+    """The checkpoint's names of the model's tensors by the model's own; {} where it cannot be told which these are."""
+    if is_apart(layout):
+        return {}
+    try:
+        return dict(find_weights(layout).came_from) if has_weights(layout) else {}
+    except (Mismatch, Unsupported):
+        return {}
+
+
+def is_apart(layout: Layout) -> bool:
+    """True for a directory of an optimizer, or of all but the model."""
+    return layout.root.name.startswith(("optim", TRAINING))
+
+
+def count_parameters(layout: Layout, weights: Mapping[str, str], ties: Iterable[Tie]) -> int | None:
+    """The elements of the model's tensors, of tied ones once."""
+    spare = {name for tie in ties for name in sorted(set(tie) & layout.tensors.keys())[1:]}
+    counted = [layout.tensors[name].spec.numel for name in weights.values() if name not in spare]
+    return sum(counted) if counted else None

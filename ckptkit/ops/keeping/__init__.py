@@ -1,0 +1,1 @@
+"""Keeping: which checkpoints of a run stay."""

@@ -1,0 +1,1 @@
+"""Reporting: a run as a page."""

@@ -1,0 +1,1 @@
+"""Sharing: to and from the Hub."""

@@ -1,0 +1,1 @@
+"""Verifying: whole and undamaged, by structure, checksums and manifests."""
