@@ -58,8 +58,15 @@ def names_in(path: Path) -> list[str]:
 
 
 def is_there(path: Path) -> bool:
-    """True if anything of this name is there, be it a link to nothing."""
-    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+    """True if anything of this name is there, be it a link to nothing. Raises `IOFailure` if that cannot be told."""
+    if isinstance(path, RemotePath):
+        return path.exists()
+    with translate_os_errors(path):
+        try:
+            again(os.lstat, path)  # `os.path.lexists` takes any error for absence
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return False
+    return True
 
 
 @contextmanager

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe
-from ckptkit.files import Opened, check_name, file_size, open_regular, read_at, read_small, recognise, write_from
+from ckptkit.files import (
+    Opened,
+    check_name,
+    file_size,
+    is_there,
+    open_regular,
+    read_at,
+    read_small,
+    recognise,
+    write_from,
+)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "a b", "..a", "ü", "x" * 255, "-rf", "a:b"])
@@ -55,6 +65,17 @@ def test_a_file_without_permission_is_an_io_failure(tmp_path: Path) -> None:
 def test_an_impossible_name_is_an_error_of_ours(tmp_path: Path, name: str) -> None:
     with pytest.raises(CkptError):
         file_size(tmp_path / name)
+
+
+def test_absence_is_told_from_trouble(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nothing")
+    assert is_there(tmp_path / "file")
+    assert is_there(tmp_path / "link")
+    assert not any(map(is_there, (tmp_path / "nothing", tmp_path / "file" / "below", tmp_path / "nul\0")))
+    with pytest.raises(IOFailure) as raised:
+        is_there(tmp_path / ("long" * 100))
+    assert raised.value.path == tmp_path / ("long" * 100)
 
 
 def test_reading_past_the_end_is_corrupt(tmp_path: Path) -> None:

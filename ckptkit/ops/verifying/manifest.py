@@ -16,7 +16,7 @@ from ckptkit import __version__
 from ckptkit.allocation import create_file
 from ckptkit.checksums import crc32
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
-from ckptkit.files import check_name, file_size, names_in, read_small
+from ckptkit.files import check_name, file_size, is_there, names_in, read_small
 from ckptkit.formats import find_format
 from ckptkit.json_text import parse_json
 from ckptkit.layout import Extent, Layout
@@ -73,11 +73,8 @@ def source_of(layout: Layout) -> dict[str, str]:
 def read_manifest(root: Path) -> Manifest | None:
     """The manifest in directory `root`, None if there is none. Raises `Corrupt` for one that is damaged."""
     path = root / NAME
-    with translate_os_errors(path):
-        try:
-            path.lstat()  # `os.path.lexists` takes any error for absence
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+    if not is_there(path):
+        return None
     value = parse_json(read_small(path, _LIMIT), path)
     try:
         recorded = int(value.pop("crc32"), 16)

@@ -169,9 +169,9 @@ def sizes_of(subject: Subject, problems: Problems) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name in sorted(subject.needed | subject.recorded.keys()):
         path = subject.root / name
-        if name in subject.needed and not is_there(path):
-            continue  # whoever read the layout has said so
         try:
+            if name in subject.needed and problems.list() and not is_there(path):
+                continue  # whoever read the layout has said so
             sizes[name] = file_size(path)
         except CkptError as error:
             problems.add(error)
