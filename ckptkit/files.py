@@ -21,6 +21,7 @@ Handle = int | RemoteFile  # what is read from: the descriptor of a local file, 
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
 _WRITE_BYTES = 1 << 16
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -64,8 +65,12 @@ def is_there(path: Path) -> bool:
     with translate_os_errors(path):
         try:
             again(os.lstat, path)  # `os.path.lexists` takes any error for absence
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+        except ValueError:  # no file can have such a name
             return False
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return False
+            raise
     return True
 
 
