@@ -49,7 +49,8 @@ class Moments:
         spread = self.spread + other.spread + apart * apart * (self.finite * share)
         if isfinite(spread):
             return Moments(finite, self.mean + apart * share, spread)
-        return Moments(finite, self.mean * (1 - share) + other.mean * share, inf)  # squares beyond float64
+        low, high = sorted((self.mean, other.mean))  # squares are beyond float64; rounding must not take the mean there
+        return Moments(finite, min(max(self.mean * (1 - share) + other.mean * share, low), high), inf)
 
 
 def measure(stored: Array, widen: Callable[[Array], Array]) -> Moments:
@@ -81,8 +82,10 @@ def _measure_part(numbers: Array, scratch: Array) -> Moments:
     if isfinite(squares):
         return Moments(count, float(numbers[0]) + total / count, max(0.0, squares - total * total / count))
     finite = numbers[np.isfinite(numbers)]
-    if len(finite) == count:  # squares beyond float64
-        return Moments(count, float((numbers / count).sum()), inf)
+    if len(finite) == count:  # squares are beyond float64, and what rounding adds may be
+        with np.errstate(over="ignore"):
+            mean = (numbers / count).sum()
+        return Moments(count, float(np.clip(mean, numbers.min(), numbers.max())), inf)
     return _measure_part(finite, scratch) if len(finite) else Moments()
 
 

@@ -76,6 +76,13 @@ def test_squares_beyond_float64() -> None:
     assert (found.norm, found.deviation) == (np.inf, np.inf)
 
 
+@pytest.mark.parametrize("count", [2, 3, 5, 7, 97, 1000])
+def test_the_mean_of_the_largest_numbers_is_none_that_is_larger(count: int) -> None:
+    largest = float(np.finfo(np.float64).max)
+    for number in (largest, -largest):
+        assert of([number] * count).mean == pytest.approx(number, rel=1e-14)
+
+
 @given(st.lists(st.sampled_from([0.5, -6.0, 0.0, 448.0]), min_size=1, max_size=40))
 def test_numbers_that_occur_often(numbers: list[float]) -> None:
     values = np.array([0.5, -6.0, 0.0, 448.0, np.nan])
