@@ -49,8 +49,7 @@ class Moments:
         spread = self.spread + other.spread + apart * apart * (self.finite * share)
         if isfinite(spread):
             return Moments(finite, self.mean + apart * share, spread)
-        low, high = sorted((self.mean, other.mean))  # squares are beyond float64; rounding must not take the mean there
-        return Moments(finite, min(max(self.mean * (1 - share) + other.mean * share, low), high), inf)
+        return Moments(finite, self.mean * (1 - share) + other.mean * share, inf)  # squares beyond float64
 
 
 def measure(stored: Array, widen: Callable[[Array], Array]) -> Moments:
