@@ -5,6 +5,7 @@ What is not whole neither counts nor goes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from ckptkit.ops.keeping.demote import demote, demoted_bytes
 from ckptkit.ops.progress import Progress, Told, telling
 from ckptkit.ops.verifying.verify import verify_part
 from ckptkit.remote import to_local
-from ckptkit.retention import Best, Policy, Saved, decide, find_holds, read_metrics
+from ckptkit.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
 from ckptkit.runs import Run, find_parts, folders, is_weights_only, no_checkpoint, says_step, step_of
 from ckptkit.staging import clear_dead
 
@@ -105,9 +106,11 @@ def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
     other = [
         Entry(path, step_of(path), measure(path)[0], fault) for path, fault in found.items() if isinstance(fault, str)
     ]
+    complete = [saved for saved in found.values() if isinstance(saved, Saved)]
+    check_metric(root, complete, policy)
     keep: list[Entry] = []
     go: list[Entry] = []
-    for verdict in decide((saved for saved in found.values() if isinstance(saved, Saved)), policy):
+    for verdict in decide(complete, policy):
         saved = verdict.saved
         entry = Entry(saved.path, saved.step, measure(saved.path)[0], ", ".join(verdict.reasons))
         if not verdict.is_kept:
@@ -115,6 +118,14 @@ def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
         (go if entry.freed_bytes else keep).append(entry)
     gone = tuple(go)
     return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
+
+
+def check_metric(root: Path, complete: Sequence[Saved], policy: Policy) -> None:
+    """Raise `Usage` if the best are to stay by a metric that none has: a slip would cost all but the newest."""
+    if policy.best and complete and not best_of(complete, policy.best):
+        known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
+        hint = f"they have: {', '.join(known)}" if known else "none of them has any"
+        raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 
 def judge(saved: Saved, entry: Entry, *, demote: bool) -> Entry:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptkit.errors import Occupied
+from ckptkit.files import is_there
 from ckptkit.layout import Layout
 from ckptkit.ops.publish import publish
 from ckptkit.pictures.shard_svg import draw_shards, standalone
@@ -12,6 +14,8 @@ from ckptkit.pictures.shards import map_shards
 
 def write_shard_map(layout: Layout, dst: str | Path) -> int:
     """Draw the layout of a checkpoint into the SVG file `dst`; gives its bytes. Raises `Occupied` if there is one."""
+    if is_there(Path(dst)):
+        raise Occupied("there is a file of this name", path=dst, hint="choose another")
     picture = standalone(draw_shards(map_shards(layout))).encode()
     publish(Path(dst), picture)
     return len(picture)

@@ -77,7 +77,7 @@ def test_only_what_nothing_keeps_is_deleted(run: Path) -> None:
     assert (steps(again.keep), again.delete, again.freed_bytes) == ([25, 20, 10], (), 0)
 
 
-@pytest.mark.parametrize("rule", [{"keep_every": 1000}, {"keep_best": "accuracy"}, {"keep_last": 1}])
+@pytest.mark.parametrize("rule", [{"keep_every": 1000}, {"keep_last": 1}])
 def test_the_newest_by_its_step_always_stays(run: Path, rule: Mapping[str, object]) -> None:
     done = prune(run, **rule, yes=True)  # type: ignore[arg-type]
     assert steps(done.keep) == [25]
@@ -187,6 +187,15 @@ def test_names_of_epochs_and_batches(produce: Produce, tmp_path: Path) -> None:
     done = prune(tmp_path, keep_last=1, yes=True)
     assert (steps(done.keep), steps(done.delete)) == ([4], [3, 2])
     assert reasons(done) == dict.fromkeys(("epoch_3", "epoch=4.ckpt"), "its name says no step")
+
+
+def test_a_metric_that_no_checkpoint_has_is_a_slip(produce: Produce, tmp_path: Path) -> None:
+    for step in (1, 2):
+        place(produce, tmp_path / f"ckpt-{step}", {"loss": step})
+    with pytest.raises(Usage, match="no checkpoint has a finite metric `los`") as raised:
+        prune(tmp_path, keep_best="los", yes=True)
+    assert raised.value.hint == "they have: loss"
+    assert {path.name for path in tmp_path.iterdir()} == {"ckpt-1", "ckpt-2"}
 
 
 def test_the_best_by_what_a_trainer_of_transformers_logged(produce: Produce, tmp_path: Path) -> None:
