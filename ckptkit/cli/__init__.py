@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 import warnings
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -100,10 +102,26 @@ def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
     note(f"warning: {message}")
 
 
-def translate(error: OSError | MemoryError) -> IOFailure:
-    """What the system refused us, wherever that was."""
-    if isinstance(error, MemoryError):
+def come_again(lost: sys.UnraisableHookArgs) -> None:
+    """Python drops what is raised where nobody could catch it, as in a destructor: an interruption shall come again."""
+    if isinstance(lost.exc_value, Interrupted):
+        threading.Timer(0.01, os.kill, (os.getpid(), lost.exc_value.exit_code - 128)).start()
+    else:
+        sys.__unraisablehook__(lost)
+
+
+def is_want_of_memory(error: BaseException) -> bool:
+    """True for what is raised where memory is short: by the loader of libraries too, and by the interpreter itself."""
+    is_unloaded = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    return is_unloaded or isinstance(error, MemoryError | SystemError)
+
+
+def translate(error: Exception) -> IOFailure:
+    """What the system refused us, wherever that was. Raises an error that says something else."""
+    if is_want_of_memory(error):
         return IOFailure("not enough memory", hint="use fewer --jobs, or a machine or a limit with more memory")
+    if not isinstance(error, OSError):
+        raise error
     named = error.filename if isinstance(error.filename, str) else None
     return IOFailure((error.strerror or str(error)).lower(), path=named)
 
@@ -112,11 +130,12 @@ def main() -> None:
     """Run the command line; every error of ours ends here."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
+    sys.unraisablehook = come_again
     warnings.simplefilter("always", PromiseLost)
     warnings.showwarning = show_warning
     try:
         app()
-    except (CkptError, OSError, MemoryError) as error:
+    except (CkptError, OSError, MemoryError, SystemError, ImportError) as error:
         said = error if isinstance(error, CkptError) else translate(error)
         print_error(said, as_json="--json" in sys.argv)
         sys.exit(said.exit_code)

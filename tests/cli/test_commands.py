@@ -181,3 +181,23 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
         assert running.returncode == code
         assert said == "interrupted\n"
         assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_an_interruption_that_nobody_could_catch_comes_again() -> None:
+    code = """
+import signal, time
+from ckptkit import cli
+
+class Last:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def work():
+    Last()
+    time.sleep(30)
+
+cli.app = work
+cli.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from resource import RLIMIT_AS
 
 import pytest
 
 from tests.faults import deletions, demotions, io, readings
 from tests.faults.cases import Case
+from tests.faults.originals import original
 from tests.faults.scenes import Scene, put
+from tests.faults.server import Server
 from tests.faults.shim import Fault
 from tests.faults.stage import scenes
 from tests.faults.verdicts import GOOD, Verdict
@@ -73,3 +76,15 @@ def test_the_peers_lose_what_was_there(tmp_path: Path) -> None:
     ended = peer.run(Fault(str(peer.place), kind="error", number=errno.ENOSPC, calls=("write",)))
     assert ended.fired == 1
     assert peer.judge(ended)[0] is Verdict.LOST
+
+
+def test_libraries_that_do_not_fit_are_want_of_memory() -> None:
+    root = original("dcp").root
+    said = set()
+    with Server("ckptkit.cli", "tests.faults.limits") as server:
+        taken = int(server.run("tests.faults.limits:tell_memory", []).out)
+        for more in range(8):
+            ended = server.run("ckptkit", ["stats", str(root)], limits={RLIMIT_AS: taken + (more << 20)})
+            assert ended.code in (0, 4), ended.err
+            said.add(ended.err.partition("\n")[0])
+    assert "error: not enough memory" in said
