@@ -48,14 +48,16 @@ def free_bytes(path: Path) -> int:
 def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, anew: bool = True) -> None:
     """Create a file of `size` bytes with `parts` at their offsets; the disk's room for the rest is reserved only.
 
-    With `anew` false it may be there already, from an earlier attempt, with whatever lies between the parts.
+    With `anew` false it may be there already, whole or not, with whatever lies between the parts: that stays.
     """
     with translate_os_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
-            if os.fstat(fd).st_size != size:
-                os.ftruncate(fd, 0)
+            there = os.fstat(fd).st_size
+            if there < size:
                 reserve(fd, size)
+            elif there > size:
+                os.ftruncate(fd, size)
             for offset, content in parts:
                 write_from(fd, memoryview(content), offset, path)
         finally:
@@ -70,7 +72,7 @@ def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> N
 
 
 def reserve(fd: int, size: int) -> None:
-    """Give an empty file its size, and its blocks where the file system can: running out of disk then shows at once."""
+    """Extend a file to its size, with its blocks where the file system can: running out of disk then shows at once."""
     try:
         if size:
             os.posix_fallocate(fd, 0, size)

@@ -26,7 +26,7 @@ _AT_FDCWD = -100
 WORK = ".ckptkit-work"
 _HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)
 _KEY = "key"
-_PATIENCE = 60.0  # seconds that a part waits for others to open the same destination
+_PATIENCE = 60.0  # seconds that a part waits for a run that seems to make something else
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -52,7 +52,8 @@ class Stage:
     while the first is alive, and clears its leavings away when it is not.
 
     With a `key`, which says what is being made, a directory that was begun under the same key is gone on with, and
-    `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time.
+    `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time, from
+    when each lets the others in.
 
     With `is_file` the destination becomes the one file that was made in the directory.
     """
@@ -86,12 +87,13 @@ class Stage:
     def open(self) -> Self:
         """Lock the destination and make `path`, empty unless there is something to go on with.
 
-        Apart from `__init__`, so that there is something to discard whenever a signal comes.
+        Apart from `__init__`, so that there is something to discard whenever a signal comes. Whoever makes a part waits
+        until others have let it in, and has the directory to itself until it does so.
         """
         check_destination(self.dst, self.overwrite, is_file=self.is_file)
         with translate_os_errors(self.dst):
             make_directories(self.dst.parent, sync=self.sync)
-            self._lock = acquire(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
+            self._lock = self._acquire()
             recover(self.dst)
             check_destination(self.dst, self.overwrite, is_file=self.is_file)  # a run before us may have made it
             if self.key is None or read_key(self.path) != self.key:
@@ -103,9 +105,19 @@ class Stage:
             if self.key is not None:
                 self._claim = claim(self.path, shared=self.is_part)
             self._is_ours = True
-            if self.is_part:
-                self._release()
         return self
+
+    def _acquire(self) -> int:
+        while True:
+            try:
+                return acquire(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
+            except Occupied:
+                if not self.is_part or read_key(self.path) != self.key:
+                    raise
+
+    def let_others_in(self) -> None:
+        """Let others open it too, that are to make other parts of the same."""
+        self._release()
 
     def commit(self) -> None:
         """Make the destination what `path` holds, durably. A failed fsync is never tried again."""

@@ -87,6 +87,7 @@ TORCH_WHEN_USED = (
     "casting",
     "formats.archive",
     "formats.dcp",
+    "ops.converting.meeting",
     "ops.estimating.architecture",
     "ops.inspecting.lazy",
     "cli.train",

@@ -213,6 +213,14 @@ def test_files_are_created_at_their_size(tmp_path: Path) -> None:
         create_file(tmp_path / "a", 1, [])
 
 
+@pytest.mark.parametrize("there", [b"", b"head and dat", b"head and data, and too much of it"])
+def test_a_file_that_is_there_is_made_whole(tmp_path: Path, there: bytes) -> None:
+    """Another process may be filling it just now."""
+    (tmp_path / "a").write_bytes(there)
+    create_file(tmp_path / "a", 20, [(0, b"Head")], anew=False)
+    assert (tmp_path / "a").read_bytes() == b"Head" + there[4:20].ljust(16, b"\0")
+
+
 def test_room_is_checked_before_it_is_needed(tmp_path: Path) -> None:
     check_room(tmp_path / "not" / "yet" / "there", 1)
     with pytest.raises(NoRoom) as raised:

@@ -47,11 +47,12 @@ Part = Annotated[
     str | None,
     typer.Option(metavar="I/N", help="Do one part only, of 1/N to N/N; `ckptkit finalize OUT` ends it."),
 ]
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def find_workers(part: str | None) -> Workers:
     """Who does the work: this process, one part of it, or as one of torchrun's ranks, of which the first finishes."""
+    from ckptkit.ops.converting.meeting import meet
     from ckptkit.ops.converting.pipeline import ALONE, Workers
 
     if part is not None:
@@ -62,7 +63,7 @@ def find_workers(part: str | None) -> Workers:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     be_quiet(rank > 0)
     note(f"one of {ranks} ranks: the first ends the work when each has done its part")
-    return Workers(ranks, rank, finishes=rank == 0, waits=True)
+    return Workers(ranks, rank, finishes=rank == 0, meet=meet)
 
 
 def is_rank() -> bool:

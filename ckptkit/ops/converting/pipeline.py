@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,20 +34,23 @@ from ckptkit.system import again
 from ckptkit.units import Share
 
 _PART = 1 << 22  # bytes held of a file that is copied as it is
-_PAUSE = 0.1  # seconds between two looks at whether the others have ended
+
+
+Meet = Callable[[], None]  # returns when all have called it, to the one that finishes; to the others at once
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
     """By how many processes, of which this one does share `number`, or None of what they share.
 
-    One `finishes`: it does what only one can do, when all shares are done. It fails if they are not, unless it `waits`.
+    One `finishes`: it does what only one can do, and fails if a share has not been done. Those that run at the same
+    time `meet` before.
     """
 
     count: int = 1
     number: int | None = 0
     finishes: bool = True
-    waits: bool = False
+    meet: Meet | None = None
 
 
 ALONE = Workers()
@@ -120,6 +122,8 @@ def write(drafts: Drafts, output: Output, key: bytes) -> Copied | None:
     if workers.count > 1:
         if workers.number is not None:
             write_share(drafts, output, key, workers.number)
+        if workers.meet:
+            workers.meet()
         return finish_shares(drafts, output, key) if workers.finishes else None
     with opened(drafts, output, key) as stage:
         plans = create(drafts, stage.path)
@@ -131,6 +135,7 @@ def write_share(drafts: Drafts, output: Output, key: bytes, number: int) -> None
     """Do one share of the work, and leave the rest to others."""
     with opened(drafts, output, key, is_part=True) as stage:
         plans = create(drafts, stage.path)
+        stage.let_others_in()
         journals = open_journals(stage.work, plans, number)
         copy_share(plans, journals, output)
         if output.sync:
@@ -141,9 +146,7 @@ def write_share(drafts: Drafts, output: Output, key: bytes, number: int) -> None
 
 
 def finish_shares(drafts: Drafts, output: Output, key: bytes) -> Copied:
-    """When every share has been done, check that it all fits together, and let the destination appear."""
-    while output.workers.waits and unfinished(drafts, output):
-        time.sleep(_PAUSE)
+    """Check that every share has been done and that it all fits together, and let the destination appear."""
     with opened(drafts, output, key) as stage:
         require_all_done(unfinished(drafts, output), output)
         plans = create(drafts, stage.path)

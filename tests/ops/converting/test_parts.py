@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch
 from ckptkit import consolidate, convert, finalize, reshard
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
 from ckptkit.ops.converting.pipeline import Workers
-from ckptkit.staging import staging_path
+from ckptkit.staging import Stage, read_key, staging_path
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone
@@ -182,14 +184,50 @@ def test_another_command_does_not_go_on_with_it(large: Path, tmp_path: Path) -> 
     assert files_in(out) == files_in(tmp_path / "whole")
 
 
-def test_ranks_of_torchrun_share_the_work(large: Path, tmp_path: Path) -> None:
+def reshard_by_ranks(large: Path, out: Path, **env: str) -> dict[str, Any]:
+    """What three ranks of torchrun say that they made."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*torchrun, "-m", "ckptkit", "reshard", str(large), str(tmp_path / "out"), "--to", "5", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["finished"]
+    command = [*torchrun, "-m", "ckptkit", "reshard", str(large), str(out), "--to", "5", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
+    assert done.returncode == 0, done.stdout + done.stderr
+    made: dict[str, Any] = json.loads(done.stdout)
+    return made
+
+
+def test_ranks_of_torchrun_share_the_work(large: Path, tmp_path: Path) -> None:
+    assert reshard_by_ranks(large, tmp_path / "out")["finished"]
     reshard(large, tmp_path / "whole", to=5)
     assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_the_first_rank_waits_for_one_that_has_nothing_to_do(large: Path, tmp_path: Path) -> None:
+    """An earlier job did every share, and died. Who is late must not find that all is over."""
+    for number in range(3):
+        reshard(large, tmp_path / "out", to=5, workers=part(number, 3))
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late/sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('RANK') == '1':\n    time.sleep(4)\n"
+    )
+    assert reshard_by_ranks(large, tmp_path / "out", PYTHONPATH=str(tmp_path / "late"))["finished"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "out"]
+
+
+def test_one_part_at_a_time_makes_the_files(large: Path, tmp_path: Path) -> None:
+    """What others have written is not cut off, nor a file planned with that another is just making."""
+    out, hidden = tmp_path / "out", staging_path(tmp_path / "out")
+    consolidate(large, out, workers=part(0, 2))
+    first = Stage(out, key=read_key(hidden), is_part=True).open()
+    (hidden / "model.safetensors").unlink()
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(consolidate, large, out, workers=part(1, 2))
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.5)
+        assert not (hidden / "model.safetensors").exists()
+        first.let_others_in()
+        assert not second.result().is_finished
+    assert (hidden / "model.safetensors").exists()
+    first.leave()
 
 
 def test_a_command_that_a_rank_starts_is_alone(large: Path, tmp_path: Path) -> None:
