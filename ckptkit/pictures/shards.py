@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, takewhile
+from pathlib import PurePath
 
 from ckptkit.box import Box
 from ckptkit.formats import get_format
@@ -96,7 +97,7 @@ class ShardMap:
 def map_shards(layout: Layout) -> ShardMap:
     """Who holds which part of each tensor of a layout."""
     files = files_of(layout)
-    ranks = {path: get_format(layout.format).rank_of(path) for path in files}
+    ranks = {path: get_format(layout.format).rank_of(PurePath(path).name) for path in files}
     by_rank = bool(files) and None not in ranks.values()
     numbers = {path: rank for path, rank in ranks.items() if rank is not None} if by_rank else number(files)
     held = bytes_by(layout, numbers.__getitem__)

@@ -19,11 +19,14 @@ class Group:
     under: tuple[str, ...]
 
 
-def group(layout: Layout, others: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Group]:
-    """The entries of all parts by kind: the model's, the optimizer's, and the rest. Kinds without any are left out."""
+def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Group]:
+    """The entries of all parts by kind: the model's, the optimizer's, and the rest. Kinds without any are left out.
+
+    `weights` are those of the first part that are the model's.
+    """
     found: dict[str, list[tuple[Layout, list[str]]]] = {"model": [], "optimizer": [], "rest": []}
-    for part in (layout, *others):
-        ours = set(weights.values()) if part is layout else set()
+    for i, part in enumerate(parts):
+        ours = set(weights.values()) if i == 0 else set()
         names: dict[str, list[str]] = {kind: [] for kind in found}
         for name in part.names:
             names["model" if name in ours else "optimizer" if is_optimizer(part, name) else "rest"].append(name)

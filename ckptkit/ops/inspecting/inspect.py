@@ -9,30 +9,32 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files import read_small
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.json_text import parse_json
 from ckptkit.layout import Layout
 from ckptkit.ops.inspecting.groups import Group, bytes_by_dtype, group
+from ckptkit.ops.inspecting.parts import open_parts
 from ckptkit.ops.inspecting.producer import find_producer
 from ckptkit.ops.inspecting.ties import Tie, find_ties
 from ckptkit.ops.model.companions import CONFIG, places_of
 from ckptkit.ops.model.weights import find_weights, has_weights
 from ckptkit.ops.verifying.manifest import NAME as MANIFEST
 from ckptkit.remote import to_path
-from ckptkit.runs import TRAINING, find_checkpoint, find_parts, find_whole, step_of
+from ckptkit.runs import TRAINING, step_of
 
 _LIMIT = 1 << 24  # bytes of a config.json
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A checkpoint at a glance: `layout` is that of the model, or of all, if it is in one part; `whole` is its place.
+    """A checkpoint at a glance: `layout` is that of all its parts that can be read, `unread` says which cannot be.
 
-    `step`, `producer` and `parameters`, the model's elements with tied ones counted once, are None where nothing tells
-    them. `groups` are "model", "optimizer" and "rest", over all parts that can be read; `unread` says which cannot.
+    `model` is the part with the model, or the only one. `step`, `producer` and `parameters`, the model's elements with
+    tied ones counted once, are None where nothing tells them. `groups` are "model", "optimizer" and "rest".
     """
 
     layout: Layout
+    model: Layout
     step: int | None
     whole: Path
     producer: str | None
@@ -54,36 +56,25 @@ def inspect(path: str | Path, *, with_places: bool = False) -> Inspected:
 
     With `with_places` each chunk's bytes are found inside its envelope, which costs two small reads a chunk.
     """
-    whole = find_whole(to_path(path))
-    source = find_checkpoint(whole)
-    layout = open_layout(source)
-    others, unread = open_others(whole, source)
-    weights = find_names(layout)
-    ties = find_ties(layout, find_config(source), weights)
+    unread: list[str] = []
+    parts = open_parts(to_path(path), unread=unread)
+    source, model = parts.path, parts.model
+    weights = find_names(model)
+    ties = find_ties(model, find_config(source), weights)
+    layout = (parts.change(locate) if with_places else parts).join()
     return Inspected(
-        locate(layout) if with_places else layout,
+        layout,
+        model,
         find_step(source),
-        whole,
-        find_producer(source, layout, others),
-        max((part.world_size or 0 for part in (layout, *others)), default=0) or None,
-        count_parameters(layout, weights, ties),
-        group(layout, others, weights),
+        parts.whole,
+        find_producer(source, *parts.layouts.values()),
+        layout.world_size,
+        count_parameters(model, weights, ties),
+        group(parts.layouts.values(), weights),
         tuple(ties),
-        (layout.root / MANIFEST).exists() if source.is_dir() else False,
+        (model.root / MANIFEST).exists() if source.is_dir() else False,
         tuple(unread),
     )
-
-
-def open_others(whole: Path, source: Path) -> tuple[tuple[Layout, ...], list[str]]:
-    """The layouts of the other parts of a checkpoint, and what is wrong with those that cannot be read."""
-    opened, unread = [], []
-    for part in find_parts(whole) if whole.is_dir() else []:
-        if part != source:
-            try:
-                opened.append(open_layout(part))
-            except (Corrupt, IOFailure, Unsafe, Unsupported) as error:
-                unread.append(f"{part.name}: {error.message}")
-    return tuple(opened), unread
 
 
 def find_step(source: Path) -> int | None:

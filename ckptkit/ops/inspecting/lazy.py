@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptkit import edits
 from ckptkit.errors import CkptError
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.inspecting.notebook import describe, html_of
+from ckptkit.ops.inspecting.parts import Parts, open_parts
 from ckptkit.ops.verifying.known import open_known
 from ckptkit.reading import read
 from ckptkit.remote import to_path
-from ckptkit.runs import find_checkpoint
 from ckptkit.views import Index, View
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def open(path: str | Path) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is 
 
     Reads where they are, and none of them. No code of the checkpoint's runs, and torch is not imported.
     """
-    return LazyCheckpoint(open_known(find_checkpoint(to_path(path))))
+    return LazyCheckpoint(open_parts(to_path(path), open_known))
 
 
 Made = TypeVar("Made")
@@ -38,13 +38,18 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
-    """The tensors of a checkpoint by name; `layout` says where they lie.
+    """The tensors of a checkpoint by name, of all its parts; `layout` says where they lie.
 
     Holds no file open, so that there is nothing to close, and any number of threads may read at once.
     """
 
-    layout: Layout
+    parts: Parts
     _located: dict[str, Layout] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """All of it."""
+        return self.parts.join()
 
     @property
     def path(self) -> Path:
@@ -63,7 +68,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
 
     def select(self, glob: str) -> LazyCheckpoint:
         """Those of the tensors whose names match, such as `model.layers.*.weight`."""
-        return LazyCheckpoint(edits.select(self.layout, lambda name: fnmatchcase(name, glob)))
+        return LazyCheckpoint(self.parts.select(lambda name: fnmatchcase(name, glob)))
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self.layout.tensors:
@@ -87,8 +92,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     def located(self, name: str) -> Layout:
         """The layout of one tensor, its bytes found; that is done once."""
         if name not in self._located:
-            alone = replace(self.layout, tensors={name: self.layout.tensors[name]}, blobs={})
-            self._located[name] = locate(alone)
+            self._located[name] = self.parts.only(name).change(locate).join()
         return self._located[name]
 
 

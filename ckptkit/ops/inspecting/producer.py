@@ -45,13 +45,13 @@ class Evidence:
         return found if isinstance(found, dict) else {}
 
 
-def find_producer(place: Path, layout: Layout, others: tuple[Layout, ...] = ()) -> str | None:
+def find_producer(place: Path, layout: Layout, *others: Layout) -> str | None:
     """Who wrote the checkpoint at `place`, with the layout of it and of its other parts; None if nothing tells."""
-    evidence = gather(place, layout, others)
+    evidence = gather(place, layout, *others)
     return next((name for name in (tell(evidence) for tell in _TELLING) if name), None)
 
 
-def gather(place: Path, layout: Layout, others: tuple[Layout, ...]) -> Evidence:
+def gather(place: Path, layout: Layout, *others: Layout) -> Evidence:
     """Look at names; no file is opened."""
     second: dict[str, set[str]] = {}
     for part in (layout, *others):

@@ -8,15 +8,14 @@ from functools import reduce
 from pathlib import Path
 from typing import Self
 
-from ckptkit import edits
 from ckptkit.counting import Count
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.layout import Spec
+from ckptkit.ops.inspecting.parts import open_parts
 from ckptkit.ops.inspecting.tree import Branch, fold
 from ckptkit.ops.model.edit import Edits
 from ckptkit.ops.progress import Progress, telling
 from ckptkit.remote import to_path
-from ckptkit.runs import find_checkpoint
 from ckptkit.statistics import survey
 
 
@@ -72,14 +71,15 @@ def stats(
     `include` and `exclude` are globs of names. Compares no checksums. Raises `Corrupt` where bytes are missing, naming
     the tensor.
     """
-    source = find_checkpoint(to_path(path))
-    whole = open_layout(source)
+    parts = open_parts(to_path(path))
+    whole = parts.join()
     asked = Edits(include, exclude)
     asked.check_globs([whole])
-    layout = locate(edits.select(whole, lambda name: name in whole.tensors and asked.admit(name)))
+    wanted = parts.select(lambda name: name in whole.tensors and asked.admit(name))
+    layout = wanted.change(locate).join()
     found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
     tensors = tuple(TensorStats.of(name, spec, found[name]) for name, spec in layout.specs.items())
-    return Stats(source, layout.format, tensors)
+    return Stats(parts.whole, layout.format, tensors)
 
 
 def scan(path: str | Path, *, jobs: int | None = None, progress: Progress | None = None) -> tuple[TensorStats, ...]:

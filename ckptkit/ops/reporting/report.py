@@ -60,7 +60,7 @@ def report(
     dst = root / NAME if out is None else to_local(out)
     checkpoint = newest(listing)
     latest = None if checkpoint is None else inspect(checkpoint)
-    weights = None if latest is None or fast else weights_of(latest.layout)
+    weights = None if latest is None or fast else weights_of(latest.model)
     log = listing.root / METRICS
     total = (file_size(log) if log.is_file() else 0) + (weights.nbytes if weights else 0)
     told = telling(progress, total)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ckptkit import consolidate, inspect, make_manifest
+from ckptkit.formats import open_layout
 from ckptkit.train.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
@@ -56,7 +57,8 @@ def test_a_checkpoint_in_parts_is_one(produce: Produce, tmp_path: Path) -> None:
     shutil.copytree(produced.root, tmp_path / "checkpoint-4")
     found = inspect(tmp_path / "checkpoint-4")
     assert (found.producer, found.step, found.world_size) == ("Accelerate", 4, 2)
-    assert found.layout.root.name == "pytorch_model_fsdp_0"
+    assert (found.layout.root.name, found.model.root.name) == ("checkpoint-4", "pytorch_model_fsdp_0")
+    assert found.layout.names == (*found.model.names, *open_layout(produced.root / "optimizer_0").names)
     assert found.parameters == numel(produced.truth, "model.")
     assert {kind: group.under for kind, group in found.groups.items()} == {
         "model": ("model",),

@@ -23,7 +23,15 @@ from tests.conftest import Produce
 from tests.ops.judges import raw
 from tests.producers import Producer
 
-FORMATS = [producers.fsdp2, producers.mesh, producers.strided, producers.dtypes, producers.full, producers.hf_shards]
+FORMATS = [
+    producers.fsdp2,
+    producers.accelerate,
+    producers.mesh,
+    producers.strided,
+    producers.dtypes,
+    producers.full,
+    producers.hf_shards,
+]
 KNOWN_TO_NUMPY = (torch.float64, torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64)
 
 
