@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ckptkit.dtypes import DType
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath, Layout, Spec
+from ckptkit.tensors.dtypes import DType
 
 
 def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:

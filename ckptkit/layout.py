@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from ckptkit.box import Box, Shape, find_gap, find_outside, find_overlap, whole
-from ckptkit.dtypes import DType
 from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap, whole
+from ckptkit.tensors.dtypes import DType
 
 KeyPath = tuple[str | int, ...]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckptkit.box import Box, BoxIndex, whole
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Mismatch
 from ckptkit.layout import Blob, Chunk, Layout, StoredTensor
+from ckptkit.tensors.box import Box, BoxIndex, whole
+from ckptkit.tensors.dtypes import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-from ckptkit.box import Box
-from ckptkit.dtypes import DTYPES
+from ckptkit.engine.units import blocks
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, check_cover
 from ckptkit.plan import make_plan
-from ckptkit.units import blocks
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.dtypes import DTYPES
 
 RANKS, ROWS, COLUMNS = 1000, 8, 64
 

@@ -20,9 +20,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from ckptkit.box import whole
-from ckptkit.checksums import crc32
-from ckptkit.dtypes import DTYPES
+from ckptkit.disk.checksums import crc32
 from ckptkit.formats import get_writer, open_layout
 from ckptkit.formats.recording import record
 from ckptkit.formats.shards import Item, Known, deal, end_of
@@ -30,6 +28,8 @@ from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Spec, StoredTe
 from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE
 from ckptkit.ops.converting.pipeline import make_draft, plan
 from ckptkit.ops.model.weights import find_weights
+from ckptkit.tensors.box import whole
+from ckptkit.tensors.dtypes import DTYPES
 
 HIDDEN, INNER, KEYS, VOCABULARY = 16384, 53248, 8 * 128, 128256
 LAYER = {

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from ckptkit.blocks import row_major
-from ckptkit.box import Box
-from ckptkit.dtypes import DType
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.tensors.blocks import row_major
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.dtypes import DType
 from tests.strategies import cells
 
 Numbers = NDArray[np.generic]

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Unsupported
 from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, open_layout
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.ops.converting.convert import convert
 from ckptkit.ops.converting.pipeline import Draft, Drafts, Output, write
 from ckptkit.ops.verifying.origin import Origin
+from ckptkit.tensors.dtypes import DTYPES
 from tests import producers
 from tests.conftest import Produce, Produced
 from tests.formats.contract import raw_bytes

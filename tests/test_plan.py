@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.box import Box, Shape
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Mismatch
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.plan import make_plan
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.dtypes import DTYPES
 from tests.strategies import boxes_in, cells, owners, shapes, solid_shapes, tilings
 
 FLOAT = DTYPES["float32"]

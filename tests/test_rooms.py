@@ -23,33 +23,28 @@ PACKAGE = Path(__file__).parents[1] / "ckptkit"
 
 # From the bottom up. A module imports only from layers below its own.
 LAYERS = (
-    ("errors", "system"),
-    ("stores",),
-    ("stores.*",),
+    ("errors", "disk", "engine", "passes", "tensors"),
+    ("disk.system", "remote.stores"),
+    ("remote.stores.*",),
     ("remote",),
-    ("ranges",),
-    ("dtypes", "box", "files", "small_floats", "distance"),
-    ("layout", "json_text"),
-    ("edits", "plan", "blocks", "views", "checksums", "allocation", "locks", "tiles", "sums"),
-    ("casting", "measuring", "moments", "staging", "formats.pickles", "ledger"),
-    ("rearrange", "arrays", "counting", "formats.archive", "formats.headers", "formats.pickling"),
-    (
-        "gather",
-        "journal",
-        "sources",
-        "workers",
-        "formats.envelopes",
-        "formats.flatten",
-        "formats.legacy",
-        "formats.metadata",
-    ),
-    ("units", "formats.shards", "formats.storages", "formats.unflatten"),
+    ("remote.ranges",),
+    ("disk.checksums", "disk.files", "disk.sums", "tensors.*"),
+    ("disk.allocation", "disk.locks"),
+    ("disk.staging",),
+    ("layout",),
+    ("edits", "plan"),
+    ("engine.*",),
+    ("passes.*",),
+    ("formats.json_text", "formats.pickles"),
+    ("formats.archive", "formats.headers", "formats.pickling"),
+    ("formats.envelopes", "formats.flatten", "formats.legacy", "formats.metadata"),
+    ("formats.shards", "formats.storages", "formats.unflatten"),
     ("formats.recording", "formats.values"),
-    ("execute", "averaging", "scan", "statistics", "formats.*"),
-    ("formats", "comparison", "reading"),
+    ("formats.*",),
+    ("formats",),
     ("runs",),
-    ("pins", "trackers"),
-    ("retention", "deletion"),
+    ("runs.pins", "runs.trackers"),
+    ("runs.deletion", "runs.retention"),
     ("pictures.*", "pictures"),
     ("ops", "ops.progress", "ops.publish"),
     ("ops.model*", "ops.verifying*"),
@@ -63,28 +58,37 @@ LAYERS = (
 
 # Packages whose modules may also import each other, in one direction.
 FAMILIES = (
-    *("pictures", "ops.model", "ops.verifying", "ops.comparing", "ops.converting", "ops.estimating", "ops.inspecting"),
+    *(
+        "tensors",
+        "engine",
+        "passes",
+        "pictures",
+        "ops.model",
+        "ops.verifying",
+        "ops.comparing",
+        "ops.converting",
+        "ops.estimating",
+        "ops.inspecting",
+    ),
     *("ops.keeping", "ops.reporting", "ops.sharing", "storage", "train", "cli"),
 )
 
 # Pairs of rooms that never meet, in either direction.
 STRANGERS = (
-    ("execute", "formats*"),
-    ("scan", "formats*"),
-    ("comparison", "formats*"),
-    ("averaging", "formats*"),
-    ("gather", "formats*"),
-    ("rearrange", "formats*"),
+    ("disk*", "layout"),
+    ("disk*", "tensors*"),
+    ("engine*", "formats*"),
+    ("passes*", "formats*"),
     ("train*", "formats*"),
-    ("train*", "execute"),
-    ("cli*", "box"),
-    ("cli*", "blocks"),
+    ("train*", "engine.execute"),
+    ("cli*", "tensors.box"),
+    ("cli*", "tensors.blocks"),
 )
 
 TORCH_AT_THE_TOP = ("train.*", "train", "storage.*", "storage")
 TORCH_WHEN_USED = (
-    "arrays",
-    "casting",
+    "tensors.arrays",
+    "tensors.casting",
     "formats.archive",
     "formats.dcp",
     "ops.converting.meeting",
@@ -97,16 +101,16 @@ FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deep
 
 # Words that no identifier of a room may hold.
 FORBIDDEN = {
-    "box": {"path", "dtype", "torch", "open", "file", "offset"},
-    "blocks": {"path", "dtype", "torch", "open", "file"},
+    "tensors.box": {"path", "dtype", "torch", "open", "file", "offset"},
+    "tensors.blocks": {"path", "dtype", "torch", "open", "file"},
     "layout": {"open", "torch", "numpy", "print"},
     "edits": {"open", "torch", "numpy", "print"},
     "plan": {"open", "torch", "numpy", "print"},
-    "execute": {"tqdm", "typer", "fqn", "print"},
-    "gather": {"threading", "tqdm", "typer", "fqn", "print"},
-    "casting": {"path", "open", "fqn"},
-    "counting": {"path", "open", "fqn"},
-    "measuring": {"path", "open", "fqn"},
+    "engine.execute": {"tqdm", "typer", "fqn", "print"},
+    "engine.gather": {"threading", "tqdm", "typer", "fqn", "print"},
+    "tensors.casting": {"path", "open", "fqn"},
+    "tensors.counting": {"path", "open", "fqn"},
+    "tensors.measuring": {"path", "open", "fqn"},
     "runs": {"torch", "numpy", "struct", "print"},
     "formats*": {"threading", "thread", "concurrent", "tqdm", "typer", "numpy", "print"},
     "ops*": {"struct", "pread", "preadv", "pwrite", "memoryview", "bytearray", "print", "exit"},
@@ -115,24 +119,7 @@ FORBIDDEN = {
 }
 
 # Rooms in which no format may be named, neither in an identifier nor in a string.
-NAMELESS = (
-    *(
-        "box",
-        "blocks",
-        "layout",
-        "edits",
-        "plan",
-        "units",
-        "sources",
-        "workers",
-        "execute",
-        "gather",
-        "casting",
-        "comparison",
-    ),
-    "averaging",
-    *("checksums", "sums", "tiles", "scan", "ledger", "journal", "staging", "allocation", "locks"),
-)
+NAMELESS = ("disk*", "edits", "engine*", "layout", "passes*", "plan", "tensors*")
 
 # Strings by which a format is known, and the one file that may hold them.
 MARKERS = {".distcp": "formats.dcp", "weight_map": "formats.hf"}

@@ -31,8 +31,8 @@ from ckptkit.cli.reshard import reshard
 from ckptkit.cli.stats import stats
 from ckptkit.cli.train import smoke, train
 from ckptkit.cli.verify import manifest, verify
+from ckptkit.disk.system import PromiseLost
 from ckptkit.errors import CkptError, IOFailure
-from ckptkit.system import PromiseLost
 
 app = typer.Typer(
     name="ckptkit",

@@ -17,8 +17,8 @@ from ckptkit.remote import to_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptkit.counting import Count
     from ckptkit.ops.inspecting.stats import Stats, TensorStats
+    from ckptkit.tensors.counting import Count
 
 Row = tuple[str, "Count"]  # what a line is called, and what was counted
 

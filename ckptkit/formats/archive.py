@@ -15,12 +15,12 @@ from struct import Struct
 from typing import Any
 from zlib import crc32
 
-from ckptkit.box import Shape
-from ckptkit.dtypes import DTYPES, DType
+from ckptkit.disk.files import recognise
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files import recognise
 from ckptkit.formats import pickles
 from ckptkit.formats.pickles import Global, Record
+from ckptkit.tensors.box import Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
 
 ReadAt = Callable[[int, int], bytes]  # (offset in the archive, length) -> bytes
 

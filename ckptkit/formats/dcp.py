@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.checksums import crc32
+from ckptkit.disk.checksums import crc32
+from ckptkit.disk.files import Opened, file_size, is_there, names_in, read_at
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files import Opened, file_size, is_there, names_in, read_at
 from ckptkit.formats.archive import GLANCE, ReadAt, check_contents, large_entries, locate_tensor
 from ckptkit.formats.metadata import ENVELOPE, Reading, read_metadata
 from ckptkit.formats.recording import record
 from ckptkit.formats.shards import Known, deal, end_of, seal
 from ckptkit.layout import Blob, Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
-from ckptkit.ranges import Range, read_ahead
+from ckptkit.remote.ranges import Range, read_ahead
 
 METADATA = ".metadata"
 _LARGEST_CHECKED = 1 << 26  # bytes of a blob, which is held in memory while it is checked

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from struct import Struct
 
-from ckptkit.blocks import row_major
-from ckptkit.checksums import crc32
+from ckptkit.disk.checksums import crc32
 from ckptkit.errors import Unsupported
 from ckptkit.formats.archive import STORAGES
 from ckptkit.formats.pickles import Global, PersistentId, Record
 from ckptkit.layout import Part, Spec
+from ckptkit.tensors.blocks import row_major
 
 _local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
 _central = Struct("<4sHHHHHHIIIHHHHHII")

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.box import whole
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats import pickles
 from ckptkit.formats.archive import Entry, as_tensor, is_tensor, place_tensor
 from ckptkit.formats.pickles import Global, PersistentId, Record
 from ckptkit.formats.pickling import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, Spec, StoredTensor
+from ckptkit.tensors.box import whole
 
 DEEPEST = 64  # steps of a key path
 _EXPANSION = 32  # how much more the entries with their names may be than the pickle that they come from

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.box import Box, Shape
-from ckptkit.dtypes import DTYPES, DType
+from ckptkit.disk.files import opening, read_at, recognise
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files import opening, read_at, recognise
-from ckptkit.json_text import parse_json
+from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Chunk, Spec
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
 
 _LIMIT = 100_000_000  # bytes; the safetensors library's own
 _MOST_AXES = 64  # numpy's limit

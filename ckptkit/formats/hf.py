@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from ckptkit.disk.files import check_name, names_in, read_small
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files import check_name, names_in, read_small
 from ckptkit.formats.headers import check_writable, make_header, read_header
-from ckptkit.json_text import parse_json
+from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
-from ckptkit.ranges import read_ahead
+from ckptkit.remote.ranges import read_ahead
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

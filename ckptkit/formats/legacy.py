@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats import pickles
 from ckptkit.formats.archive import STORAGES, Entry, ReadAt
 from ckptkit.formats.pickles import ANY_NAME, PersistentId
+from ckptkit.tensors.dtypes import DTYPES
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.box import Box, Shape
-from ckptkit.dtypes import DTYPES, DType
+from ckptkit.disk.files import check_name, read_small, recognise
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files import check_name, read_small, recognise
 from ckptkit.formats import pickles
 from ckptkit.formats.archive import as_shape
 from ckptkit.formats.pickles import Global, Record
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
 
 ENVELOPE = "torch.save"
 _METADATA_LIMIT = 1 << 34

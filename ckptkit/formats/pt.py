@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckptkit.disk.files import is_there, names_in, opening, read_at
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
-from ckptkit.files import is_there, names_in, opening, read_at
 from ckptkit.formats import pickles
 from ckptkit.formats.archive import Entry, ReadAt, check_byte_order, glance, read_directory, read_entry
 from ckptkit.formats.envelopes import make_envelope
@@ -25,7 +25,7 @@ from ckptkit.formats.pickling import dump
 from ckptkit.formats.storages import Storages
 from ckptkit.formats.unflatten import unflatten
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
-from ckptkit.ranges import read_ahead
+from ckptkit.remote.ranges import read_ahead
 
 MAIN = "state.pt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
-from ckptkit.dtypes import DType
 from ckptkit.formats.pickles import Global, Record
 from ckptkit.formats.pickling import Pickler
 from ckptkit.formats.shards import Item
 from ckptkit.layout import Layout, Spec
+from ckptkit.tensors.dtypes import DType
 
 _THERE = "torch.distributed.checkpoint.metadata"
 _CLASSES = {

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckptkit.box import Box, Shape, whole
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.envelopes import Envelope, describe_tensor, make_envelope
 from ckptkit.formats.pickling import dump
 from ckptkit.layout import Blob, Layout, Part, Spec, StoredTensor
+from ckptkit.tensors.box import Box, Shape, whole
 
 _ONLY = "0"  # the key of the one storage of an item
 

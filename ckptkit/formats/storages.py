@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptkit.disk.files import opening, read_at
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files import opening, read_at
 from ckptkit.formats import pickles
 from ckptkit.formats.archive import Entry, ReadAt, check_byte_order, read_directory, read_entry
 from ckptkit.formats.envelopes import describe_tensor

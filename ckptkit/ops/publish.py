@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.allocation import create_file
-from ckptkit.staging import Stage
+from ckptkit.disk.allocation import create_file
+from ckptkit.disk.staging import Stage
 
 
 def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from ckptkit.box import Box, Shape
+from ckptkit.tensors.box import Box, Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import groupby, takewhile
 from pathlib import PurePath
 
-from ckptkit.box import Box
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.pictures.cuts import Cut, cut
+from ckptkit.tensors.box import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ckptkit.disk.files import opening, read_at
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files import opening, read_at
 from ckptkit.formats.archive import check_contents
 from ckptkit.formats.envelopes import make_envelope
 from ckptkit.layout import Blob, Layout

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckptkit.blocks import cut, row_major
-from ckptkit.box import Box, BoxIndex
-from ckptkit.files import Opened, write_from
-from ckptkit.gather import BLOCK_BYTES
+from ckptkit.disk.files import Opened, write_from
+from ckptkit.disk.sums import part_sum
+from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.layout import Chunk, Place, StoredTensor
 from ckptkit.storage.memory import make_buffer, part_of, take
-from ckptkit.sums import part_sum
+from ckptkit.tensors.blocks import cut, row_major
+from ckptkit.tensors.box import Box, BoxIndex
 
 
 class PieceWriter:

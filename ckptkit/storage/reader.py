@@ -25,22 +25,22 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptkit import edits
-from ckptkit.box import Box, BoxIndex
-from ckptkit.dtypes import DType
+from ckptkit.engine.execute import fill
+from ckptkit.engine.gather import Gatherer
+from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.sources import Sources
+from ckptkit.engine.units import Block, blocks_of
 from ckptkit.errors import CkptError, Usage
-from ckptkit.execute import fill
 from ckptkit.formats import locate
-from ckptkit.gather import Gatherer
 from ckptkit.layout import Chunk, Layout, Piece, Spec, StoredTensor
-from ckptkit.ledger import Ledger
 from ckptkit.ops.model.companions import find_companions
 from ckptkit.ops.model.fit import restore_tied
 from ckptkit.ops.verifying.known import open_known
 from ckptkit.plan import make_plan
-from ckptkit.sources import Sources
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
-from ckptkit.units import Block, blocks_of
+from ckptkit.tensors.box import Box, BoxIndex
+from ckptkit.tensors.dtypes import DType
 
 
 class LayoutReader(StorageReader):

@@ -22,19 +22,19 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptkit import edits
-from ckptkit.allocation import check_room, create_file, write_parts
-from ckptkit.box import Box
+from ckptkit.disk.allocation import check_room, create_file, write_parts
+from ckptkit.disk.files import Opened, check_name
+from ckptkit.disk.staging import Stage, sync_path
+from ckptkit.disk.sums import whole_crc32
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, translate_os_errors
-from ckptkit.files import Opened, check_name
 from ckptkit.formats import get_writer
 from ckptkit.layout import Chunk, Extent, Layout, Options, Place, Spec, StoredTensor, check_cover
 from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE
 from ckptkit.ops.verifying.manifest import NAME as MANIFEST
 from ckptkit.ops.verifying.manifest import Manifest, sum_files
-from ckptkit.staging import Stage, sync_path
 from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
-from ckptkit.sums import whole_crc32
+from ckptkit.tensors.box import Box
 
 
 class RoomWriter(StorageWriter):

@@ -75,7 +75,7 @@ def run_and_die(how: str, *arguments: object) -> subprocess.CompletedProcess[str
     """`ckptkit` with these arguments in a process that gets a signal when it has written two blocks."""
     code = (
         "import os, signal, sys\n"
-        "from ckptkit import averaging\n"
+        "from ckptkit.passes import averaging\n"
         "from ckptkit.cli import main\n"
         "write, written = averaging.write_from, []\n"
         "number = signal.Signals[sys.argv.pop(1)]\n"

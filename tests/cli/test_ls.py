@@ -19,7 +19,7 @@ import pytest
 
 from ckptkit.cli.inspect import count_parameters, share
 from ckptkit.cli.ls import age
-from ckptkit.retention import METRICS, write_metrics
+from ckptkit.runs.retention import METRICS, write_metrics
 from tests import producers
 from tests.conftest import Produce
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from ckptkit.box import whole
-from ckptkit.dtypes import DTYPES
 from ckptkit.formats import get_writer, locate, open_layout
 from ckptkit.layout import Chunk, Layout, NewFile, Options, Spec, StoredTensor
+from ckptkit.tensors.box import whole
+from ckptkit.tensors.dtypes import DTYPES
 from tests.faults.cases import Case, Seen
 from tests.faults.damage import Damage
 from tests.faults.forged import with_header

@@ -14,7 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit import retention, runs
+from ckptkit import runs
+from ckptkit.engine.journal import Journal
+from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
 from ckptkit.formats import archive, legacy, pickles
 from ckptkit.formats.dcp import Dcp
@@ -22,10 +24,9 @@ from ckptkit.formats.flatten import flatten
 from ckptkit.formats.hf import HuggingFace
 from ckptkit.formats.pt import Pt
 from ckptkit.formats.unflatten import unflatten
-from ckptkit.journal import Journal
-from ckptkit.ledger import Ledger
 from ckptkit.ops.model import companions, expected
 from ckptkit.ops.verifying import manifest
+from ckptkit.runs import retention
 
 Seeds = Callable[[], list[bytes]]
 

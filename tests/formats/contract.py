@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit.allocation import create_file, write_parts
-from ckptkit.box import whole
-from ckptkit.dtypes import DTYPES as OURS
+from ckptkit.disk.allocation import create_file, write_parts
+from ckptkit.engine.execute import execute
 from ckptkit.errors import CkptError
-from ckptkit.execute import execute
 from ckptkit.formats import detect_format, get_writer, locate, open_layout
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.plan import make_plan
+from ckptkit.tensors.box import whole
+from ckptkit.tensors.dtypes import DTYPES as OURS
 from tests.producers import DTYPES, bits, counted
 from tests.raw import Files, contents
 

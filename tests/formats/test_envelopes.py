@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Unsupported
 from ckptkit.formats.archive import locate_tensor
 from ckptkit.formats.envelopes import Envelope, describe_tensor, make_envelope
 from ckptkit.formats.pickling import dump
 from ckptkit.layout import Spec
+from ckptkit.tensors.dtypes import DTYPES
 from tests.formats.contract import SHAPES, raw_bytes, spec_of
 from tests.producers import DTYPES as TORCH_DTYPES
 from tests.producers import bits, counted

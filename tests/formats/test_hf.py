@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Corrupt, Unsafe, Unsupported
 from ckptkit.formats import open_layout
 from ckptkit.formats.hf import HuggingFace
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
+from ckptkit.tensors.dtypes import DTYPES
 from tests.formats.contract import WriterContract, assert_holds
 from tests.producers import counted
 

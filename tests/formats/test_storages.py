@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit import edits, storage
-from ckptkit.allocation import create_file, write_parts
+from ckptkit.disk.allocation import create_file, write_parts
+from ckptkit.engine.execute import execute
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.execute import execute
 from ckptkit.formats import get_writer, locate, open_layout
 from ckptkit.formats.pickles import PersistentId
 from ckptkit.formats.pickling import dump

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
-from ckptkit.box import Box
-from ckptkit.dtypes import DType, parse_dtype
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.dtypes import DType, parse_dtype
 
 F32: DType = parse_dtype("float32")
 

@@ -10,7 +10,7 @@ import torch
 
 from ckptkit.ops.converting.reshard import reshard
 from ckptkit.ops.keeping.pin import pin
-from ckptkit.retention import METRICS, write_metrics
+from ckptkit.runs.retention import METRICS, write_metrics
 from tests.producers import save_alone
 
 HOSTILE = "<script>document.title='caught'</script><img src=x onerror=alert(1)>"

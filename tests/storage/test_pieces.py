@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.box import Box, whole
-from ckptkit.dtypes import DTYPES
-from ckptkit.files import Opened
+from ckptkit.disk.files import Opened
+from ckptkit.disk.sums import part_sum, whole_crc32
 from ckptkit.layout import Layout, Place, Spec
 from ckptkit.storage.pieces import PieceWriter, runs_of
-from ckptkit.sums import part_sum, whole_crc32
+from ckptkit.tensors.box import Box, whole
+from ckptkit.tensors.dtypes import DTYPES
 from tests.raw import allocated, contents
 from tests.strategies import boxes_in, cells, shapes, solid_shapes, tilings
 

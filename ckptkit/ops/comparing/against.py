@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.comparison import compare
-from ckptkit.dtypes import DType
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.formats import locate, open_layout
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.comparing.sides import match, pair_parts
 from ckptkit.ops.progress import Progress, telling
 from ckptkit.ops.verifying.known import open_known
+from ckptkit.passes.comparison import compare
 from ckptkit.remote import to_path
+from ckptkit.tensors.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)

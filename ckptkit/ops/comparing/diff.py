@@ -9,9 +9,6 @@ from operator import ne
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.comparison import Comparison, compare
-from ckptkit.distance import Distance, Tolerance
-from ckptkit.dtypes import DType
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.comparing.differences import Diff, Difference, Reason
@@ -21,8 +18,11 @@ from ckptkit.ops.comparing.sides import Side, match, pair_parts
 from ckptkit.ops.model.edit import Edits
 from ckptkit.ops.progress import Progress, telling
 from ckptkit.ops.verifying.known import open_known
+from ckptkit.passes.comparison import Comparison, compare
 from ckptkit.remote import to_path
 from ckptkit.runs import find_whole
+from ckptkit.tensors.distance import Distance, Tolerance
+from ckptkit.tensors.dtypes import DType
 
 
 def diff(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.distance import Distance
 from ckptkit.layout import Spec
 from ckptkit.ops.comparing.entries import Scalar
 from ckptkit.ops.comparing.renames import fold
+from ckptkit.tensors.distance import Distance
 
 Reason = Literal["shape", "dtype", "values", "entry"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.box import whole
-from ckptkit.comparison import compare
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Unsupported
 from ckptkit.formats import locate
 from ckptkit.formats.pickles import SCALARS, PersistentId, walk
 from ckptkit.formats.pickling import dump
 from ckptkit.formats.values import load_value
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
+from ckptkit.passes.comparison import compare
+from ckptkit.tensors.box import whole
+from ckptkit.tensors.dtypes import DTYPES
 
 Scalar = str | int | float | bytes | bool | None
 

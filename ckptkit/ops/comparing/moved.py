@@ -8,8 +8,6 @@ from functools import reduce
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.comparison import compare
-from ckptkit.distance import Distance
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
@@ -17,8 +15,10 @@ from ckptkit.ops.comparing.renames import fold
 from ckptkit.ops.comparing.sides import by_own_names
 from ckptkit.ops.progress import Progress, telling
 from ckptkit.ops.verifying.known import open_known
+from ckptkit.passes.comparison import compare
 from ckptkit.remote import to_path
 from ckptkit.runs import find_checkpoint
+from ckptkit.tensors.distance import Distance
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from ckptkit import edits
-from ckptkit.box import Shape
-from ckptkit.comparison import fingerprints
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec
+from ckptkit.passes.comparison import fingerprints
+from ckptkit.tensors.box import Shape
 
 Words = tuple[str, ...]  # of a name, between its dots
 Shapes = Mapping[str, Shape | None]  # None for an entry that is no tensor

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from math import fsum, isclose, isfinite
 from pathlib import Path
 
-from ckptkit.allocation import free_bytes
-from ckptkit.averaging import Term, fill
-from ckptkit.box import Box
+from ckptkit.disk.allocation import free_bytes
+from ckptkit.disk.staging import check_destination
+from ckptkit.engine.execute import Copied, settle
+from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.execute import Copied, settle
 from ckptkit.formats import get_writer, locate
 from ckptkit.layout import Chunk, Layout, Options, Place
 from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE, companion_files
@@ -36,11 +36,11 @@ from ckptkit.ops.model.edit import Edits
 from ckptkit.ops.model.fit import abridge
 from ckptkit.ops.progress import Progress, telling
 from ckptkit.ops.verifying.origin import Origin
+from ckptkit.passes.averaging import Term, fill
 from ckptkit.plan import Plan, make_plan
 from ckptkit.remote import to_local, to_path
 from ckptkit.runs import Run, find_checkpoint, step_of
-from ckptkit.sources import place_of
-from ckptkit.staging import check_destination
+from ckptkit.tensors.box import Box
 
 _SLACK = 1e-6  # by which given weights may miss 1 before that is said
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit import edits
+from ckptkit.disk.staging import check_destination
 from ckptkit.formats import get_writer
 from ckptkit.layout import Layout, Options
 from ckptkit.ops.converting.converted import Converted, carry_out
@@ -21,7 +22,6 @@ from ckptkit.ops.verifying.known import open_known
 from ckptkit.ops.verifying.origin import Origin
 from ckptkit.remote import to_local, to_path
 from ckptkit.runs import find_checkpoint
-from ckptkit.staging import check_destination
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
 

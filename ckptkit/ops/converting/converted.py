@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.allocation import free_bytes
+from ckptkit.disk.allocation import free_bytes
 from ckptkit.ops.converting.pipeline import Drafts, Output, peak_rss_bytes, write
 from ckptkit.ops.converting.recipe import Recipe, make_key
 from ckptkit.ops.model.weights import LeftOut

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckptkit.disk.staging import read_key, staging_path
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.ops.converting.consolidate import consolidate
 from ckptkit.ops.converting.convert import convert
@@ -15,7 +16,6 @@ from ckptkit.ops.converting.pipeline import Workers
 from ckptkit.ops.converting.reshard import reshard
 from ckptkit.ops.progress import Progress
 from ckptkit.remote import to_local
-from ckptkit.staging import read_key, staging_path
 
 COMMANDS: dict[str, Callable[..., Converted]] = {"consolidate": consolidate, "convert": convert, "reshard": reshard}
 

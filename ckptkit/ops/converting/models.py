@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.dtypes import DType
 from ckptkit.errors import Mismatch
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.model.companions import Companions, find_companions
@@ -15,6 +14,7 @@ from ckptkit.ops.model.edit import Edits
 from ckptkit.ops.model.fit import drop_tied, fit, restore_tied
 from ckptkit.ops.model.weights import LeftOut, find_weights
 from ckptkit.ops.verifying.known import open_known
+from ckptkit.tensors.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)

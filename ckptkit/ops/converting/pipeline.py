@@ -15,23 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.allocation import check_room, create_file, missing_bytes, write_parts
+from ckptkit.disk.allocation import check_room, create_file, missing_bytes, write_parts
+from ckptkit.disk.files import file_size, opening, read_at
+from ckptkit.disk.staging import Stage, sync_tree
+from ckptkit.disk.system import again
+from ckptkit.engine.execute import Copied, copy, settle
+from ckptkit.engine.journal import Journal
+from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.sources import place_of
+from ckptkit.engine.units import Share
 from ckptkit.errors import Mismatch, Occupied, Unsafe, translate_os_errors
-from ckptkit.execute import Copied, copy, settle
-from ckptkit.files import file_size, opening, read_at
 from ckptkit.formats import Writer, locate
-from ckptkit.journal import Journal
 from ckptkit.layout import Extent, Layout, NewFile, Options
-from ckptkit.ledger import Ledger
 from ckptkit.ops.progress import Progress, telling
 from ckptkit.ops.verifying.manifest import NAME as MANIFEST
 from ckptkit.ops.verifying.manifest import Manifest, source_of, sum_files
 from ckptkit.ops.verifying.origin import Origin
 from ckptkit.plan import Plan, Target, make_plan
-from ckptkit.sources import place_of
-from ckptkit.staging import Stage, sync_tree
-from ckptkit.system import again
-from ckptkit.units import Share
 
 _PART = 1 << 22  # bytes held of a file that is copied as it is
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit import edits
+from ckptkit.disk.staging import check_destination
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.formats import Writer, get_format
 from ckptkit.layout import KeyPath, Layout, Options
@@ -24,7 +25,6 @@ from ckptkit.ops.model.weights import LeftOut, find_weights, has_weights, summar
 from ckptkit.ops.verifying.known import open_known
 from ckptkit.ops.verifying.origin import Origin
 from ckptkit.runs import find_parts, find_whole
-from ckptkit.staging import check_destination
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from ckptkit.box import Shape
 from ckptkit.errors import Unsupported
 from ckptkit.ops.model.expected import HEAD, expected_shapes, is_known, is_tied, letter_sizes
+from ckptkit.tensors.box import Shape
 
 _UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module of a list
 

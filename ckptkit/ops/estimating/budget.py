@@ -33,9 +33,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ckptkit.dtypes import DTYPES, DType
 from ckptkit.errors import Usage
 from ckptkit.ops.estimating.architecture import Architecture
+from ckptkit.tensors.dtypes import DTYPES, DType
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "ddp")
 _FLOAT32 = DTYPES["float32"]

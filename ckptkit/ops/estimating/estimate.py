@@ -9,12 +9,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.dtypes import DTYPES, parse_dtype
+from ckptkit.disk.files import read_small
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.files import read_small
 from ckptkit.ops.estimating.architecture import Architecture, read_architecture
 from ckptkit.ops.estimating.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.ops.model.expected import is_known
+from ckptkit.tensors.dtypes import DTYPES, parse_dtype
 
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 1 << 24  # bytes; a config has a few thousand

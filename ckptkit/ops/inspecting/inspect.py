@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.disk.files import read_small
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
-from ckptkit.files import read_small
 from ckptkit.formats import locate
-from ckptkit.json_text import parse_json
+from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Layout
 from ckptkit.ops.inspecting.groups import Group, bytes_by_dtype, group
 from ckptkit.ops.inspecting.parts import open_parts

@@ -16,9 +16,9 @@ from ckptkit.layout import Layout, Spec
 from ckptkit.ops.inspecting.notebook import describe, html_of
 from ckptkit.ops.inspecting.parts import Parts, open_parts
 from ckptkit.ops.verifying.known import open_known
-from ckptkit.reading import read
+from ckptkit.passes.reading import read
 from ckptkit.remote import to_path
-from ckptkit.views import Index, View
+from ckptkit.tensors.views import Index, View
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,19 +131,20 @@ class LazyTensor:
 
     def torch(self) -> torch.Tensor:
         """Read it, as a tensor on the CPU."""
-        from ckptkit.arrays import to_torch
+        from ckptkit.tensors.arrays import to_torch
 
         return self._as(to_torch)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Read it, as an array: of float32 where numpy has no such dtype, as for bfloat16, which changes no number."""
-        from ckptkit.arrays import to_numpy
+        from ckptkit.tensors.arrays import to_numpy
 
         return self._as(to_numpy)
 
     def _as(self, made: Callable[..., Made]) -> Made:
         try:
-            return made(read(self.checkpoint.located(self.name), self.name, self.view.box), self.spec)
+            data = read(self.checkpoint.located(self.name), self.name, self.view.box)
+            return made(data, self.spec.dtype, self.spec.shape)
         except CkptError as error:
             raise error.blame(tensor=self.name) from None
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptkit.disk.files import names_in
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, translate_os_errors
-from ckptkit.files import names_in
 from ckptkit.formats import detect_format
 from ckptkit.ops.verifying.manifest import NAME as MANIFEST
-from ckptkit.pins import pinned_in
 from ckptkit.remote import list_ahead, to_path
-from ckptkit.retention import read_metrics
 from ckptkit.runs import children, find_parts, is_complete, is_weights_only, no_checkpoint, step_of
-from ckptkit.trackers import Tracker, trackers_in
+from ckptkit.runs.pins import pinned_in
+from ckptkit.runs.retention import read_metrics
+from ckptkit.runs.trackers import Tracker, trackers_in
 
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".safetensors")  # of a checkpoint that is one file
 _NUMBER = re.compile(r"[0-9]{1,18}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.disk.files import names_in, read_small
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
-from ckptkit.files import names_in, read_small
-from ckptkit.json_text import parse_json
+from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Layout
 from ckptkit.ops.verifying.manifest import read_manifest
 

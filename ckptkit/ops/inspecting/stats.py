@@ -8,15 +8,15 @@ from functools import reduce
 from pathlib import Path
 from typing import Self
 
-from ckptkit.counting import Count
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
 from ckptkit.ops.inspecting.parts import open_parts
 from ckptkit.ops.inspecting.tree import Branch, fold
 from ckptkit.ops.model.edit import Edits
 from ckptkit.ops.progress import Progress, telling
+from ckptkit.passes.statistics import survey
 from ckptkit.remote import to_path
-from ckptkit.statistics import survey
+from ckptkit.tensors.counting import Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

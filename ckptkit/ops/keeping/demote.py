@@ -11,8 +11,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.allocation import create_file
-from ckptkit.dtypes import DTYPES
+from ckptkit.disk.allocation import create_file
+from ckptkit.disk.staging import Stage
+from ckptkit.disk.system import again
 from ckptkit.formats import open_layout
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.converting.consolidate import consolidate
@@ -20,10 +21,9 @@ from ckptkit.ops.model.weights import find_weights
 from ckptkit.ops.progress import Told
 from ckptkit.ops.verifying.manifest import read_manifest, replace_manifest, sum_files
 from ckptkit.ops.verifying.verify import verify_part
-from ckptkit.retention import METRICS, read_metrics, write_metrics
 from ckptkit.runs import find_checkpoint, step_of
-from ckptkit.staging import Stage
-from ckptkit.system import again
+from ckptkit.runs.retention import METRICS, read_metrics, write_metrics
+from ckptkit.tensors.dtypes import DTYPES
 
 _NARROW = DTYPES["bfloat16"]
 _MODEL = "model"  # the directory in the hidden one that the model is made in

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.deletion import deleting
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.pins import clear_pin, is_pinned, set_pin
 from ckptkit.remote import to_local
 from ckptkit.runs import Checkpoint, find_whole, step_of
+from ckptkit.runs.deletion import deleting
+from ckptkit.runs.pins import clear_pin, is_pinned, set_pin
 
 _PATIENCE = 10.0  # seconds that a pin waits for others to end deleting
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.deletion import delete, deleting, is_being_written
+from ckptkit.disk.staging import clear_dead
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -26,9 +26,9 @@ from ckptkit.ops.keeping.demote import demote, demoted_bytes
 from ckptkit.ops.progress import Progress, Told, telling
 from ckptkit.ops.verifying.verify import verify_part
 from ckptkit.remote import to_local
-from ckptkit.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
 from ckptkit.runs import Run, find_parts, folders, is_weights_only, no_checkpoint, says_step, step_of
-from ckptkit.staging import clear_dead
+from ckptkit.runs.deletion import delete, deleting, is_being_written
+from ckptkit.runs.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptkit.disk.files import read_small
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.files import read_small
 from ckptkit.layout import Spec
 from ckptkit.remote import to_path
 from ckptkit.runs import step_of

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptkit import edits
-from ckptkit.dtypes import DType, parse_dtype
 from ckptkit.errors import Usage
 from ckptkit.layout import Layout, Spec
+from ckptkit.tensors.dtypes import DType, parse_dtype
 
 Rule = tuple[re.Pattern[str], str]
 

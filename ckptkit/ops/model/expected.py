@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.box import Shape
+from ckptkit.tensors.box import Shape
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit import edits
-from ckptkit.box import Shape
-from ckptkit.comparison import compare
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
 from ckptkit.ops.model.companions import Companions
 from ckptkit.ops.model.expected import HEAD, expected_shapes, find_embedding, find_rename, is_tied
+from ckptkit.passes.comparison import compare
+from ckptkit.tensors.box import Shape
 
 
 def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, list[str]]:

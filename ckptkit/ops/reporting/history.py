@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.files import opening, read_at, read_small
+from ckptkit.disk.files import opening, read_at, read_small
 from ckptkit.ops.inspecting.listing import Listed
 from ckptkit.ops.progress import Told
 from ckptkit.pictures.series import Series

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptkit.counting import Count
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
 from ckptkit.ops.model.weights import find_weights
 from ckptkit.ops.progress import Told
+from ckptkit.passes.statistics import survey
 from ckptkit.pictures.layers import Kind
 from ckptkit.pictures.shards import is_number
-from ckptkit.statistics import survey
+from ckptkit.tensors.counting import Count
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptkit import __version__
+from ckptkit.disk.files import file_size, opening, read_at, read_small
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
-from ckptkit.files import file_size, opening, read_at, read_small
 from ckptkit.ops.inspecting.inspect import Inspected, inspect
 from ckptkit.ops.inspecting.listing import Listing, list_run
 from ckptkit.ops.progress import Progress, telling

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptkit.disk.files import is_there
 from ckptkit.errors import Occupied
-from ckptkit.files import is_there
 from ckptkit.layout import Layout
 from ckptkit.ops.publish import publish
 from ckptkit.pictures.shard_svg import draw_shards, standalone

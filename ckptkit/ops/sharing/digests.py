@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
+from ckptkit.disk.files import opening, read_at
+from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt
-from ckptkit.files import opening, read_at
 from ckptkit.ops.progress import Told
 from ckptkit.ops.sharing.hub import HubFile
-from ckptkit.workers import Step, work
 
 _BLOCK = 1 << 22  # bytes
 

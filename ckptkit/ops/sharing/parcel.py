@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ckptkit.disk.files import file_size
 from ckptkit.errors import Usage
-from ckptkit.files import file_size
 from ckptkit.formats import Reader, find_format
 from ckptkit.layout import Layout
 from ckptkit.ops.model.companions import read_companions

@@ -19,9 +19,11 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers
 
 from ckptkit import __version__
-from ckptkit.allocation import check_room, missing_bytes
+from ckptkit.disk.allocation import check_room, missing_bytes
+from ckptkit.disk.files import check_name
+from ckptkit.disk.staging import WORK, Stage
+from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
-from ckptkit.files import check_name
 from ckptkit.formats import detect_format
 from ckptkit.ops.progress import Told, telling
 from ckptkit.ops.sharing.digests import difference, sum_all
@@ -29,8 +31,6 @@ from ckptkit.ops.sharing.hub import HubFile, Repository, look_up, parse_place, s
 from ckptkit.ops.sharing.transfers import Bars, FollowedWriter, Transfers, no_bar
 from ckptkit.remote import to_local
 from ckptkit.runs import find_parts
-from ckptkit.staging import WORK, Stage
-from ckptkit.workers import Step, work
 
 _OF_GIT = (".git*",)
 

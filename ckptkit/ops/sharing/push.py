@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
 
 from ckptkit import __version__
+from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
 from ckptkit.ops.progress import Told, telling
 from ckptkit.ops.sharing.digests import difference, require_same, sum_all
@@ -25,7 +26,6 @@ from ckptkit.ops.sharing.parcel import Parcel, pack
 from ckptkit.ops.sharing.transfers import Bars, Follow, FollowedReader, Transfers, no_bar
 from ckptkit.ops.verifying.verify import size_of, verify_part
 from ckptkit.remote import RemotePath, to_path
-from ckptkit.workers import Step, work
 
 _DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
 

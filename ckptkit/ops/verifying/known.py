@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.box import whole
 from ckptkit.formats import open_layout
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.ops.verifying.manifest import read_manifest
+from ckptkit.tensors.box import whole
 
 
 def open_known(path: Path) -> Layout:

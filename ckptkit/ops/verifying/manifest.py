@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import __version__
-from ckptkit.allocation import create_file
-from ckptkit.checksums import crc32
+from ckptkit.disk.allocation import create_file
+from ckptkit.disk.checksums import crc32
+from ckptkit.disk.files import check_name, file_size, is_there, names_in, read_small
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
-from ckptkit.files import check_name, file_size, is_there, names_in, read_small
 from ckptkit.formats import find_format
-from ckptkit.json_text import parse_json
+from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Extent, Layout
 from ckptkit.ops.publish import publish
-from ckptkit.scan import sum_file
+from ckptkit.passes.scan import sum_file
 
 NAME = "ckptkit.json"
 _LIMIT = 1 << 28  # bytes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.files import names_in
+from ckptkit.disk.files import names_in
 from ckptkit.formats import Reader
 from ckptkit.layout import Blob, Chunk, Extent, Layout
 from ckptkit.ops.verifying.manifest import FileSum, Manifest

@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckptkit.disk.files import file_size, is_there
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
-from ckptkit.files import file_size, is_there
 from ckptkit.formats import find_format
 from ckptkit.layout import Extent, Place
 from ckptkit.ops.progress import Progress, Told, telling
 from ckptkit.ops.verifying.manifest import FileSum, Manifest, read_manifest, sum_files
 from ckptkit.ops.verifying.origin import Origin
 from ckptkit.ops.verifying.subject import Subject, within
+from ckptkit.passes.scan import find_zeros, scan
 from ckptkit.remote import to_path
 from ckptkit.runs import Run, children, find_parts
-from ckptkit.scan import find_zeros, scan
 
 _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
 

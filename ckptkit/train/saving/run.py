@@ -20,13 +20,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit import runs
-from ckptkit.allocation import create_file
-from ckptkit.deletion import delete, deleting
+from ckptkit.disk.allocation import create_file
+from ckptkit.disk.files import check_name
+from ckptkit.disk.staging import Stage, clear_dead
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
-from ckptkit.files import check_name
 from ckptkit.ops.verifying.manifest import record_manifest
-from ckptkit.retention import METRICS, Best, Policy, decide, find_holds, find_saved, write_metrics
-from ckptkit.staging import Stage, clear_dead
+from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.retention import METRICS, Best, Policy, decide, find_holds, find_saved, write_metrics
 from ckptkit.train.saving.full import FILE, FullForm
 from ckptkit.train.saving.huggingface import CONFIG, HuggingFaceForm
 from ckptkit.train.saving.peers import Peers

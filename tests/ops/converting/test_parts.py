@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ckptkit import consolidate, convert, finalize, reshard
+from ckptkit.disk.staging import Stage, read_key, staging_path
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
 from ckptkit.ops.converting.pipeline import Workers
-from ckptkit.staging import Stage, read_key, staging_path
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone
@@ -115,7 +115,7 @@ def run_and_die(after: int, how: str, arguments: Sequence[str]) -> subprocess.Co
     """`ckptkit` with these arguments in a process that gets a signal when it has finished `after` units."""
     code = (
         "import os, signal, sys\n"
-        "from ckptkit.journal import Journal\n"
+        "from ckptkit.engine.journal import Journal\n"
         "from ckptkit.cli import main\n"
         "note, left = Journal.note, [int(sys.argv.pop(1))]\n"
         "number = signal.Signals[sys.argv.pop(1)]\n"
@@ -149,7 +149,7 @@ def bytes_written(arguments: Sequence[str]) -> int:
     """Bytes of tensors that `ckptkit` with these arguments writes."""
     code = (
         "import sys\n"
-        "from ckptkit import execute\n"
+        "from ckptkit.engine import execute\n"
         "from ckptkit.cli import app\n"
         "written, write = [0], execute.write_from\n"
         "def count(fd, data, *rest):\n"

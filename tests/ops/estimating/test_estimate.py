@@ -22,11 +22,11 @@ from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckptkit import estimate, open_layout
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported, Usage
 from ckptkit.ops.estimating.architecture import read_architecture
 from ckptkit.ops.estimating.budget import Budget, Setup, kept_bytes, make_budget, norm_bytes, shard_numel
 from ckptkit.ops.estimating.estimate import Estimated
+from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.models.config import ModelConfig
 from ckptkit.train.models.llama import Llama

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.ops.inspecting.notebook import html_of
+from ckptkit.tensors.dtypes import DTYPES
 from tests import producers
 from tests.conftest import Produce
 from tests.ops.judges import raw

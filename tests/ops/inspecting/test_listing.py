@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from ckptkit.errors import NotACheckpoint
 from ckptkit.ops.inspecting.listing import Listed, Listing, list_run
-from ckptkit.pins import set_pin
-from ckptkit.retention import METRICS, write_metrics
+from ckptkit.runs.pins import set_pin
+from ckptkit.runs.retention import METRICS, write_metrics
 from tests import producers
 from tests.conftest import Produce
 

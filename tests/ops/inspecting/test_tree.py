@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptkit.dtypes import DTYPES
 from ckptkit.layout import Spec
 from ckptkit.ops.inspecting.tree import fold
+from ckptkit.tensors.dtypes import DTYPES
 
 VECTOR = Spec(DTYPES["float32"], (8,))
 MATRIX = Spec(DTYPES["float32"], (8, 8))

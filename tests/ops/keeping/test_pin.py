@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from ckptkit import pin, prune, unpin
-from ckptkit.deletion import deleting
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.pins import FOLDER, pinned_in
+from ckptkit.runs.deletion import deleting
+from ckptkit.runs.pins import FOLDER, pinned_in
 from ckptkit.train.saving.run import Run
 from tests import producers
 from tests.conftest import Produce

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ckptkit.deletion import delete, deleting
+from ckptkit.disk.locks import acquire, release
+from ckptkit.disk.staging import Stage, lock_path, staging_path
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
-from ckptkit.locks import acquire, release
 from ckptkit.ops.keeping.prune import Pruned, prune
-from ckptkit.pins import set_pin
-from ckptkit.retention import METRICS, write_metrics
-from ckptkit.staging import Stage, lock_path, staging_path
+from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.pins import set_pin
+from ckptkit.runs.retention import METRICS, write_metrics
 from ckptkit.train.saving.run import Run
 from tests import producers
 from tests.conftest import Produce

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from ckptkit import edits
-from ckptkit.dtypes import DTYPES
 from ckptkit.errors import Mismatch
 from ckptkit.formats.pickling import dump
 from ckptkit.formats.values import load_value
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.ops.model.names import rename_in, rename_parameters
+from ckptkit.tensors.dtypes import DTYPES
 
 
 def upper(name: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import consolidate, convert, make_manifest, reshard, verify
-from ckptkit.checksums import crc32
+from ckptkit.disk.checksums import crc32
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.formats import find_format, locate, open_layout
 from ckptkit.ops.verifying.manifest import NAME, FileSum, Manifest

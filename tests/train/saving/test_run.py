@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
 from ckptkit import runs
-from ckptkit.deletion import delete, deleting
 from ckptkit.ops.converting.consolidate import consolidate
 from ckptkit.ops.converting.convert import convert
-from ckptkit.pins import set_pin
+from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.pins import set_pin
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group
 from ckptkit.train.saving.run import Run

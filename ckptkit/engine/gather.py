@@ -1,0 +1,76 @@
+"""Gathering: the elements of a box, wherever its chunks lie, read into one buffer. Knows bytes and offsets; no format.
+
+What lies in the source as it shall lie in the buffer is read straight there. Only what must be put into another order
+or dtype goes through a second buffer and numpy, which is not even imported before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from ckptkit.disk.checksums import Checksums, crc32
+from ckptkit.disk.files import Opened, read_into
+from ckptkit.layout import Chunk, Piece
+from ckptkit.tensors.blocks import span_of
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.dtypes import DType
+
+BLOCK_BYTES = 1 << 22  # stays in a core's cache from read through CRC to write
+
+
+class Gatherer:
+    """Reads boxes of chunks in directory `root`. Belongs to one thread."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files = Opened(root, in_order=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    @cached_property
+    def scratch(self) -> memoryview:
+        """A block's worth of bytes, for what is not yet in place."""
+        return memoryview(bytearray(BLOCK_BYTES))
+
+    def fill(self, parts: Iterable[tuple[Chunk, Box]], box: Box, dtype: DType, out: memoryview) -> list[Piece]:
+        """Put the elements of `box`, which `parts` tile with a box of a chunk each, into `out`: row-major, as `dtype`.
+
+        Returns what was read in one piece.
+        """
+        pieces: list[Piece] = []
+        for chunk, part in parts:
+            here = span_of(part, box, None)
+            there = span_of(part, chunk.box, chunk.strides)
+            if here.is_run and there.is_run and chunk.dtype == dtype:
+                target = out[here.start * dtype.itemsize : (here.start + here.length) * dtype.itemsize]
+                pieces.append(self.read_into(chunk, there.start * dtype.itemsize, target))
+            else:
+                from ckptkit.engine.rearrange import Rearrangement
+
+                pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).fill(part, box, out))
+        return pieces
+
+    def read_into(self, chunk: Chunk, start: int, target: memoryview) -> Piece:
+        """Fill `target` with the chunk's bytes from `start`, as they lie."""
+        read_into(self._files.fd(chunk.path), target, chunk.offset + start, self._root / chunk.path)
+        return Piece(chunk, start, len(target), crc32(target))
+
+    def checksum(self, path: str, offset: int, length: int) -> int:
+        """CRC-32 of `length` bytes at `offset` of a file."""
+        whole: Checksums[str] = Checksums()
+        for start in range(0, length, BLOCK_BYTES):
+            target = self.scratch[: min(BLOCK_BYTES, length - start)]
+            read_into(self._files.fd(path), target, offset + start, self._root / path)
+            whole.add(path, start, len(target), crc32(target))
+        return whole.whole(path, length) or 0
+
+    def read(self, chunk: Chunk, start: int, length: int) -> Piece:
+        """Read bytes `start:start + length` of a chunk, at most a block, for the sake of their CRC-32."""
+        return self.read_into(chunk, start, self.scratch[:length])

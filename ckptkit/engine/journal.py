@@ -1,0 +1,70 @@
+"""Journals: what a worker has done of its share of a plan, on disk beside the work, so that it can be gone on with.
+
+A line for each unit that was finished, and one when the share was. A line says what was written, not that the disk has
+it: it is believed after the bytes have been read again, unless the worker ended, whose files were on the disk before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ckptkit.disk.files import opening, read_at, write_from
+from ckptkit.disk.system import again, close
+from ckptkit.engine.ledger import Ledger
+from ckptkit.errors import translate_os_errors
+
+_ENDED = b'{"ended": true}\n'
+
+
+class Journal:
+    """The journal of one worker, in a file that is made when the first line is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.units: dict[int, Ledger] = {}
+        self.has_ended = False
+        self._nbytes = 0  # of whole lines; what a dying worker left behind them is written over
+        with translate_os_errors(path):
+            if path.exists():
+                self._load()
+
+    def _load(self) -> None:
+        with opening(self.path) as (fd, size):
+            data = read_at(fd, size, 0, self.path)
+        for line in data.splitlines(keepends=True):
+            try:
+                entry = json.loads(line)
+                if line == _ENDED:
+                    self.has_ended = True
+                else:
+                    self.units[int(entry["unit"])] = Ledger.from_json(entry)
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+                return
+            if not line.endswith(b"\n"):
+                return
+            self._nbytes += len(line)
+
+    def note(self, unit: int, ledger: Ledger) -> None:
+        """Write down that a unit is finished, and what was read and written for it."""
+        self.units[unit] = ledger
+        self._append(json.dumps({"unit": unit, **ledger.to_json()}).encode() + b"\n")
+
+    def end(self, *, sync: bool) -> None:
+        """Write down that the share is finished; its files are on the disk if `sync`, and then so is the journal."""
+        self.has_ended = True
+        self._append(_ENDED, sync=sync)
+
+    def _append(self, line: bytes, *, sync: bool = False) -> None:
+        with translate_os_errors(self.path):
+            again(self.path.parent.mkdir, parents=True, exist_ok=True)
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.ftruncate(fd, self._nbytes)
+                write_from(fd, memoryview(line), self._nbytes, self.path)
+                if sync:
+                    os.fsync(fd)
+            finally:
+                close(fd)
+        self._nbytes += len(line)

@@ -1,0 +1,77 @@
+"""Rearranging: elements brought from the order and dtype they are stored in to those that are wanted. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.layout import Chunk, Piece
+from ckptkit.tensors.blocks import halve, row_major, span_of
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.casting import cast
+from ckptkit.tensors.dtypes import DType
+
+Array = NDArray[Any]
+Read = Callable[[Chunk, int, memoryview], Piece]  # fills a buffer with a chunk's bytes from the given one on
+
+_SMALL_SPAN = 1 << 16  # bytes that are cheaper to read with strangers between than one by one
+_RAW = {size: np.dtype(f"u{size}" if size <= 8 else f"V{size}") for size in (1, 2, 4, 8, 16)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rearrangement:
+    """How a chunk is read: by which function, through which buffer, to become which dtype."""
+
+    read: Read
+    scratch: memoryview
+    chunk: Chunk
+    dtype: DType
+
+    def fill(self, part: Box, box: Box, out: memoryview) -> Iterator[Piece]:
+        """Put the elements of `part` of the chunk where they belong in `out`, which holds those of `box` row-major.
+
+        Yields what was read in one piece.
+        """
+        whole = np.frombuffer(out, _RAW[self.dtype.itemsize], box.numel).reshape(box.size)
+        yield from self._fill(part, view_of(whole, part, box))
+
+    def _fill(self, part: Box, view: Array) -> Iterator[Piece]:
+        """Fill `view` with the elements of `part`, in as few reads as their order in the chunk allows."""
+        chunk, itemsize = self.chunk, self.chunk.dtype.itemsize
+        span = span_of(part, chunk.box, chunk.strides)
+        strides = row_major(chunk.size) if chunk.strides is None else chunk.strides
+        is_dense = 2 * part.numel >= span.length
+        if span.length * itemsize <= (len(self.scratch) if is_dense else _SMALL_SPAN):
+            target = self.scratch[: span.length * itemsize]
+            piece = self.read(chunk, span.start * itemsize, target)
+            steps = [stride * itemsize for stride in strides]
+            assign(np.ndarray(part.size, _RAW[itemsize], target, 0, steps), chunk.dtype, self.dtype, view)
+            if span.is_run:
+                yield piece
+            return
+        for half in halve(part, strides):
+            yield from self._fill(half, view_of(view, half, part))
+
+
+def assign(values: Array, src: DType, dst: DType, view: Array) -> None:
+    """Copy `values` into `view`, converted from one dtype to the other where they differ."""
+    if src == dst:
+        view[...] = values
+    elif view.flags.c_contiguous:
+        cast(np.ascontiguousarray(values).reshape(-1), src, dst, view.reshape(-1))
+    else:
+        converted = np.empty(view.size, view.dtype)
+        cast(np.ascontiguousarray(values).reshape(-1), src, dst, converted)
+        view[...] = converted.reshape(view.shape)
+
+
+def view_of(array: Array, part: Box, whole: Box) -> Array:
+    """The elements of `part` in an array that holds those of `whole`; a view even of a single one."""
+    inner = part.relative_to(whole)
+    index: tuple[Any, ...] = (*(slice(a, a + n) for a, n in zip(inner.start, inner.size, strict=True)), ...)
+    view: Array = array[index]
+    return view

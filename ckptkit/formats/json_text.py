@@ -1,0 +1,30 @@
+"""JSON text: what a stranger wrote, parsed strictly. Opens no file, and knows nothing of what it says."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ckptkit.disk.files import recognise
+from ckptkit.errors import CkptError, Corrupt
+
+
+def parse_json(data: bytes, path: Path) -> Any:
+    """The JSON value in `data`, of file `path`; two equal keys in one object are `Corrupt`, not the last of them."""
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
+    except CkptError as error:
+        raise error.blame(path=path) from None
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not valid JSON ({error})", path=path, hint=recognise(data[:512])) from error
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = sorted(name for name, _ in pairs)
+        raise Corrupt("the key occurs twice", tensor=next(a for a, b in pairwise(names) if a == b))
+    return found

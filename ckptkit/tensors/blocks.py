@@ -1,0 +1,63 @@
+"""Blocks: boxes cut into pieces of bounded size, and where they lie in a strided chunk. Pure integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from ckptkit.tensors.box import Box, Shape
+
+
+def row_major(shape: Shape) -> Shape:
+    """The strides, in elements, of a tensor whose elements lie in the order of their indices."""
+    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def cut(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box into blocks of at most `limit` elements: contiguous runs of its row-major order, in that order."""
+    if box.numel <= limit:
+        if box.numel:
+            yield box
+        return
+    axis = next(d for d in range(len(box.size)) if prod(box.size[d + 1 :]) <= limit)
+    rows = max(1, limit // prod(box.size[axis + 1 :]))
+    for corner in product(*(range(a, a + n) for a, n in zip(box.start[:axis], box.size[:axis], strict=True))):
+        for at in range(box.start[axis], box.stop[axis], rows):
+            count = min(rows, box.stop[axis] - at)
+            yield Box((*corner, at, *box.start[axis + 1 :]), (*(1 for _ in corner), count, *box.size[axis + 1 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From the first to the last element of a box in a strided chunk: `start` and `length` in elements."""
+
+    start: int
+    length: int
+    is_run: bool  # row-major and without a stranger between
+
+
+def span_of(box: Box, chunk: Box, strides: Shape | None) -> Span:
+    """Where the elements of `box` lie in the memory of `chunk`, which holds them by `strides` (row-major if None)."""
+    inner = box.relative_to(chunk)
+    is_plain = strides is None
+    steps = row_major(chunk.size) if strides is None else strides
+    start = sum(a * step for a, step in zip(inner.start, steps, strict=True))
+    length = 1 + sum((n - 1) * step for n, step in zip(box.size, steps, strict=True))
+    return Span(start, length, is_plain and length == box.numel)
+
+
+def halve(box: Box, strides: Shape) -> tuple[Box, Box]:
+    """Cut a box in two across the axis along which its elements lie furthest apart."""
+    axis = max(
+        (d for d in range(len(box.size)) if box.size[d] > 1),
+        key=lambda d: strides[d],
+    )
+    half = box.size[axis] // 2
+    return _part(box, axis, 0, half), _part(box, axis, half, box.size[axis])
+
+
+def _part(box: Box, axis: int, low: int, high: int) -> Box:
+    start = (*box.start[:axis], box.start[axis] + low, *box.start[axis + 1 :])
+    return Box(start, (*box.size[:axis], high - low, *box.size[axis + 1 :]))

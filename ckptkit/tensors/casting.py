@@ -1,0 +1,93 @@
+"""Casting: the numbers of a block converted from one float dtype to another. Opens no file, and needs no torch.
+
+bfloat16 is the upper half of float32 (https://en.wikipedia.org/wiki/Bfloat16_floating-point_format), so shifts and an
+addition on integers round it to nearest, ties to even, as torch does. Everything goes through float32, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.errors import Unsupported
+from ckptkit.tensors.dtypes import DType
+
+Array = NDArray[Any]
+
+_NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
+_PART = 1 << 16  # elements converted at a time: the passes over them stay in the cache
+# the smallest magnitudes that round to infinity
+_OVERFLOW = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
+
+
+def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
+    """Convert `values`, 1-D and as stored in `src` (any numpy dtype of its size), into `out`, as stored in `dst`.
+
+    Rounds to nearest, ties to even; NaN stays NaN. Raises `Unsupported` if a finite number would become infinite.
+    """
+    if not src.can_become(dst):
+        raise Unsupported(f"no conversion from {src} to {dst}")
+    widen, narrow = widener(src), _narrower(dst)
+    for start in range(0, len(values), _PART):
+        part = slice(start, start + _PART)
+        wide = widen(values[part])
+        check_range(wide, dst)
+        narrow(wide, out[part])
+
+
+def check_range(values: Array, dst: DType) -> None:
+    """Raise `Unsupported` if `dst` cannot hold one of the finite numbers in `values`."""
+    limit = _OVERFLOW.get(dst.name)
+    if limit is None or values.dtype == _NUMPY.get(dst.name) or (values.max() < limit and values.min() > -limit):
+        return
+    too_large = np.isfinite(values) & (np.abs(values) >= limit)
+    if too_large.any():
+        worst = np.abs(values[too_large]).max()
+        raise Unsupported(
+            f"{dst} cannot hold {worst:.6g}: it would become infinite", hint="keep the dtype, or use bfloat16"
+        )
+
+
+def widener(src: DType) -> Callable[[Array], Array]:
+    """From the stored form of a float of 16 bits and more to float32, or to float64 where that is what is stored."""
+    if src.name == "bfloat16":
+        return lambda stored: np.left_shift(stored.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
+    if src.name == "float16":
+        return lambda stored: stored.view(np.float16).astype(np.float32)
+    return lambda stored: stored.view(_NUMPY[src.name])
+
+
+def _narrower(dst: DType) -> Callable[[Array, Array], None]:
+    """From float32 or float64 to the stored form."""
+    if dst.name == "bfloat16":
+        return lambda wide, out: _to_bfloat16(_to_float32(wide), out.view(np.uint16))
+    if dst.name == "float16":
+        return lambda wide, out: _assign(out.view(np.float16), _to_float32(wide))
+    return lambda wide, out: _assign(out.view(_NUMPY[dst.name]), wide)
+
+
+def _to_float32(wide: Array) -> Array:
+    if wide.dtype == np.float32:
+        return wide
+    with np.errstate(over="ignore", invalid="ignore"):
+        return wide.astype(np.float32)
+
+
+def _assign(out: Array, values: Array) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[...] = values
+
+
+def _to_bfloat16(values: Array, out: NDArray[np.uint16]) -> None:
+    bits = values.view(np.uint32)
+    scratch = np.right_shift(bits, 16)
+    np.bitwise_and(scratch, 1, out=scratch)  # the last bit that stays: ties go to the even neighbour
+    np.add(scratch, bits, out=scratch)
+    np.add(scratch, 0x7FFF, out=scratch)
+    np.right_shift(scratch, 16, out=out, casting="unsafe", dtype=np.uint32)
+    nan = np.isnan(values)
+    if nan.any():
+        out[nan] = 0x7FC0

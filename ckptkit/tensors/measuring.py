@@ -1,0 +1,158 @@
+"""Measuring: how far stored elements are from others, of any two dtypes. Reads no file, and needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.distance import Distance, Index, Tolerance
+from ckptkit.tensors.dtypes import DType
+from ckptkit.tensors.small_floats import SMALL_FLOATS
+
+Array = NDArray[Any]
+Elements = tuple[memoryview, DType]  # as they are stored
+
+_PART = 1 << 15  # elements at a time: the passes over them stay in the cache
+_NUMPY = {  # the dtypes that numpy knows by another name, or has the bits of
+    "bool": "uint8",
+    "quint8": "uint8",
+    "qint8": "int8",
+    "qint32": "int32",
+    "bfloat16": "uint16",
+    "complex32": "float16",
+    **dict.fromkeys(SMALL_FLOATS, "uint8"),
+}
+
+
+@np.errstate(all="ignore")
+def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = None) -> Distance:
+    """How far the elements of `box` are from each other, row-major in both, in dtypes that compare.
+
+    Without a tolerance elements of one dtype are different if any bit is, and those of two dtypes if the numbers are;
+    NaN is NaN then.
+    """
+    found = Distance()
+    for start in range(0, box.numel, _PART):
+        part = slice(start, min(start + _PART, box.numel))
+        found = found.merge(_measure_part(_cut(a, part), _cut(b, part), box, start, tolerance))
+    return found
+
+
+@np.errstate(all="ignore")
+def size_of(elements: Elements) -> float:
+    """The sum of squares of the finite ones among the numbers of some elements."""
+    data, dtype = elements
+    numel = len(data) // dtype.itemsize
+    parts = (slice(start, min(start + _PART, numel)) for start in range(0, numel, _PART))
+    return sum(_squares(_widen(_numbers(_cut(elements, part)))) for part in parts)
+
+
+def _cut(elements: Elements, part: slice) -> Elements:
+    data, dtype = elements
+    return data[part.start * dtype.itemsize : part.stop * dtype.itemsize], dtype
+
+
+def _measure_part(a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None) -> Distance:
+    x, y = _alike(_numbers(a), _numbers(b))
+    gaps = _gaps(x, y)
+    if tolerance is None and a[1] == b[1]:
+        is_different = _bits_differ(a, b)
+    else:
+        is_different = np.logical_not(_are_close(x, y, gaps, tolerance or Tolerance()))
+    wide = gaps.astype(np.float64, copy=False)
+    gap, strange = _dot(wide), 0
+    if not np.isfinite(gap):
+        is_finite = np.isfinite(x) & np.isfinite(y)
+        strange = int(np.count_nonzero(is_different & ~is_finite))
+        gaps = gaps[is_finite]
+        gap = _dot(gaps)
+    if is_different.ndim == 2:
+        is_different = _any_in_row(is_different)
+    at = int(is_different.argmax())
+    return Distance(
+        elements=len(is_different),
+        different=int(np.count_nonzero(is_different)),
+        strange=strange,
+        max_abs=gaps.max(initial=0).item(),
+        gap=gap,
+        size_a=_squares(_widen(x)),
+        size_b=_squares(_widen(y)),
+        first=index_in(box, start + at) if is_different[at] else None,
+    )
+
+
+def index_in(box: Box, at: int) -> Index:
+    """The index of the element of a box that comes after `at` others in row-major order."""
+    index = np.unravel_index(at, box.size) if box.size else ()
+    return tuple(low + int(i) for low, i in zip(box.start, index, strict=True))
+
+
+def _numbers(elements: Elements) -> Array:
+    """The numbers, in a type of numpy's that holds each exactly; two in a row where an element has two."""
+    data, dtype = elements
+    stored: Array = np.frombuffer(data, _NUMPY.get(dtype.name, dtype.name))
+    if dtype.name == "bfloat16":
+        return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
+    if dtype.name == "complex32":
+        return stored.astype(np.float32).view(np.complex64)
+    if dtype.kind == "small_float":
+        kind = SMALL_FLOATS[dtype.name]
+        codes = stored if kind.nbits == 8 else np.stack([stored & 15, stored >> 4], axis=1)
+        return np.array(kind.numbers)[codes]
+    return stored
+
+
+def _alike(x: Array, y: Array) -> tuple[Array, Array]:
+    """Both in a type that holds the numbers of each: integers stay integers, all else has double precision."""
+    kind = np.promote_types(x.dtype, y.dtype)
+    if kind.kind in "fc":
+        kind = np.promote_types(kind, np.float64)
+    return x.astype(kind, copy=False), y.astype(kind, copy=False)
+
+
+def _gaps(x: Array, y: Array) -> Array:
+    """|x - y|; of integers as unsigned ones, which hold it."""
+    gaps: Array
+    if x.dtype.kind in "iu":
+        unsigned = f"u{x.dtype.itemsize}"
+        gaps = np.subtract(np.maximum(x, y).view(unsigned), np.minimum(x, y).view(unsigned))
+    else:
+        gaps = np.abs(x - y)
+    return gaps
+
+
+def _bits_differ(a: Elements, b: Elements) -> Array:
+    itemsize = a[1].itemsize
+    raw = f"u{min(itemsize, 8)}"
+    differ: Array = np.not_equal(np.frombuffer(a[0], raw), np.frombuffer(b[0], raw))
+    return differ if itemsize <= 8 else _any_in_row(differ.reshape(-1, itemsize // 8))
+
+
+def _any_in_row(table: Array) -> Array:
+    found: Array = np.logical_or.reduce(table, axis=1)
+    return found
+
+
+def _are_close(x: Array, y: Array, gaps: Array, tolerance: Tolerance) -> Array:
+    room = tolerance.atol + tolerance.rtol * np.abs(_widen(y))
+    close: Array = (x == y) | (np.isfinite(gaps) & (gaps <= room)) | (np.isnan(x) & np.isnan(y))
+    return close
+
+
+def _widen(numbers: Array) -> Array:
+    return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64, copy=False)
+
+
+def _squares(numbers: Array) -> float:
+    """The sum of squares of the finite ones of some numbers of double precision."""
+    total = _dot(numbers)
+    return total if np.isfinite(total) else _dot(numbers[np.isfinite(numbers)])
+
+
+def _dot(numbers: Array) -> float:
+    """The sum of squares. Not by BLAS, which would start threads of its own."""
+    flat = np.ascontiguousarray(numbers).reshape(-1).view(np.float64)
+    return float(np.einsum("i,i->", flat, flat))

@@ -1,0 +1,70 @@
+"""Views: the part of a tensor that indexing leaves, as a box and the axes that are still there. Pure integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import index as as_integer
+from types import EllipsisType
+from typing import Self
+
+from ckptkit.tensors.box import Box, Shape, whole
+
+Index = int | slice | EllipsisType
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A box of a tensor, without the axes along which one index was chosen."""
+
+    box: Box
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Shape) -> Self:
+        """All of a tensor."""
+        return cls(whole(shape), tuple(range(len(shape))))
+
+    @property
+    def shape(self) -> Shape:
+        """Its extent along the axes that are left."""
+        return tuple(self.box.size[axis] for axis in self.axes)
+
+    def take(self, index: Index | tuple[Index, ...]) -> View:
+        """What numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
+
+        Raises IndexError for an index that is out of range or one too many, TypeError for one of another kind, and
+        ValueError for a slice with a step.
+        """
+        start, size, kept = list(self.box.start), list(self.box.size), list(self.axes)
+        for axis, one in zip(self.axes, self._spread(index), strict=True):
+            extent = size[axis]
+            if isinstance(one, slice):
+                low, high, step = one.indices(extent)
+                if step != 1:
+                    raise ValueError(f"a slice with step {step}: read it without one, and take every {step}th then")
+                start[axis], size[axis] = start[axis] + low, max(0, high - low)
+            else:
+                at = as_integer(one)
+                if not -extent <= at < extent:
+                    raise IndexError(f"index {at} is out of range for axis {axis} of size {extent}")
+                start[axis], size[axis] = start[axis] + at % extent, 1
+                kept.remove(axis)
+        return View(Box(tuple(start), tuple(size)), tuple(kept))
+
+    def _spread(self, index: Index | tuple[Index, ...]) -> list[int | slice]:
+        """An index for each axis."""
+        given = index if isinstance(index, tuple) else (index,)
+        for one in given:
+            if isinstance(one, bool) or not (isinstance(one, slice | EllipsisType) or hasattr(one, "__index__")):
+                raise TypeError(f"a tensor that is not read is indexed by integers and slices, not by {one!r}")
+        dots = sum(one is ... for one in given)
+        spare = len(self.axes) - len(given) + dots
+        if spare < 0 or dots > 1:
+            raise IndexError(f"{len(given) - dots} indices and {dots} ellipses for {len(self.axes)} axes")
+        filled: list[int | slice] = []
+        for one in given if dots else (*given, ...):
+            if isinstance(one, EllipsisType):
+                filled += [slice(None)] * spare
+            else:
+                filled.append(one)
+        return filled
