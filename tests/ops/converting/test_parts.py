@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -211,6 +213,28 @@ def test_the_first_rank_waits_for_one_that_has_nothing_to_do(large: Path, tmp_pa
     )
     assert reshard_by_ranks(large, tmp_path / "out", PYTHONPATH=str(tmp_path / "late"))["finished"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "out"]
+
+
+def do_part(start: float, source: Path, out: Path, number: int, count: int) -> None:
+    time.sleep(max(0.0, start - time.monotonic()))
+    reshard(source, out, to=3, workers=part(number, count))
+
+
+def test_parts_begun_at_once_are_the_whole(produce: Produce, tmp_path: Path) -> None:
+    source = produce(producers.tensor_parallel).root
+    reshard(source, tmp_path / "whole", to=3)
+    context = multiprocessing.get_context("fork")
+    for attempt in range(8):
+        out = tmp_path / f"out{attempt}"
+        start = time.monotonic() + 0.05
+        parts = [context.Process(target=do_part, args=(start, source, out, number, 4)) for number in range(4)]
+        for process in parts:
+            process.start()
+        for process in parts:
+            process.join()
+        assert [process.exitcode for process in parts] == [0] * 4
+        finalize(out)
+        assert files_in(out) == files_in(tmp_path / "whole")
 
 
 def test_one_part_at_a_time_makes_the_files(large: Path, tmp_path: Path) -> None:
