@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,14 @@ def be_quiet(wanted: bool) -> None:
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="No notes, no bars.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def reserve_stdout() -> None:
+    """Keep stdout for data, from now on: what libraries write there, as torch 2.10's gloo does, goes to stderr."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def note(text: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, reserve_stdout, say
 from ckptkit.cli.settings import given, with_settings
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.train.config import SETTINGS, Device, TrainConfig, read_settings
@@ -57,6 +57,8 @@ def train(
     from ckptkit.train.launch import launch, torchrun_place
     from ckptkit.train.loop import train as work
 
+    if torchrun_place():
+        reserve_stdout()
     told = Told(chosen.steps)
     launch(partial(work, chosen), nproc, told.hear)
     if torchrun_place():

@@ -100,6 +100,7 @@ def start(work: Work, place: Place) -> Rank:
 def be_rank(work: Work, place: Place, pipe: Connection) -> None:
     """The life of a rank's process: it works, says what went wrong if anything of ours did, and ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
+    os.dup2(2, 1)  # results go through the pipe; what libraries print, as torch 2.10's gloo does, is none
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
     code = 0

@@ -23,6 +23,11 @@ def die_on_rank_1(place: Place, report: Report) -> None:
     time.sleep(600)
 
 
+def chatter(place: Place, report: Report) -> None:
+    os.write(1, b"noise")
+    report("result")
+
+
 def leave_early(place: Place, report: Report) -> None:
     os._exit(7)
 
@@ -45,3 +50,10 @@ def test_a_dead_rank_ends_the_run_and_the_other_ranks() -> None:
 def test_a_rank_that_leaves_early_ends_the_run() -> None:
     with pytest.raises(CkptError, match="rank 0 failed with exit code 7"):
         launch(leave_early, 1, lambda _: None)
+
+
+def test_what_libraries_print_is_no_result(capfd: pytest.CaptureFixture[str]) -> None:
+    heard: list[str] = []
+    launch(chatter, 1, heard.append)
+    assert heard == ["result"]
+    assert capfd.readouterr() == ("", "noise")

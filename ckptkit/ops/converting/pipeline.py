@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckptkit import edits
 from ckptkit.disk.allocation import check_room, create_file, missing_bytes, write_parts
-from ckptkit.disk.files import file_size, opening, read_at
+from ckptkit.disk.files import file_size, is_there, opening, read_at
 from ckptkit.disk.staging import Stage, sync_tree
 from ckptkit.disk.system import again
 from ckptkit.engine.execute import Copied, copy, settle
@@ -24,7 +24,7 @@ from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import place_of
 from ckptkit.engine.units import Share
-from ckptkit.errors import Mismatch, Occupied, Unsafe, translate_os_errors
+from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsafe, translate_os_errors
 from ckptkit.formats import Writer, locate
 from ckptkit.layout import Extent, Layout, NewFile, Options
 from ckptkit.ops.progress import Progress, telling
@@ -149,6 +149,7 @@ def finish_shares(drafts: Drafts, output: Output, key: bytes) -> Copied:
     """Check that every share has been done and that it all fits together, and let the destination appear."""
     with opened(drafts, output, key) as stage:
         require_all_done(unfinished(drafts, output), output)
+        require_whole(drafts, stage.path)
         plans = create(drafts, stage.path)
         ledgers = [Ledger() for _ in plans]
         for number in range(output.workers.count):
@@ -165,6 +166,17 @@ def require_all_done(missing: Sequence[int], output: Output) -> None:
         parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
         hint = "run them, or run them again: they go on where they were"
         raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=output.path, hint=hint)
+
+
+def require_whole(drafts: Drafts, room: Path) -> None:
+    """Raise `Corrupt` if a file is gone that the shares have filled, or cut: what was noted of it would be believed."""
+    for draft in drafts.parts:
+        for file in draft.files:
+            path = room / draft.place / file.name
+            there = file_size(path) if is_there(path) else 0
+            if there != file.nbytes:
+                message = f"{there} bytes are left of the {file.nbytes} that were written"
+                raise Corrupt(message, path=path, hint=f"remove {room}, and run all parts again")
 
 
 def unfinished(drafts: Drafts, output: Output) -> list[int]:

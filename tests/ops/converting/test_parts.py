@@ -113,6 +113,24 @@ def test_damage_in_any_part_is_found(large: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("left", [None, 0, 1000])
+def test_what_is_gone_of_a_part_is_missed(large: Path, tmp_path: Path, left: int | None) -> None:
+    """A scratch disk is tidied by age; the journals are younger than what they speak of."""
+    out = tmp_path / "out"
+    for number in range(2):
+        consolidate(large, out, workers=part(number, 2))
+    made = staging_path(out) / "model.safetensors"
+    if left is None:
+        made.unlink()
+    else:
+        os.truncate(made, left)
+    with pytest.raises(Corrupt, match=f"{left or 0} bytes are left of the [0-9]+") as raised:
+        finalize(out)
+    assert raised.value.hint is not None
+    assert str(staging_path(out)) in raised.value.hint
+    assert not out.exists()
+
+
 def run_and_die(after: int, how: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """`ckptkit` with these arguments in a process that gets a signal when it has finished `after` units."""
     code = (
