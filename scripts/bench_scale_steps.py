@@ -26,7 +26,8 @@ from ckptkit.formats.recording import record
 from ckptkit.formats.shards import Item, Known, deal, end_of
 from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Spec, StoredTensor
 from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE
-from ckptkit.ops.converting.pipeline import make_draft, plan
+from ckptkit.ops.converting.drafts import make_draft
+from ckptkit.ops.converting.pipeline import plan
 from ckptkit.ops.model.weights import find_weights
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES

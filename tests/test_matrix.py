@@ -27,7 +27,9 @@ from ckptkit.errors import Unsupported
 from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, open_layout
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.ops.converting.convert import convert
-from ckptkit.ops.converting.pipeline import Draft, Drafts, Output, write
+from ckptkit.ops.converting.drafts import Draft, Drafts
+from ckptkit.ops.converting.output import Output
+from ckptkit.ops.converting.pipeline import write
 from ckptkit.ops.verifying.origin import Origin
 from ckptkit.tensors.dtypes import DTYPES
 from tests import producers

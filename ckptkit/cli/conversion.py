@@ -16,7 +16,7 @@ from ckptkit.remote import to_local, to_path
 
 if TYPE_CHECKING:
     from ckptkit.ops.converting.converted import Converted
-    from ckptkit.ops.converting.pipeline import Workers
+    from ckptkit.ops.converting.output import Workers
 
 Source = Annotated[
     Path,
@@ -53,7 +53,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def find_workers(part: str | None) -> Workers:
     """Who does the work: this process, one part of it, or as one of torchrun's ranks, of which the first finishes."""
     from ckptkit.ops.converting.meeting import meet
-    from ckptkit.ops.converting.pipeline import ALONE, Workers
+    from ckptkit.ops.converting.output import ALONE, Workers
 
     if part is not None:
         number, count = parse_part(part)

@@ -20,17 +20,10 @@ from ckptkit.formats import get_writer, locate
 from ckptkit.layout import Chunk, Layout, Options, Place
 from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE, companion_files
 from ckptkit.ops.converting.converted import Converted
+from ckptkit.ops.converting.drafts import Drafts, make_draft
 from ckptkit.ops.converting.models import Model, align, arrange, cast_to, open_model
-from ckptkit.ops.converting.pipeline import (
-    Drafts,
-    Output,
-    check_apart,
-    create,
-    finish,
-    make_draft,
-    opened,
-    peak_rss_bytes,
-)
+from ckptkit.ops.converting.output import Output
+from ckptkit.ops.converting.pipeline import check_apart, create, finish, opened, peak_rss_bytes
 from ckptkit.ops.model.companions import Companions, find_companions
 from ckptkit.ops.model.edit import Edits
 from ckptkit.ops.model.fit import abridge

@@ -11,7 +11,9 @@ from ckptkit.disk.staging import check_destination
 from ckptkit.formats import get_writer
 from ckptkit.layout import Layout, Options
 from ckptkit.ops.converting.converted import Converted, carry_out
-from ckptkit.ops.converting.pipeline import ALONE, Drafts, Output, Workers, check_apart, make_draft
+from ckptkit.ops.converting.drafts import Drafts, make_draft
+from ckptkit.ops.converting.output import ALONE, Output, Workers
+from ckptkit.ops.converting.pipeline import check_apart
 from ckptkit.ops.converting.recipe import Recipe
 from ckptkit.ops.model.companions import CONFIG, Companions, find_companions, mend_config
 from ckptkit.ops.model.edit import Edits

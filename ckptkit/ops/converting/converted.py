@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.disk.allocation import free_bytes
-from ckptkit.ops.converting.pipeline import Drafts, Output, peak_rss_bytes, write
+from ckptkit.ops.converting.drafts import Drafts
+from ckptkit.ops.converting.output import Output
+from ckptkit.ops.converting.pipeline import peak_rss_bytes, write
 from ckptkit.ops.converting.recipe import Recipe, make_key
 from ckptkit.ops.model.weights import LeftOut
 

@@ -12,7 +12,7 @@ from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.ops.converting.consolidate import consolidate
 from ckptkit.ops.converting.convert import convert
 from ckptkit.ops.converting.converted import Converted
-from ckptkit.ops.converting.pipeline import Workers
+from ckptkit.ops.converting.output import Workers
 from ckptkit.ops.converting.reshard import reshard
 from ckptkit.ops.progress import Progress
 from ckptkit.remote import to_local

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit import edits
@@ -25,92 +24,15 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import place_of
 from ckptkit.engine.units import Share
 from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsafe, translate_os_errors
-from ckptkit.formats import Writer, locate
-from ckptkit.layout import Extent, Layout, NewFile, Options
-from ckptkit.ops.progress import Progress, telling
+from ckptkit.layout import Extent
+from ckptkit.ops.converting.drafts import Draft, Drafts
+from ckptkit.ops.converting.output import Output
+from ckptkit.ops.progress import telling
 from ckptkit.ops.verifying.manifest import NAME as MANIFEST
 from ckptkit.ops.verifying.manifest import Manifest, source_of, sum_files
-from ckptkit.ops.verifying.origin import Origin
 from ckptkit.plan import Plan, Target, make_plan
 
 _PART = 1 << 22  # bytes held of a file that is copied as it is
-
-
-Meet = Callable[[], None]  # returns when all have called it, to the one that finishes; to the others at once
-
-
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """By how many processes, of which this one does share `number`, or None of what they share.
-
-    One `finishes`: it does what only one can do, and fails if a share has not been done. Those that run at the same
-    time `meet` before.
-    """
-
-    count: int = 1
-    number: int | None = 0
-    finishes: bool = True
-    meet: Meet | None = None
-
-
-ALONE = Workers()
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where and how to write, and by whom; a directory, unless it `is_file`."""
-
-    path: Path
-    overwrite: bool = False
-    sync: bool = True
-    jobs: int | None = None
-    progress: Progress | None = None
-    workers: Workers = ALONE
-    is_file: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A conversion thought through: the source with every byte found, and the files to be made of it.
-
-    They will lie in `place`, a directory in the output or, if it is empty, the output itself.
-    """
-
-    place: str
-    source: Layout
-    writer: Writer
-    files: tuple[NewFile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """All that an output is made of: a draft for each part of a checkpoint, and other files, given or to be copied.
-
-    All of it comes from `origin`. What a manifest says of where a part comes from is `made_of`, if that is given.
-    """
-
-    origin: Origin
-    parts: Sequence[Draft]
-    given: Mapping[str, bytes] = field(default_factory=dict)
-    copied: Mapping[str, Path] = field(default_factory=dict)
-    made_of: Mapping[str, str] | None = None
-
-    @property
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes by file name."""
-        sizes = {str(Path(part.place, file.name)): file.nbytes for part in self.parts for file in part.files}
-        sizes |= {name: len(content) for name, content in self.given.items()}
-        return sizes | {name: file_size(path) for name, path in self.copied.items()}
-
-    def names_in(self, place: str) -> list[str]:
-        """The names of the files directly in a directory of the output."""
-        return [path.name for path in map(Path, self.file_sizes) if path.parent == Path(place)]
-
-
-def make_draft(wanted: Layout, writer: Writer, options: Options, place: str = "") -> Draft:
-    """Find every byte of `wanted` and arrange the files. Nothing is written, so this is all of a dry run."""
-    files = writer.arrange(wanted, options)
-    return Draft(place, locate(wanted), writer, files)
 
 
 def write(drafts: Drafts, output: Output, key: bytes) -> Copied | None:

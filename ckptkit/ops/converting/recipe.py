@@ -12,7 +12,7 @@ from typing import Any
 from ckptkit import __version__
 from ckptkit.errors import translate_os_errors
 from ckptkit.ops.converting.beside import own_files
-from ckptkit.ops.converting.pipeline import Drafts
+from ckptkit.ops.converting.drafts import Drafts
 from ckptkit.remote import RemotePath
 
 _OF_THIS_PROCESS = ("dry_run", "jobs", "progress", "sync", "workers")

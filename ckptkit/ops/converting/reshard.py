@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.formats import get_writer
 from ckptkit.ops.converting.converted import Converted
-from ckptkit.ops.converting.pipeline import ALONE, Output, Workers
+from ckptkit.ops.converting.output import ALONE, Output, Workers
 from ckptkit.ops.converting.recipe import Recipe
 from ckptkit.ops.converting.rewrite import Request, rewrite
 from ckptkit.ops.model.edit import Edits

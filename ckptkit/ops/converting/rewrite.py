@@ -14,7 +14,9 @@ from ckptkit.formats import Writer, get_format
 from ckptkit.layout import KeyPath, Layout, Options
 from ckptkit.ops.converting.beside import files_beside, own_files
 from ckptkit.ops.converting.converted import Converted, carry_out
-from ckptkit.ops.converting.pipeline import Draft, Drafts, Output, check_apart, make_draft
+from ckptkit.ops.converting.drafts import Draft, Drafts, make_draft
+from ckptkit.ops.converting.output import Output
+from ckptkit.ops.converting.pipeline import check_apart
 from ckptkit.ops.converting.ranks import drop_files_of_ranks, drop_state_of_ranks
 from ckptkit.ops.converting.recipe import Recipe
 from ckptkit.ops.model.companions import find_companions

@@ -20,7 +20,7 @@ import torch
 from ckptkit import consolidate, convert, finalize, reshard
 from ckptkit.disk.staging import Stage, read_key, staging_path
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
-from ckptkit.ops.converting.pipeline import Workers
+from ckptkit.ops.converting.output import Workers
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone
