@@ -5,44 +5,24 @@ At every moment the destination is absent, old and whole, or new and whole. Know
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from ckptkit.disk import system
 from ckptkit.disk.allocation import create_file
+from ckptkit.disk.exchange import move_file_into_place, move_into_place
 from ckptkit.disk.files import opening, read_at
+from ckptkit.disk.hidden import HIDDEN, aside_path, lock_path, staging_path
 from ckptkit.disk.locks import acquire, close, release, try_lock
-from ckptkit.disk.system import again, warn_of_loss
-from ckptkit.errors import IOFailure, Occupied, Unsafe, translate_os_errors
+from ckptkit.disk.system import again
+from ckptkit.disk.trees import make_directories, remove, sync_path, sync_tree
+from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 
-_RENAME_EXCHANGE = 2  # <linux/fs.h>
-_AT_FDCWD = -100
 WORK = ".ckptkit-work"
-_HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)
 _KEY = "key"
 _PATIENCE = 60.0  # seconds that a part waits for a run that seems to make something else
-_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def staging_path(dst: Path) -> Path:
-    """The hidden sibling in which `dst` is made; one name, so that a later run finds what a dead one left."""
-    return dst.parent / f".{dst.name}.ckptkit.tmp"
-
-
-def aside_path(dst: Path) -> Path:
-    """The hidden sibling that the old `dst` is for a moment, where two directories cannot be swapped in one step."""
-    return dst.parent / f".{dst.name}.ckptkit.old"
-
-
-def lock_path(dst: Path) -> Path:
-    """The hidden sibling that whoever makes `dst` holds a lock on."""
-    return dst.parent / f".{dst.name}.ckptkit.lock"
 
 
 class Stage:
@@ -225,15 +205,6 @@ def write_key(path: Path, key: bytes) -> None:
         again(written.rename, path / WORK / _KEY)
 
 
-def make_directories(path: Path, *, sync: bool) -> None:
-    """Make a directory, and the one that it is to be in; they outlive a power cut if `sync`."""
-    if not path.exists():
-        make_directories(path.parent, sync=sync)
-        again(path.mkdir, exist_ok=True)
-        if sync:
-            sync_path(path.parent)
-
-
 def make_empty(path: Path) -> None:
     """Make directory `path`, in the place of what a dead run left there."""
     with translate_os_errors(path):
@@ -245,20 +216,10 @@ def make_empty(path: Path) -> None:
         again(path.mkdir)
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a directory with all it holds, if there is one; a link is removed, not followed."""
-    if path.is_dir() and not path.is_symlink():
-        for inside in list(path.iterdir()):
-            remove(inside)
-        again(path.rmdir)
-    else:
-        again(path.unlink, missing_ok=True)
-
-
 def clear_dead(root: Path) -> None:
     """Remove what runs that died have left hidden in directory `root`, but for what can be gone on with."""
     with translate_os_errors(root):
-        names = {match[1] for path in root.iterdir() if (match := _HIDDEN.fullmatch(path.name))}
+        names = {match[1] for path in root.iterdir() if (match := HIDDEN.fullmatch(path.name))}
         for dst in (root / name for name in sorted(names)):
             lock = lock_path(dst)
             with suppress(Occupied):
@@ -278,84 +239,3 @@ def recover(dst: Path) -> None:
         remove(aside)
     elif aside.exists():
         again(os.rename, aside, dst)
-
-
-def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
-    """Rename file `path` to `dst`."""
-    if overwrite:
-        again(os.replace, path, dst)
-        return
-    try:
-        again(os.link, path, dst)
-    except FileExistsError as error:
-        raise Occupied("the destination came into being meanwhile", path=dst) from error
-
-
-def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
-    """Rename directory `path` to `dst`. If something was there before, it is at `path` now."""
-    if not overwrite or not dst.exists() or not any(dst.iterdir()):
-        try:
-            again(os.rename, path, dst)  # replaces nothing but an empty directory
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise
-            raise Occupied("the destination came into being meanwhile", path=dst) from error
-    elif not swap(path, dst):
-        swap_in_steps(path, dst)
-
-
-def swap(a: Path, b: Path) -> bool:
-    """Swap two directories in one step; False where the system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        return False
-    while libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
-        code = ctypes.get_errno()
-        if code in _NOT_HERE:
-            return False
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code), str(b))
-    return True
-
-
-def swap_in_steps(path: Path, dst: Path) -> None:
-    """Swap directory `path` and the destination in three steps, between which there is no destination.
-
-    After an error it is there again; where the process dies, the next run puts it back.
-    """
-    warn_of_loss(dst, "directories cannot be swapped in one step here: for a moment there is none")
-    aside = aside_path(dst)
-    again(os.rename, dst, aside)
-    try:
-        again(os.rename, path, dst)
-    except OSError:
-        again(os.rename, aside, dst)
-        raise
-    again(os.rename, aside, path)
-
-
-def sync_tree(root: Path) -> None:
-    """Force every file and directory below `root`, and `root` itself, to the disk."""
-    for directory, _, files in os.walk(root, topdown=False, onerror=fail):
-        for name in files:
-            sync_path(Path(directory, name))
-        sync_path(Path(directory))
-
-
-def fail(error: OSError) -> None:
-    """What `os.walk` is to do about a directory that cannot be listed; by itself it leaves it out."""
-    raise error
-
-
-def sync_path(path: Path) -> None:
-    """Force one file or directory to the disk; file systems that cannot sync a directory are let off."""
-    with translate_os_errors(path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if not (path.is_dir() and error.errno in _NOT_HERE):
-                raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
-            warn_of_loss(path, "directories cannot be synced here: a power cut may undo what was done")
-        finally:
-            system.close(fd)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ckptkit.disk.hidden import lock_path
 from ckptkit.disk.locks import acquire, close, release, try_lock
-from ckptkit.disk.staging import lock_path, remove, sync_path
 from ckptkit.disk.system import again
+from ckptkit.disk.trees import remove, sync_path
 from ckptkit.errors import Occupied, translate_os_errors
 from ckptkit.runs import children, step_of
 

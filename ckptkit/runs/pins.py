@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckptkit.disk.staging import sync_path
 from ckptkit.disk.system import again, close
+from ckptkit.disk.trees import sync_path
 from ckptkit.errors import Unsafe, translate_os_errors
 from ckptkit.runs import children
 

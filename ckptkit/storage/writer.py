@@ -24,8 +24,9 @@ from torch.futures import Future
 from ckptkit import edits
 from ckptkit.disk.allocation import check_room, create_file, write_parts
 from ckptkit.disk.files import Opened, check_name
-from ckptkit.disk.staging import Stage, sync_path
+from ckptkit.disk.staging import Stage
 from ckptkit.disk.sums import whole_crc32
+from ckptkit.disk.trees import sync_path
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, translate_os_errors
 from ckptkit.formats import get_writer
 from ckptkit.layout import Chunk, Extent, Layout, Options, Place, Spec, StoredTensor, check_cover

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.disk.allocation import check_room, create_file
-from ckptkit.disk.staging import Stage, aside_path, clear_dead, lock_path, staging, staging_path
+from ckptkit.disk.hidden import aside_path, lock_path, staging_path
+from ckptkit.disk.staging import Stage, clear_dead, staging
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.disk.hidden import lock_path
 from ckptkit.disk.locks import acquire, release
-from ckptkit.disk.staging import lock_path
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.runs.deletion import delete, deleting, is_being_written
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckptkit.disk.staging import read_key, staging_path
+from ckptkit.disk.hidden import staging_path
+from ckptkit.disk.staging import read_key
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.ops.converting.consolidate import consolidate
 from ckptkit.ops.converting.convert import convert

@@ -16,8 +16,9 @@ from pathlib import Path
 from ckptkit import edits
 from ckptkit.disk.allocation import check_room, create_file, missing_bytes, write_parts
 from ckptkit.disk.files import file_size, is_there, opening, read_at
-from ckptkit.disk.staging import Stage, sync_tree
+from ckptkit.disk.staging import Stage
 from ckptkit.disk.system import again
+from ckptkit.disk.trees import sync_tree
 from ckptkit.engine.execute import Copied, copy, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger

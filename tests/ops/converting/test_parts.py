@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from ckptkit import consolidate, convert, finalize, reshard
-from ckptkit.disk.staging import Stage, read_key, staging_path
+from ckptkit.disk.hidden import staging_path
+from ckptkit.disk.staging import Stage, read_key
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
 from ckptkit.ops.converting.output import Workers
 from tests import producers

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from ckptkit.disk.hidden import lock_path, staging_path
 from ckptkit.disk.locks import acquire, release
-from ckptkit.disk.staging import Stage, lock_path, staging_path
+from ckptkit.disk.staging import Stage
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
 from ckptkit.ops.keeping.prune import Pruned, prune
 from ckptkit.runs.deletion import delete, deleting

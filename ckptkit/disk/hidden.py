@@ -1,0 +1,23 @@
+"""Hidden names: what lies beside a destination while it is made."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)
+
+
+def staging_path(dst: Path) -> Path:
+    """The hidden sibling in which `dst` is made; one name, so that a later run finds what a dead one left."""
+    return dst.parent / f".{dst.name}.ckptkit.tmp"
+
+
+def aside_path(dst: Path) -> Path:
+    """The hidden sibling that the old `dst` is for a moment, where two directories cannot be swapped in one step."""
+    return dst.parent / f".{dst.name}.ckptkit.old"
+
+
+def lock_path(dst: Path) -> Path:
+    """The hidden sibling that whoever makes `dst` holds a lock on."""
+    return dst.parent / f".{dst.name}.ckptkit.lock"
