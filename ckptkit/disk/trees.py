@@ -1,4 +1,4 @@
-"""Trees: directories made, removed with all they hold, and forced to the disk. Follow no link."""
+"""Trees: directories made, removed with all they hold, and forced to the disk."""
 
 from __future__ import annotations
 
