@@ -9,7 +9,7 @@ from typing import Self
 
 from ckptkit import edits
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.formats import open_layout
+from ckptkit.formats import detect_format, open_layout
 from ckptkit.layout import Blob, Layout, StoredTensor
 from ckptkit.runs import find_checkpoint, find_parts, find_whole
 
@@ -87,7 +87,7 @@ def open_parts(path: Path, read: Callable[[Path], Layout] = open_layout, unread:
     model = find_checkpoint(whole)
     layouts = {place_of(model, whole): read(model)}
     for part in find_parts(whole) if whole.is_dir() else []:
-        if part == model:
+        if part == model or detect_format(part) is None:  # somebody's own directory may be called `training`
             continue
         try:
             layouts[place_of(part, whole)] = read(part)

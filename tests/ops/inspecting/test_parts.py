@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import ckptkit
@@ -42,6 +43,16 @@ def test_statistics_are_of_all_parts(tmp_path: Path) -> None:
     assert {name: one.moments.mean for name, one in found.items()} == {n: t.mean().item() for n, t in truth.items()}
     (chosen,) = stats(tmp_path, include=["optimizer_1.*"]).tensors
     assert chosen == found["optimizer_1.optimizer.state.w"]
+
+
+def test_a_directory_of_that_name_is_no_part(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "notes.txt").write_text("mine")
+    assert list(ckptkit.open(tmp_path)) == ["w"]
+    assert [tensor.name for tensor in stats(tmp_path).tensors] == ["w"]
+    found = ckptkit.inspect(tmp_path)
+    assert (found.layout.names, found.unread) == (("w",), ())
 
 
 def test_a_part_that_cannot_be_read_is_an_error_unless_asked_for(tmp_path: Path) -> None:
