@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.disk.files import Opened, write_from
-from ckptkit.disk.system import close
+from ckptkit.disk.system import NOT_HERE, close
 from ckptkit.errors import NoRoom, translate_os_errors
-
-_CANNOT_RESERVE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def check_room(path: Path, nbytes: int) -> None:
@@ -77,6 +74,6 @@ def reserve(fd: int, size: int) -> None:
         if size:
             os.posix_fallocate(fd, 0, size)
     except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _CANNOT_RESERVE:
+        if isinstance(error, OSError) and error.errno not in NOT_HERE:
             raise
         os.ftruncate(fd, size)

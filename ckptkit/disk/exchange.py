@@ -8,12 +8,11 @@ import os
 from pathlib import Path
 
 from ckptkit.disk.hidden import aside_path
-from ckptkit.disk.system import again, warn_of_loss
+from ckptkit.disk.system import NOT_HERE, again, warn_of_loss
 from ckptkit.errors import Occupied
 
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _AT_FDCWD = -100
-_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
@@ -47,7 +46,7 @@ def swap(a: Path, b: Path) -> bool:
         return False
     while libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
         code = ctypes.get_errno()
-        if code in _NOT_HERE:
+        if code in NOT_HERE:
             return False
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), str(b))

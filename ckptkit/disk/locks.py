@@ -9,11 +9,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ckptkit.disk.system import again, warn_of_loss
+from ckptkit.disk.system import NOT_HERE, again, warn_of_loss
 from ckptkit.errors import Occupied
 
 _PAUSE = 0.05  # seconds between two attempts
-_WITHOUT_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+_WITHOUT_LOCKS = (*NOT_HERE, errno.ENOLCK)
 
 
 def acquire(path: Path, *, patience: float = 0) -> int:

@@ -6,12 +6,15 @@ others too.
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+
+NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # what is asked for is lacking
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
-from ckptkit.disk import system
-from ckptkit.disk.system import again, warn_of_loss
+from ckptkit.disk.system import NOT_HERE, again, close, warn_of_loss
 from ckptkit.errors import IOFailure, translate_os_errors
-
-_NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def make_directories(path: Path, *, sync: bool) -> None:
@@ -52,8 +48,8 @@ def sync_path(path: Path) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            if not (path.is_dir() and error.errno in _NOT_HERE):
+            if not (path.is_dir() and error.errno in NOT_HERE):
                 raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
             warn_of_loss(path, "directories cannot be synced here: a power cut may undo what was done")
         finally:
-            system.close(fd)
+            close(fd)
