@@ -12,7 +12,7 @@ _INSIDES = (
     "Multiple backends are registered with this ProcessGroup",
     "When using ``NO_SHARD`` for ``ShardingStrategy``",
     "Please use DTensor instead",
-    "TypedStorage is deprecated",  # torch before 2.13 saves by it
+    "TypedStorage is deprecated",  # torch 2.10 saves by it
 )
 
 
