@@ -5,32 +5,32 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.errors import CkptError
+    from ckptkit.estimate.estimate import Estimated, estimate
     from ckptkit.formats import open_layout
-    from ckptkit.ops.comparing.diff import diff
-    from ckptkit.ops.comparing.differences import Diff
-    from ckptkit.ops.comparing.moved import Moved, moved
-    from ckptkit.ops.converting.average import Averaged, average
-    from ckptkit.ops.converting.consolidate import consolidate
-    from ckptkit.ops.converting.convert import convert
-    from ckptkit.ops.converting.converted import Converted
-    from ckptkit.ops.converting.finalize import finalize
-    from ckptkit.ops.converting.reshard import reshard
-    from ckptkit.ops.estimating.estimate import Estimated, estimate
-    from ckptkit.ops.inspecting.inspect import Inspected, inspect
-    from ckptkit.ops.inspecting.lazy import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
-    from ckptkit.ops.inspecting.listing import Listing, list_run
-    from ckptkit.ops.inspecting.stats import Stats, stats
-    from ckptkit.ops.keeping.pin import pin, unpin
-    from ckptkit.ops.keeping.prune import Pruned, prune
-    from ckptkit.ops.reporting.report import Reported, report
-    from ckptkit.ops.sharing.pull import Pulled, pull
-    from ckptkit.ops.sharing.push import Pushed, push
-    from ckptkit.ops.verifying.make_manifest import make_manifest
-    from ckptkit.ops.verifying.verify import Verified, verify
+    from ckptkit.hub.pull import Pulled, pull
+    from ckptkit.hub.push import Pushed, push
+    from ckptkit.ops.average import Averaged, average
+    from ckptkit.ops.comparison.differences import Diff
+    from ckptkit.ops.comparison.moved import Moved, moved
+    from ckptkit.ops.consolidate import consolidate
+    from ckptkit.ops.conversion.result import Converted
+    from ckptkit.ops.convert import convert
+    from ckptkit.ops.diff import diff
+    from ckptkit.ops.finalize import finalize
+    from ckptkit.ops.inspect import Inspected, inspect
+    from ckptkit.ops.ls import Listing, list_run
+    from ckptkit.ops.manifest import make_manifest
+    from ckptkit.ops.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
+    from ckptkit.ops.pin import pin, unpin
+    from ckptkit.ops.prune import Pruned, prune
+    from ckptkit.ops.reshard import reshard
+    from ckptkit.ops.stats import Stats, stats
+    from ckptkit.ops.verify import Verified, verify
+    from ckptkit.report.report import Reported, report
     from ckptkit.train.saving.run import Run
 
 __all__ = [
@@ -76,44 +76,44 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Averaged": "ckptkit.ops.converting.average",
+    "Averaged": "ckptkit.ops.average",
     "CkptError": "ckptkit.errors",
-    "Converted": "ckptkit.ops.converting.converted",
-    "Diff": "ckptkit.ops.comparing.differences",
-    "Estimated": "ckptkit.ops.estimating.estimate",
-    "Inspected": "ckptkit.ops.inspecting.inspect",
-    "LazyCheckpoint": "ckptkit.ops.inspecting.lazy",
-    "LazyTensor": "ckptkit.ops.inspecting.lazy",
-    "Listing": "ckptkit.ops.inspecting.listing",
-    "Moved": "ckptkit.ops.comparing.moved",
-    "Pruned": "ckptkit.ops.keeping.prune",
-    "Pulled": "ckptkit.ops.sharing.pull",
-    "Pushed": "ckptkit.ops.sharing.push",
-    "Reported": "ckptkit.ops.reporting.report",
+    "Converted": "ckptkit.ops.conversion.result",
+    "Diff": "ckptkit.ops.comparison.differences",
+    "Estimated": "ckptkit.estimate.estimate",
+    "Inspected": "ckptkit.ops.inspect",
+    "LazyCheckpoint": "ckptkit.ops.open",
+    "LazyTensor": "ckptkit.ops.open",
+    "Listing": "ckptkit.ops.ls",
+    "Moved": "ckptkit.ops.comparison.moved",
+    "Pruned": "ckptkit.ops.prune",
+    "Pulled": "ckptkit.hub.pull",
+    "Pushed": "ckptkit.hub.push",
+    "Reported": "ckptkit.report.report",
     "Run": "ckptkit.train.saving.run",
-    "Stats": "ckptkit.ops.inspecting.stats",
-    "Verified": "ckptkit.ops.verifying.verify",
-    "average": "ckptkit.ops.converting.average",
-    "consolidate": "ckptkit.ops.converting.consolidate",
-    "convert": "ckptkit.ops.converting.convert",
-    "diff": "ckptkit.ops.comparing.diff",
-    "estimate": "ckptkit.ops.estimating.estimate",
-    "finalize": "ckptkit.ops.converting.finalize",
-    "inspect": "ckptkit.ops.inspecting.inspect",
-    "list_run": "ckptkit.ops.inspecting.listing",
-    "make_manifest": "ckptkit.ops.verifying.make_manifest",
-    "moved": "ckptkit.ops.comparing.moved",
-    "open": "ckptkit.ops.inspecting.lazy",
+    "Stats": "ckptkit.ops.stats",
+    "Verified": "ckptkit.ops.verify",
+    "average": "ckptkit.ops.average",
+    "consolidate": "ckptkit.ops.consolidate",
+    "convert": "ckptkit.ops.convert",
+    "diff": "ckptkit.ops.diff",
+    "estimate": "ckptkit.estimate.estimate",
+    "finalize": "ckptkit.ops.finalize",
+    "inspect": "ckptkit.ops.inspect",
+    "list_run": "ckptkit.ops.ls",
+    "make_manifest": "ckptkit.ops.manifest",
+    "moved": "ckptkit.ops.comparison.moved",
+    "open": "ckptkit.ops.open",
     "open_layout": "ckptkit.formats",
-    "pin": "ckptkit.ops.keeping.pin",
-    "prune": "ckptkit.ops.keeping.prune",
-    "pull": "ckptkit.ops.sharing.pull",
-    "push": "ckptkit.ops.sharing.push",
-    "report": "ckptkit.ops.reporting.report",
-    "reshard": "ckptkit.ops.converting.reshard",
-    "stats": "ckptkit.ops.inspecting.stats",
-    "unpin": "ckptkit.ops.keeping.pin",
-    "verify": "ckptkit.ops.verifying.verify",
+    "pin": "ckptkit.ops.pin",
+    "prune": "ckptkit.ops.prune",
+    "pull": "ckptkit.hub.pull",
+    "push": "ckptkit.hub.push",
+    "report": "ckptkit.report.report",
+    "reshard": "ckptkit.ops.reshard",
+    "stats": "ckptkit.ops.stats",
+    "unpin": "ckptkit.ops.pin",
+    "verify": "ckptkit.ops.verify",
 }
 
 

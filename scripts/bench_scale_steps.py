@@ -20,15 +20,15 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from ckptkit.disk.checksums import crc32
+from ckptkit.checkpoints.weights import find_weights
+from ckptkit.files.crc32 import crc32
 from ckptkit.formats import get_writer, open_layout
-from ckptkit.formats.recording import record
-from ckptkit.formats.shards import Item, Known, deal, end_of
+from ckptkit.formats.dcp.shards import Item, Known, deal, end_of
+from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Spec, StoredTensor
-from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE
-from ckptkit.ops.converting.drafts import make_draft
-from ckptkit.ops.converting.pipeline import plan
-from ckptkit.ops.model.weights import find_weights
+from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
+from ckptkit.ops.conversion.drafts import make_draft
+from ckptkit.ops.conversion.pipeline import plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
 

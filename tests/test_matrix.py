@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit.errors import Unsupported
+from ckptkit.files.origin import Origin
 from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, open_layout
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
-from ckptkit.ops.converting.convert import convert
-from ckptkit.ops.converting.drafts import Draft, Drafts
-from ckptkit.ops.converting.output import Output
-from ckptkit.ops.converting.pipeline import write
-from ckptkit.ops.verifying.origin import Origin
+from ckptkit.ops.conversion.drafts import Draft, Drafts
+from ckptkit.ops.conversion.output import Output
+from ckptkit.ops.conversion.pipeline import write
+from ckptkit.ops.convert import convert
 from ckptkit.tensors.dtypes import DTYPES
 from tests import producers
 from tests.conftest import Produce, Produced

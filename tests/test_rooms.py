@@ -23,34 +23,35 @@ PACKAGE = Path(__file__).parents[1] / "ckptkit"
 
 # From the bottom up. A module imports only from layers below its own.
 LAYERS = (
-    ("errors", "disk", "engine", "passes", "tensors"),
-    ("disk.system", "remote.stores"),
-    ("remote.stores.*",),
-    ("remote",),
-    ("remote.ranges",),
-    ("disk.checksums", "disk.files", "disk.sums", "tensors.*"),
-    ("disk.allocation", "disk.hidden", "disk.locks", "disk.trees"),
-    ("disk.exchange",),
-    ("disk.staging",),
+    ("errors", "version", "progress", "files", "engine", "tensors"),
+    ("files.system", "files.stores"),
+    ("files.stores.*",),
+    ("files.path",),
+    ("files.ranges", "files.origin"),
+    ("files.crc32", "files.file", "tensors.*"),
+    ("files.allocation", "files.hidden", "files.locks", "files.trees"),
+    ("files.exchange",),
+    ("files.staging",),
+    ("files.publish",),
     ("layout",),
     ("edits", "plan"),
     ("engine.*",),
-    ("passes.*",),
-    ("formats.json_text", "formats.pickles"),
-    ("formats.archive", "formats.headers", "formats.pickling"),
-    ("formats.envelopes", "formats.flatten", "formats.legacy", "formats.metadata"),
-    ("formats.shards", "formats.storages", "formats.unflatten"),
-    ("formats.recording", "formats.values"),
-    ("formats.*",),
+    (
+        "formats.json_text",
+        "formats.torchfile.inert_pickle",
+        "formats.torchfile",
+        "formats.dcp",
+        "formats.hf",
+        "formats.pt",
+    ),
+    ("formats.torchfile.read_archive", "formats.torchfile.write_pickle"),
+    ("formats.torchfile.*",),
+    ("formats.dcp.*", "formats.hf.*", "formats.pt.*"),
     ("formats",),
-    ("runs",),
-    ("runs.pins", "runs.trackers"),
-    ("runs.deletion", "runs.retention"),
+    ("checkpoints", "checkpoints.*"),
     ("pictures.*", "pictures"),
-    ("ops", "ops.progress", "ops.publish"),
-    ("ops.model*", "ops.verifying*"),
-    ("ops.comparing*", "ops.converting*", "ops.estimating*", "ops.inspecting*"),
-    ("ops.keeping*", "ops.reporting*", "ops.sharing*"),
+    ("ops", "ops.*"),
+    ("estimate", "estimate.*", "hub", "hub.*", "report", "report.*"),
     ("storage.*", "storage"),
     ("train.*", "train"),
     ("cli.*", "cli"),
@@ -59,29 +60,17 @@ LAYERS = (
 
 # Packages whose modules may also import each other, in one direction.
 FAMILIES = (
-    *(
-        "tensors",
-        "engine",
-        "passes",
-        "pictures",
-        "ops.model",
-        "ops.verifying",
-        "ops.comparing",
-        "ops.converting",
-        "ops.estimating",
-        "ops.inspecting",
-    ),
-    *("ops.keeping", "ops.reporting", "ops.sharing", "storage", "train", "cli"),
+    *("tensors", "engine", "formats.torchfile", "formats.dcp", "formats.hf", "formats.pt", "checkpoints", "pictures"),
+    *("ops", "estimate", "hub", "report", "storage", "train", "cli"),
 )
 
 # Pairs of rooms that never meet, in either direction.
 STRANGERS = (
-    ("disk*", "layout"),
-    ("disk*", "tensors*"),
+    ("files*", "layout"),
+    ("files*", "tensors*"),
     ("engine*", "formats*"),
-    ("passes*", "formats*"),
     ("train*", "formats*"),
-    ("train*", "engine.execute"),
+    ("train*", "engine.copy"),
     ("cli*", "tensors.box"),
     ("cli*", "tensors.blocks"),
 )
@@ -90,11 +79,11 @@ TORCH_AT_THE_TOP = ("train.*", "train", "storage.*", "storage")
 TORCH_WHEN_USED = (
     "tensors.arrays",
     "tensors.casting",
-    "formats.archive",
-    "formats.dcp",
-    "ops.converting.meeting",
-    "ops.estimating.architecture",
-    "ops.inspecting.lazy",
+    "formats.torchfile.read_archive",
+    "formats.dcp.format",
+    "ops.conversion.torchrun",
+    "estimate.architecture",
+    "ops.open",
     "cli.train",
 )
 
@@ -107,23 +96,23 @@ FORBIDDEN = {
     "layout": {"open", "torch", "numpy", "print"},
     "edits": {"open", "torch", "numpy", "print"},
     "plan": {"open", "torch", "numpy", "print"},
-    "engine.execute": {"tqdm", "typer", "fqn", "print"},
+    "engine.copy": {"tqdm", "typer", "fqn", "print"},
     "engine.gather": {"threading", "tqdm", "typer", "fqn", "print"},
     "tensors.casting": {"path", "open", "fqn"},
     "tensors.counting": {"path", "open", "fqn"},
     "tensors.measuring": {"path", "open", "fqn"},
-    "runs": {"torch", "numpy", "struct", "print"},
+    "checkpoints*": {"numpy", "struct", "print"},
     "formats*": {"threading", "thread", "concurrent", "tqdm", "typer", "numpy", "print"},
     "ops*": {"struct", "pread", "preadv", "pwrite", "memoryview", "bytearray", "print", "exit"},
     "train*": {"chunk", "chunks", "zipfile", "struct", "header", "headers"},
     "cli*": {"open", "struct", "numpy", "box", "boxes"},
 }
 
-# Rooms in which no format may be named, neither in an identifier nor in a string.
-NAMELESS = ("disk*", "edits", "engine*", "layout", "passes*", "plan", "tensors*")
+# Rooms in which no format may be named, neither in an identifier nor in a string; `hf` is also the scheme of URLs.
+NAMELESS = ("files.[!ps]*", "files.staging", "files.system", "edits", "engine*", "layout", "plan", "tensors*")
 
 # Strings by which a format is known, and the one file that may hold them.
-MARKERS = {".distcp": "formats.dcp", "weight_map": "formats.hf"}
+MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.hf.format"}
 
 SHUNNED = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "base", "misc"}
 
@@ -350,4 +339,9 @@ def test_importing_stays_light(module: str, absent: tuple[str, ...]) -> None:
 
 def test_layers_are_told_apart() -> None:
     assert all(not set(low) & set(high) for low, high in pairwise(LAYERS))
-    assert layer_of("formats.pickles") < layer_of("formats.archive") < layer_of("formats.dcp") < layer_of("formats")
+    assert (
+        layer_of("formats.torchfile.inert_pickle")
+        < layer_of("formats.torchfile.read_archive")
+        < layer_of("formats.dcp.format")
+        < layer_of("formats")
+    )

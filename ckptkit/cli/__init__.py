@@ -12,7 +12,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ckptkit import __version__
 from ckptkit.cli.average import average
 from ckptkit.cli.consolidate import consolidate
 from ckptkit.cli.convert import convert
@@ -31,8 +30,9 @@ from ckptkit.cli.reshard import reshard
 from ckptkit.cli.stats import stats
 from ckptkit.cli.train import smoke, train
 from ckptkit.cli.verify import manifest, verify
-from ckptkit.disk.system import PromiseLost
 from ckptkit.errors import CkptError, IOFailure
+from ckptkit.files.system import PromiseLost
+from ckptkit.version import __version__
 
 app = typer.Typer(
     name="ckptkit",

@@ -26,10 +26,10 @@ from ckptkit.cli.conversion import (
 from ckptkit.cli.conversion import to_json as conversion_json
 from ckptkit.cli.output import Json, Quiet, count, parse_bytes, print_json, print_table, progress_bar, say
 from ckptkit.errors import Usage
-from ckptkit.remote import to_path
+from ckptkit.files.path import to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.converting.average import Averaged
+    from ckptkit.ops.average import Averaged
 
 
 def average(
@@ -68,7 +68,7 @@ def average(
     Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, or they are not of one model; 4 an I/O failure, OUT is as it
     was; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.converting.average import average as run
+    from ckptkit.ops.average import average as run
 
     with progress_bar("averaging") as progress:
         done = run(

@@ -56,7 +56,7 @@ def consolidate(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or does not fit its config; 4 an I/O failure,
     OUT is as it was; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.converting.consolidate import consolidate as run
+    from ckptkit.ops.consolidate import consolidate as run
 
     with progress_bar("consolidating") as progress:
         done = run(

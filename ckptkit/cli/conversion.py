@@ -11,12 +11,12 @@ import typer
 
 from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
 from ckptkit.errors import Usage
+from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_local, to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.converting.converted import Converted
-    from ckptkit.ops.converting.output import Workers
+    from ckptkit.ops.conversion.output import Workers
+    from ckptkit.ops.conversion.result import Converted
 
 Source = Annotated[
     Path,
@@ -52,8 +52,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def find_workers(part: str | None) -> Workers:
     """Who does the work: this process, one part of it, or as one of torchrun's ranks, of which the first finishes."""
-    from ckptkit.ops.converting.meeting import meet
-    from ckptkit.ops.converting.output import ALONE, Workers
+    from ckptkit.ops.conversion.output import ALONE, Workers
+    from ckptkit.ops.conversion.torchrun import meet
 
     if part is not None:
         number, count = parse_part(part)

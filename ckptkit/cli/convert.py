@@ -55,7 +55,7 @@ def convert(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or beyond us; 4 an I/O failure, OUT is as it
     was; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.converting.convert import convert as run
+    from ckptkit.ops.convert import convert as run
 
     with progress_bar("converting") as progress:
         done = run(

@@ -12,11 +12,11 @@ import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.comparing.differences import Diff, Difference, Kind
+    from ckptkit.ops.comparison.differences import Diff, Difference, Kind
 
 _ROWS = 20  # of a table, unless all are asked for
 
@@ -50,7 +50,7 @@ def diff(
 
     Exit codes: 0 the same; 1 not the same; 2 usage; 3 one is no checkpoint, or damaged; 4 an I/O failure.
     """
-    from ckptkit.ops.comparing.diff import diff as compare
+    from ckptkit.ops.diff import diff as compare
 
     with progress_bar("diff") as progress:
         found = compare(
@@ -119,7 +119,7 @@ def finite(number: float) -> float | None:
 
 def report(found: Diff, *, every: bool) -> None:
     """The result for a reader: what matters most first, the conclusion last."""
-    from ckptkit.ops.comparing.differences import Kind
+    from ckptkit.ops.comparison.differences import Kind
 
     for text in found.notes:
         note(f"note: {text}")
@@ -192,7 +192,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
     """The renames, by as few rules as there are."""
     if not found.renamed:
         return
-    from ckptkit.ops.comparing.renames import explain
+    from ckptkit.ops.comparison.renames import explain
 
     say("renamed:")
     if every:
@@ -204,7 +204,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
 
 def folded(names: Sequence[str]) -> list[str]:
     """Names, with those as one that are the same in every layer."""
-    from ckptkit.ops.comparing.renames import fold
+    from ckptkit.ops.comparison.renames import fold
 
     often = Counter(map(fold, names))
     lines = (times(fold(name), often[fold(name)]) if often[fold(name)] > 1 else name for name in names)

@@ -9,7 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
-from ckptkit.remote import to_local
+from ckptkit.files.path import to_local
 
 
 def finalize(
@@ -28,7 +28,7 @@ def finalize(
     Exit codes: 0 done; 3 no parts are there, or the checkpoint is damaged; 4 an I/O failure; 5 a part is missing or
     still at work; 130 interrupted.
     """
-    from ckptkit.ops.converting.finalize import finalize as run
+    from ckptkit.ops.finalize import finalize as run
 
     with progress_bar("finishing") as progress:
         done = run(out, jobs=jobs, sync=not no_sync, progress=progress)

@@ -9,13 +9,13 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, say
 from ckptkit.cli.shard_map import show_map, write_map
+from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
     from ckptkit.layout import StoredTensor
-    from ckptkit.ops.inspecting.groups import Group
-    from ckptkit.ops.inspecting.inspect import Inspected
+    from ckptkit.ops.inspect import Inspected
+    from ckptkit.ops.inspection.groups import Group
 
 
 def inspect(
@@ -41,7 +41,7 @@ def inspect(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.ops.inspecting.inspect import inspect as look
+    from ckptkit.ops.inspect import inspect as look
 
     found = look(path, with_places=chunks)
     if svg is not None:
@@ -158,7 +158,7 @@ def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
 
 def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
     """A row per module or tensor; modules alike share one."""
-    from ckptkit.ops.inspecting.tree import fold
+    from ckptkit.ops.inspection.tree import fold
 
     return [
         (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")

@@ -22,11 +22,11 @@ from ckptkit.cli.output import (
     terminal_width,
     visible,
 )
+from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.inspecting.listing import Listed, Listing
+    from ckptkit.ops.ls import Listed, Listing
 
 _AGES = ((60, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"))  # below so many seconds, divided by, unit
 _COLUMN = 9  # characters that a metric takes, at least
@@ -50,7 +50,7 @@ def ls(
 
     Exit codes: 0 done; 2 usage; 3 no checkpoint is there; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.ops.inspecting.listing import list_run
+    from ckptkit.ops.ls import list_run
 
     found = list_run(run)
     if json:

@@ -9,12 +9,12 @@ from ckptkit.cli.diff import finite, times
 from ckptkit.cli.output import count, note, print_json, print_table, progress_bar, say
 
 if TYPE_CHECKING:
-    from ckptkit.ops.comparing.moved import Moved, Movement
+    from ckptkit.ops.comparison.moved import Moved, Movement
 
 
 def report_moved(a: Path, b: Path, *, top: int, jobs: int | None, json: bool) -> None:
     """Print the `top` kinds of parameters that changed most from checkpoint `a` to `b`; as JSON, every parameter."""
-    from ckptkit.ops.comparing.moved import moved
+    from ckptkit.ops.comparison.moved import moved
 
     with progress_bar("compare") as progress:
         found = moved(a, b, jobs=jobs, progress=progress)

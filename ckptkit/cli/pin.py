@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, say
-from ckptkit.remote import to_local
+from ckptkit.files.path import to_local
 
 
 def pin(
@@ -32,7 +32,7 @@ def pin(
     Exit codes: 0 done, or pinned before; 2 usage; 3 no complete checkpoint; 4 an I/O failure; 5 another process is
     deleting checkpoints of this run.
     """
-    from ckptkit.ops.keeping.pin import pin as run_it
+    from ckptkit.ops.pin import pin as run_it
 
     pinned = run_it(*checkpoints)
     if json:
@@ -57,7 +57,7 @@ def unpin(
 
     Exit codes: 0 done, or not pinned; 2 usage; 3 neither pinned nor a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.ops.keeping.pin import unpin as run_it
+    from ckptkit.ops.pin import unpin as run_it
 
     unpinned = run_it(*checkpoints)
     if json:

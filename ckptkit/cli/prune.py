@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.files.path import to_local
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_local
 
 if TYPE_CHECKING:
-    from ckptkit.ops.keeping.prune import Entry, Pruned
+    from ckptkit.ops.prune import Entry, Pruned
 
 
 def prune(
@@ -45,7 +45,7 @@ def prune(
     Exit codes: 0 done, or shown what would be; 2 usage; 3 no run is there; 4 an I/O failure; 5 another process is
     deleting checkpoints of this run; 130 interrupted.
     """
-    from ckptkit.ops.keeping.prune import prune as run_it
+    from ckptkit.ops.prune import prune as run_it
 
     with progress_bar("demote") as progress:
         done = run_it(

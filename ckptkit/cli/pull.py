@@ -11,7 +11,7 @@ from ckptkit.cli.output import Json, Quiet, count, print_json, print_table, prog
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.ops.sharing.pull import Pulled
+    from ckptkit.hub.pull import Pulled
 
 
 def pull(
@@ -41,7 +41,7 @@ def pull(
     Exit codes: 0 done; 2 usage; 3 no such repository, or what came is damaged; 4 the Hub cannot be reached or refuses,
     or an I/O failure; 5 OUT exists, or a name in the repository is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.sharing.pull import pull as run
+    from ckptkit.hub.pull import pull as run
 
     done = run(
         repository,

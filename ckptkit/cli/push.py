@@ -10,11 +10,11 @@ import typer
 
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.sharing.push import Pushed
+    from ckptkit.hub.push import Pushed
 
 
 def push(
@@ -47,7 +47,7 @@ def push(
     Exit codes: 0 done, or shown what would be; 2 usage; 3 the checkpoint is damaged, here or as it arrived; 4 the Hub
     cannot be reached or refuses; 5 somebody else changed the repository meanwhile; 130 interrupted.
     """
-    from ckptkit.ops.sharing.push import push as run
+    from ckptkit.hub.push import push as run
 
     done = run(
         src, repository, public=public, revision=revision, message=message, yes=yes, jobs=jobs, bars=progress_bar

@@ -9,8 +9,8 @@ import typer
 
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, print_json, progress_bar, say
+from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_local, to_path
 
 
 def report(
@@ -39,7 +39,7 @@ def report(
     Exit codes: 0 done; 2 usage; 3 no run is there, or its latest checkpoint is damaged; 4 an I/O failure; 5 the file is
     there already, and no report.
     """
-    from ckptkit.ops.reporting.report import report as run_it
+    from ckptkit.report.report import report as run_it
 
     with progress_bar("report") as progress:
         done = run_it(run, out, fast=fast, overwrite=overwrite, jobs=jobs, progress=progress)

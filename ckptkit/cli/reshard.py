@@ -21,7 +21,7 @@ from ckptkit.cli.conversion import (
     show,
 )
 from ckptkit.cli.output import Json, Quiet, progress_bar
-from ckptkit.remote import to_local, to_path
+from ckptkit.files.path import to_local, to_path
 
 
 def reshard(
@@ -55,7 +55,7 @@ def reshard(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or beyond us; 4 an I/O failure, OUT is as it
     was; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.converting.reshard import reshard as run
+    from ckptkit.ops.reshard import reshard as run
 
     with progress_bar("resharding") as progress:
         done = run(

@@ -12,12 +12,12 @@ from ckptkit.cli.conversion import Exclude, Include, Jobs
 from ckptkit.cli.moved import report_moved
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
 from ckptkit.errors import Usage
-from ckptkit.remote import to_path
+from ckptkit.files.path import to_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptkit.ops.inspecting.stats import Stats, TensorStats
+    from ckptkit.ops.stats import Stats, TensorStats
     from ckptkit.tensors.counting import Count
 
 Row = tuple[str, "Count"]  # what a line is called, and what was counted
@@ -56,7 +56,7 @@ def stats(
             raise Usage("--include, --exclude and --tensors are for one checkpoint", hint="leave them out, or OTHER")
         report_moved(path, other, top=top, jobs=jobs, json=json)
         return
-    from ckptkit.ops.inspecting.stats import stats as look
+    from ckptkit.ops.stats import stats as look
 
     with progress_bar("statistics") as progress:
         found = look(path, include=include or (), exclude=exclude or (), jobs=jobs, progress=progress)

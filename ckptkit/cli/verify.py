@@ -21,13 +21,13 @@ from ckptkit.cli.output import (
     progress_bar,
     say,
 )
+from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.remote import to_local, to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.comparing.against import Compared
-    from ckptkit.ops.inspecting.stats import TensorStats
-    from ckptkit.ops.verifying.verify import Verified
+    from ckptkit.ops.comparison.against import Compared
+    from ckptkit.ops.stats import TensorStats
+    from ckptkit.ops.verify import Verified
 
 
 def verify(
@@ -58,20 +58,20 @@ def verify(
 
     Exit codes: 0 nothing found; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.ops.verifying.verify import verify as check
+    from ckptkit.ops.verify import verify as check
 
     with progress_bar("verify") as progress:
         found = check(path, fast=fast, jobs=jobs, progress=progress)
     is_ok = all(part.is_ok for part in found)
     compared: list[Compared] = []
     if against and is_ok:
-        from ckptkit.ops.comparing.against import compare_with
+        from ckptkit.ops.comparison.against import compare_with
 
         with progress_bar("compare") as progress:
             compared = compare_with(path, against, allow_cast=allow_cast, jobs=jobs, progress=progress)
     numbers: list[TensorStats] = []
     if stats and is_ok:
-        from ckptkit.ops.inspecting.stats import scan
+        from ckptkit.ops.stats import scan
 
         for part in found:
             with progress_bar("statistics") as progress:
@@ -109,7 +109,7 @@ def manifest(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure; 5 there is a manifest.
     """
-    from ckptkit.ops.verifying.make_manifest import make_manifest
+    from ckptkit.ops.manifest import make_manifest
 
     with progress_bar("manifest") as progress:
         made = make_manifest(path, overwrite=overwrite, jobs=jobs, progress=progress)

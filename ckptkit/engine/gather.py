@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from ckptkit.disk.checksums import Checksums, crc32
-from ckptkit.disk.files import Opened, read_into
+from ckptkit.files.crc32 import Checksums, crc32
+from ckptkit.files.file import Opened, read_into
 from ckptkit.layout import Chunk, Piece
 from ckptkit.tensors.blocks import span_of
 from ckptkit.tensors.box import Box

@@ -10,10 +10,10 @@ import json
 import os
 from pathlib import Path
 
-from ckptkit.disk.files import opening, read_at, write_from
-from ckptkit.disk.system import again, close
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import translate_os_errors
+from ckptkit.files.file import opening, read_at, write_from
+from ckptkit.files.system import again, close
 
 _ENDED = b'{"ended": true}\n'
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.disk.checksums import Checksums
+from ckptkit.files.crc32 import Checksums
 from ckptkit.layout import Place
 
 Entries = Checksums[Place]

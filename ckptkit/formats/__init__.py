@@ -16,9 +16,9 @@ from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 # the word that users type, and the class, imported when first needed; `open_layout` asks in this order
 FORMATS = {
-    "dcp": "ckptkit.formats.dcp:Dcp",
-    "hf": "ckptkit.formats.hf:HuggingFace",
-    "pt": "ckptkit.formats.pt:Pt",
+    "dcp": "ckptkit.formats.dcp.format:Dcp",
+    "hf": "ckptkit.formats.hf.format:HuggingFace",
+    "pt": "ckptkit.formats.pt.format:Pt",
 }
 
 

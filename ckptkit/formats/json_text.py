@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ckptkit.disk.files import recognise
 from ckptkit.errors import CkptError, Corrupt
+from ckptkit.files.file import recognise
 
 
 def parse_json(data: bytes, path: Path) -> Any:

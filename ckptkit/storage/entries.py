@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ckptkit.disk.files import opening, read_at
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archive import check_contents
-from ckptkit.formats.envelopes import make_envelope
+from ckptkit.files.file import opening, read_at
+from ckptkit.formats.torchfile.read_archive import check_contents
+from ckptkit.formats.torchfile.write_archive import make_envelope
 from ckptkit.layout import Blob, Layout
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckptkit.disk.files import Opened, write_from
-from ckptkit.disk.sums import part_sum
 from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.files.crc32 import part_sum
+from ckptkit.files.file import Opened, write_from
 from ckptkit.layout import Chunk, Place, StoredTensor
 from ckptkit.storage.memory import make_buffer, part_of, take
 from ckptkit.tensors.blocks import cut, row_major

@@ -25,7 +25,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptkit import edits
-from ckptkit.engine.execute import fill
+from ckptkit.checkpoints.companions import find_companions
+from ckptkit.checkpoints.fit import restore_tied
+from ckptkit.checkpoints.known import open_known
+from ckptkit.engine.copy import fill
 from ckptkit.engine.gather import Gatherer
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
@@ -33,9 +36,6 @@ from ckptkit.engine.units import Block, blocks_of
 from ckptkit.errors import CkptError, Usage
 from ckptkit.formats import locate
 from ckptkit.layout import Chunk, Layout, Piece, Spec, StoredTensor
-from ckptkit.ops.model.companions import find_companions
-from ckptkit.ops.model.fit import restore_tied
-from ckptkit.ops.verifying.known import open_known
 from ckptkit.plan import make_plan
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put

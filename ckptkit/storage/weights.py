@@ -12,10 +12,10 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoints.known import open_known
+from ckptkit.checkpoints.weights import find_weights
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
-from ckptkit.ops.model.weights import find_weights
-from ckptkit.ops.verifying.known import open_known
 from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import find_cause, on_every_rank
 from ckptkit.storage.reader import LayoutReader

@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptkit import edits
-from ckptkit.disk.allocation import check_room, create_file, write_parts
-from ckptkit.disk.files import Opened, check_name
-from ckptkit.disk.staging import Stage
-from ckptkit.disk.sums import whole_crc32
-from ckptkit.disk.trees import sync_path
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import Manifest, sum_files
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, translate_os_errors
+from ckptkit.files.allocation import check_room, create_file, write_parts
+from ckptkit.files.crc32 import whole_crc32
+from ckptkit.files.file import Opened, check_name
+from ckptkit.files.staging import Stage
+from ckptkit.files.trees import sync_path
 from ckptkit.formats import get_writer
 from ckptkit.layout import Chunk, Extent, Layout, Options, Place, Spec, StoredTensor, check_cover
-from ckptkit.ops.converting.consolidate import DEFAULT_SHARD_SIZE
-from ckptkit.ops.verifying.manifest import NAME as MANIFEST
-from ckptkit.ops.verifying.manifest import Manifest, sum_files
+from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
 from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.tensors.box import Box

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ckptkit.checkpoints.runs import find_checkpoint, is_complete, require_resumable
 from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
-from ckptkit.runs import find_checkpoint, is_complete, require_resumable
 from ckptkit.train.config import SETTINGS, TrainConfig
 from ckptkit.train.data.corpus import open_corpus
 from ckptkit.train.data.tokenizer import choose_tokenizer

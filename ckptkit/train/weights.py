@@ -9,8 +9,8 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ckptkit import storage
+from ckptkit.checkpoints.runs import find_checkpoint
 from ckptkit.errors import Mismatch
-from ckptkit.runs import find_checkpoint
 from ckptkit.train.parallel.shard import Sharded
 
 _COMPUTED = ".rotary_emb.inv_freq"  # buffers that older checkpoints hold, and every model computes

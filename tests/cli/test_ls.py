@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.checkpoints.retention import METRICS, write_metrics
 from ckptkit.cli.inspect import count_parameters, share
 from ckptkit.cli.ls import age
-from ckptkit.runs.retention import METRICS, write_metrics
 from tests import producers
 from tests.conftest import Produce
 

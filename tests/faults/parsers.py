@@ -14,19 +14,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit import runs
+from ckptkit.checkpoints import companions, expected, manifest, retention, runs
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
-from ckptkit.formats import archive, legacy, pickles
-from ckptkit.formats.dcp import Dcp
-from ckptkit.formats.flatten import flatten
-from ckptkit.formats.hf import HuggingFace
-from ckptkit.formats.pt import Pt
-from ckptkit.formats.unflatten import unflatten
-from ckptkit.ops.model import companions, expected
-from ckptkit.ops.verifying import manifest
-from ckptkit.runs import retention
+from ckptkit.formats.dcp.format import Dcp
+from ckptkit.formats.hf.format import HuggingFace
+from ckptkit.formats.pt.format import Pt
+from ckptkit.formats.torchfile import inert_pickle, legacy, read_archive
+from ckptkit.formats.torchfile.flatten import flatten
+from ckptkit.formats.torchfile.unflatten import unflatten
 
 Seeds = Callable[[], list[bytes]]
 
@@ -61,25 +58,25 @@ def is_total(parser: Parser, data: bytes, place: Path) -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def reading(data: bytes) -> archive.ReadAt:
+def reading(data: bytes) -> read_archive.ReadAt:
     """Reads in `data`, as in a file: what lies past its end is an error of ours."""
     return lambda offset, length: data[offset : offset + length]
 
 
 def parse_pickle(data: bytes, _: Path) -> object:
     """A pickle in which any name may occur, and all that is in it."""
-    value, _end = pickles.load(data, pickles.ANY_NAME)
-    return sum(1 for _ in pickles.walk(value))
+    value, _end = inert_pickle.load(data, inert_pickle.ANY_NAME)
+    return sum(1 for _ in inert_pickle.walk(value))
 
 
 def parse_archive(data: bytes, _: Path) -> object:
     """An archive with one tensor."""
-    return archive.locate_tensor(reading(data), len(data))
+    return read_archive.locate_tensor(reading(data), len(data))
 
 
 def parse_contents(data: bytes, _: Path) -> object:
     """An archive of whatever."""
-    archive.check_contents(data)
+    read_archive.check_contents(data)
     return None
 
 
@@ -91,9 +88,9 @@ def parse_legacy(data: bytes, _: Path) -> object:
 
 def parse_state(data: bytes, _: Path) -> object:
     """The pickle of a state dict, taken apart and put together again."""
-    state, _end = pickles.load(data, pickles.ANY_NAME)
-    storages = {f"data/{i}": archive.Entry(64 * i, 1 << 20, 0) for i in range(16)}
-    flat = flatten(state, {"data.pkl": archive.Entry(0, len(data), 0), **storages}, "state.pt")
+    state, _end = inert_pickle.load(data, inert_pickle.ANY_NAME)
+    storages = {f"data/{i}": read_archive.Entry(64 * i, 1 << 20, 0) for i in range(16)}
+    flat = flatten(state, {"data.pkl": read_archive.Entry(0, len(data), 0), **storages}, "state.pt")
     return unflatten((*flat.tensors, *flat.blobs), flat.keys.__getitem__, lambda name: name)
 
 

@@ -21,8 +21,8 @@ from tests.faults.subjects import CONSOLIDATE, CONVERT, INSPECT, OURS, PEERS, RE
 from tests.faults.verdicts import Verdict, judge_error
 
 _OURS = (
-    *("ckptkit.cli", "ckptkit.ops.inspecting.inspect", "ckptkit.ops.verifying.verify"),
-    *(f"ckptkit.ops.converting.{verb}" for verb in ("consolidate", "reshard", "convert", "average")),
+    *("ckptkit.cli", "ckptkit.ops.inspect", "ckptkit.ops.verify"),
+    *(f"ckptkit.ops.conversion.{verb}" for verb in ("consolidate", "reshard", "convert", "average")),
     *(f"ckptkit.formats.{name}" for name in ("dcp", "hf", "pt")),
     *filter(find_spec, ("typer._adapters",)),  # which it imports when first used, and takes most of the time of a run
 )

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit.disk.allocation import create_file, write_parts
-from ckptkit.engine.execute import execute
+from ckptkit.engine.copy import execute
 from ckptkit.errors import CkptError
+from ckptkit.files.allocation import create_file, write_parts
 from ckptkit.formats import detect_format, get_writer, locate, open_layout
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.plan import make_plan

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.ops.converting.reshard import reshard
-from ckptkit.ops.keeping.pin import pin
-from ckptkit.runs.retention import METRICS, write_metrics
+from ckptkit.checkpoints.retention import METRICS, write_metrics
+from ckptkit.ops.pin import pin
+from ckptkit.ops.reshard import reshard
 from tests.producers import save_alone
 
 HOSTILE = "<script>document.title='caught'</script><img src=x onerror=alert(1)>"

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.disk.files import Opened
-from ckptkit.disk.sums import part_sum, whole_crc32
+from ckptkit.files.crc32 import part_sum, whole_crc32
+from ckptkit.files.file import Opened
 from ckptkit.layout import Layout, Place, Spec
 from ckptkit.storage.pieces import PieceWriter, runs_of
 from ckptkit.tensors.box import Box, whole

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Unsupported
-from ckptkit.ops.verifying.manifest import NAME as MANIFEST
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.writer import plan_layout

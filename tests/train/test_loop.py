@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ckptkit.checkpoints.runs import Run
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
-from ckptkit.ops.converting.consolidate import consolidate
-from ckptkit.runs import Run
+from ckptkit.ops.consolidate import consolidate
 from ckptkit.train.config import TrainConfig, read_settings
 from ckptkit.train.data.corpus import Corpus, open_corpus
 from ckptkit.train.data.tokenizer import Bytes

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from ckptkit.checkpoints.companions import FILES
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.ops.model.companions import FILES
 from ckptkit.train.models.config import SIZES, ModelConfig
 from ckptkit.train.models.llama import LlamaBlueprint
 

@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from ckptkit.checkpoints.companions import read_companions
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.ops.model.companions import read_companions
 from ckptkit.train.models.packing import apart
 
 

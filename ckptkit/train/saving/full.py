@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.disk.system import close
 from ckptkit.errors import Corrupt, translate_os_errors
-from ckptkit.ops.verifying.verify import verify_part
+from ckptkit.files.system import close
+from ckptkit.ops.verify import verify_part
 from ckptkit.train.saving.gather import Gatherer, scatter
 from ckptkit.train.saving.peers import Peers
 from ckptkit.train.saving.sharded import unwrap

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader, 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoints.expected import HEAD, find_embedding, is_tied
+from ckptkit.checkpoints.runs import TRAINING
 from ckptkit.errors import Mismatch
-from ckptkit.ops.model.expected import HEAD, find_embedding, is_tied
-from ckptkit.runs import TRAINING
 from ckptkit.storage import Reader, RoomWriter
 from ckptkit.train.saving.full import FILE, FullForm
 from ckptkit.train.saving.peers import Peers

@@ -19,14 +19,14 @@ from typing import Any, Protocol, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit import runs
-from ckptkit.disk.allocation import create_file
-from ckptkit.disk.files import check_name
-from ckptkit.disk.staging import Stage, clear_dead
+from ckptkit.checkpoints import runs
+from ckptkit.checkpoints.deletion import delete, deleting
+from ckptkit.checkpoints.manifest import record_manifest
+from ckptkit.checkpoints.retention import METRICS, Best, Policy, decide, find_holds, find_saved, write_metrics
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
-from ckptkit.ops.verifying.manifest import record_manifest
-from ckptkit.runs.deletion import delete, deleting
-from ckptkit.runs.retention import METRICS, Best, Policy, decide, find_holds, find_saved, write_metrics
+from ckptkit.files.allocation import create_file
+from ckptkit.files.file import check_name
+from ckptkit.files.staging import Stage, clear_dead
 from ckptkit.train.saving.full import FILE, FullForm
 from ckptkit.train.saving.huggingface import CONFIG, HuggingFaceForm
 from ckptkit.train.saving.peers import Peers

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.ops.converting.consolidate import consolidate
-from ckptkit.ops.converting.convert import convert
-from ckptkit.ops.estimating.estimate import estimate
-from ckptkit.runs import Run
+from ckptkit.checkpoints.runs import Run
+from ckptkit.estimate.estimate import estimate
+from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.convert import convert
 from ckptkit.train.metrics import Step
 from ckptkit.train.models.config import ModelConfig
 from ckptkit.train.models.llama import Llama

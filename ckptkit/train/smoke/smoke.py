@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckptkit.disk.staging import check_destination
 from ckptkit.errors import CkptError, Occupied, translate_os_errors
+from ckptkit.files.staging import check_destination
 from ckptkit.train.config import Device, TrainConfig
 from ckptkit.train.smoke.checks import CHECKS, Skipped
 from ckptkit.train.smoke.trial import SAVED, STEPS, Failed, Trial

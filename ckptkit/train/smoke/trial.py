@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckptkit.ops.converting.reshard import reshard
-from ckptkit.runs import Run
+from ckptkit.checkpoints.runs import Run
+from ckptkit.ops.reshard import reshard
 from ckptkit.train.config import Device, TrainConfig
 from ckptkit.train.launch import launch
 from ckptkit.train.models.config import ModelConfig

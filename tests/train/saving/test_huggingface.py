@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.ops.converting.consolidate import consolidate
+from ckptkit.ops.consolidate import consolidate
 from ckptkit.train.saving.run import Run
 from tests.train.saving.networks import differing
 

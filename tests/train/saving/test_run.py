@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
-from ckptkit import runs
-from ckptkit.ops.converting.consolidate import consolidate
-from ckptkit.ops.converting.convert import convert
-from ckptkit.runs.deletion import delete, deleting
-from ckptkit.runs.pins import set_pin
+from ckptkit.checkpoints import runs
+from ckptkit.checkpoints.deletion import delete, deleting
+from ckptkit.checkpoints.pins import set_pin
+from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.convert import convert
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group
 from ckptkit.train.saving.run import Run

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckptkit.checkpoints.runs import Run
 from ckptkit.errors import Occupied
-from ckptkit.runs import Run
 from ckptkit.train.config import TrainConfig
 from ckptkit.train.metrics import Step
 from ckptkit.train.smoke.checks import CHECKS

@@ -1,0 +1,78 @@
+"""Deletion: a checkpoint goes out of sight in one step and then from the disk, however often that is interrupted.
+
+Decides nothing: which ones go is said elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptkit.checkpoints.runs import children, step_of
+from ckptkit.errors import Occupied, translate_os_errors
+from ckptkit.files.hidden import lock_path
+from ckptkit.files.locks import acquire, close, release, try_lock
+from ckptkit.files.system import again
+from ckptkit.files.trees import remove, sync_path
+
+_LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being deleted
+
+
+@contextmanager
+def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
+    """Be the only one that deletes checkpoints in directory `root`; what others began and did not end is ended first.
+
+    Raises `Occupied` if somebody else is at it, and still is after `patience` seconds.
+    """
+    path = lock_path(root / "prune")
+    with translate_os_errors(root):
+        try:
+            lock = acquire(path, patience=patience)
+        except Occupied as error:
+            hint = "wait for it to end"
+            raise Occupied("another process is deleting checkpoints here", path=root, hint=hint) from error
+    try:
+        finish_deleting(root)
+        yield
+    finally:
+        release(lock, path)
+
+
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint, under the protection of `deleting`.
+
+    Raises `IOFailure` where a file cannot be removed: then it is out of sight, and whoever deletes next goes on.
+    """
+    hidden = checkpoint.with_name(f".{checkpoint.name}{_LEAVING}")
+    with translate_os_errors(checkpoint):
+        again(os.rename, checkpoint, hidden)
+        sync_path(checkpoint.parent)  # before the first file goes: after a power cut all of it is back, or none
+        remove(hidden)
+
+
+def finish_deleting(root: Path) -> None:
+    """Remove what is left of checkpoints that were being deleted when the process was ended."""
+    with translate_os_errors(root):
+        for path in filter(is_hidden, children(root)):
+            remove(path)
+
+
+def is_hidden(path: Path) -> bool:
+    """True for the name of a checkpoint that is being deleted."""
+    name = path.name
+    return name.startswith(".") and name.endswith(_LEAVING) and step_of(Path(name[1 : -len(_LEAVING)])) is not None
+
+
+def is_being_written(checkpoint: Path) -> bool:
+    """True if somebody holds the lock on a checkpoint that is there, to replace it."""
+    with translate_os_errors(checkpoint):
+        try:
+            lock = os.open(lock_path(checkpoint), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            return not try_lock(lock, lock_path(checkpoint))
+        finally:
+            close(lock)

@@ -1,0 +1,131 @@
+"""Manifests: what was written, with a checksum for every file and tensor; `ckptkit.json` beside the files.
+
+A file of another step, another rank or another model, whole and undamaged, can only be told by one.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptkit.engine.scan import sum_file
+from ckptkit.errors import CkptError, Corrupt, translate_os_errors
+from ckptkit.files.allocation import create_file
+from ckptkit.files.crc32 import crc32
+from ckptkit.files.file import check_name, file_size, is_there, names_in, read_small
+from ckptkit.files.publish import publish
+from ckptkit.formats import find_format
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Extent, Layout
+from ckptkit.version import __version__
+
+NAME = "ckptkit.json"
+_LIMIT = 1 << 28  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """A file's bytes, and their CRC-32."""
+
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The files of one directory; the CRC-32, in row-major order, of each tensor that lies in one piece.
+
+    `source` is what it was made of, if that was another checkpoint: its path and format.
+    """
+
+    files: Mapping[str, FileSum]
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    source: Mapping[str, str] | None = None
+
+    def to_bytes(self) -> bytes:
+        """The file, which ends with a CRC-32 of its own."""
+        value = {
+            "ckptkit": __version__,
+            "source": self.source,
+            "files": {
+                name: {"nbytes": found.nbytes, "crc32": f"{found.crc32:08x}"}
+                for name, found in sorted(self.files.items())
+            },
+            "tensors": {name: {"crc32": f"{crc:08x}"} for name, crc in sorted(self.tensors.items())},
+        }
+        return dump({**value, "crc32": f"{crc32(dump(value)):08x}"})
+
+
+def dump(value: Mapping[str, Any]) -> bytes:
+    """A manifest as text."""
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def source_of(layout: Layout) -> dict[str, str]:
+    """What a manifest says of the checkpoint that another was made of."""
+    return {"path": str(layout.root.absolute()), "format": layout.format}
+
+
+def read_manifest(root: Path) -> Manifest | None:
+    """The manifest in directory `root`, None if there is none. Raises `Corrupt` for one that is damaged."""
+    path = root / NAME
+    if not is_there(path):
+        return None
+    value = parse_json(read_small(path, _LIMIT), path)
+    try:
+        recorded = int(value.pop("crc32"), 16)
+        if crc32(dump(value)) != recorded:
+            raise Corrupt("the manifest itself is damaged, or was edited", path=path)
+        files = {name: FileSum(int(found["nbytes"]), int(found["crc32"], 16)) for name, found in value["files"].items()}
+        tensors = {name: int(found["crc32"], 16) for name, found in value["tensors"].items()}
+        source = value["source"]
+    except CkptError as error:
+        raise error.blame(path=path) from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        hint = "make it again with `ckptkit manifest`, which reads every byte first"
+        raise Corrupt("not a manifest of this version of ckptkit", path=path, hint=hint) from error
+    for name in files:
+        check_name(name, root)
+    return Manifest(files, tensors, source)
+
+
+def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> dict[str, FileSum]:
+    """Sizes and sums of files in `root`; of their bytes only those are read that are in none of the `extents`."""
+    known: dict[str, list[Extent]] = {}
+    for extent in extents:
+        known.setdefault(extent.path, []).append(extent)
+    sums = {}
+    for name in sorted(names):
+        size = file_size(root / name)
+        sums[name] = FileSum(size, sum_file(root, name, size, known.get(name, ())))
+    return sums
+
+
+def record_manifest(root: Path) -> None:
+    """Write the manifest of a checkpoint that was saved to directory `root` a moment ago and that nobody sees yet.
+
+    Trusts the checksums that its writer recorded; what a manifest already says is kept.
+    """
+    known = read_manifest(root) or Manifest({})
+    reader = find_format(root)
+    with translate_os_errors(root):
+        names = files_in(root) - known.files.keys()
+        layout = reader.read(root)
+        recorded = (extent for extent in reader.extents(layout) if extent.path in names)
+        files = {**known.files, **sum_files(root, names, recorded)}
+    content = Manifest(files, known.tensors, known.source).to_bytes()
+    create_file(root / NAME, len(content), [(0, content)], anew=False)
+
+
+def replace_manifest(root: Path, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint that others may be reading, in one step."""
+    publish(root / NAME, manifest.to_bytes(), overwrite=True)
+
+
+def files_in(root: Path) -> set[str]:
+    """The names of all files directly in `root`, but for a manifest and for links."""
+    return {name for name in names_in(root) if stat.S_ISREG((root / name).lstat().st_mode)} - {NAME}

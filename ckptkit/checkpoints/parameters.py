@@ -1,0 +1,59 @@
+"""Names: those of a model's parameters, wherever in a training checkpoint they occur, and others in their place.
+
+A parameter's name is the last step of the way to it; below `state`, the step before the name of a moment, unless the
+optimizer only counts its parameters. Optimizers flattened by torch have both in one step, `state.<name>.exp_avg`. The
+groups of an optimizer list them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckptkit import edits
+from ckptkit.formats.torchfile.values import load_value, with_value
+from ckptkit.layout import Blob, KeyPath, Layout
+
+NewName = Callable[[str], str]
+_FLATTENED = ("state.", "param_groups.")
+
+
+def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
+    """The checkpoint with its parameters renamed, and the entries that are called otherwise now: old name to new.
+
+    `weights` are the entries that are the model's own.
+    """
+    keys = {name: rename_in(layout.key(name), new_name, name in weights) for name in layout.names}
+    changed = {name: new for name, key in keys.items() if (new := ".".join(map(str, key))) != name}
+    if not changed:
+        return layout, {}
+    lists = {name: blob for name, blob in layout.blobs.items() if is_list_of_parameters(layout.key(name))}
+    blobs = {**layout.blobs, **{name: rename_list(layout, blob, new_name) for name, blob in lists.items()}}
+    return edits.rekey(replace(layout, blobs=blobs), keys), changed
+
+
+def rename_in(key: KeyPath, new_name: NewName, is_weight: bool) -> KeyPath:
+    """A key path with the parameter's name in it replaced."""
+    last = key[-1]
+    if is_weight:
+        return (*key[:-1], new_name(last)) if isinstance(last, str) else key
+    if isinstance(last, str) and last.startswith(_FLATTENED):
+        kind, _, rest = last.partition(".")
+        name, _, what = rest.rpartition(".")
+        return (*key[:-1], f"{kind}.{new_name(name)}.{what}")
+    if len(key) > 2 and key[-3] == "state" and isinstance(key[-2], str) and not key[-2].isdecimal():
+        return (*key[:-2], new_name(key[-2]), last)
+    return key
+
+
+def is_list_of_parameters(key: KeyPath) -> bool:
+    """True for the way to the parameters of an optimizer's group."""
+    return len(key) > 2 and key[-3] == "param_groups" and key[-1] == "params"
+
+
+def rename_list(layout: Layout, blob: Blob, new_name: NewName) -> Blob:
+    """A list of parameters under their new names; of numbers, as it is."""
+    value = load_value(layout.root, blob)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return blob
+    return with_value(blob, [new_name(name) for name in value])

@@ -1,0 +1,50 @@
+"""Pins: which checkpoints of a run a user wants kept whatever the rules say. Empty files; deletes nothing.
+
+A pin is `.pins/NAME` in the run, for the checkpoint of that name: it moves with the run, but not with a checkpoint that
+is copied out of it, and to set one no file has to be read and written again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptkit.checkpoints.runs import children
+from ckptkit.errors import Unsafe, translate_os_errors
+from ckptkit.files.system import again, close
+from ckptkit.files.trees import sync_path
+
+FOLDER = ".pins"
+
+
+def pinned_in(root: Path) -> frozenset[str]:
+    """The names of the pinned checkpoints of the run in directory `root`."""
+    folder = root / FOLDER
+    with translate_os_errors(folder):
+        return frozenset(pin.name for pin in children(folder)) if folder.is_dir() else frozenset()
+
+
+def is_pinned(checkpoint: Path) -> bool:
+    """True if a checkpoint is pinned in the run that it lies in."""
+    return checkpoint.name in pinned_in(checkpoint.parent)
+
+
+def set_pin(checkpoint: Path) -> None:
+    """Pin a checkpoint, durably. Nothing changes if it is."""
+    folder = checkpoint.parent / FOLDER
+    with translate_os_errors(folder):
+        if folder.is_symlink():
+            raise Unsafe("a symbolic link lies where the pins are to be", path=folder, hint="remove it")
+        again(folder.mkdir, exist_ok=True)
+        close(again(os.open, folder / checkpoint.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
+        sync_path(folder)
+        sync_path(folder.parent)
+
+
+def clear_pin(checkpoint: Path) -> None:
+    """Unpin a checkpoint, which may be gone. Nothing changes if it is not pinned."""
+    folder = checkpoint.parent / FOLDER
+    with translate_os_errors(folder):
+        if folder.is_dir():
+            again((folder / checkpoint.name).unlink, missing_ok=True)
+            sync_path(folder)

@@ -1,0 +1,177 @@
+"""Retention: which checkpoints of a run stay, each for a reason. Goes by steps, never by time; deletes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ckptkit.checkpoints.pins import is_pinned
+from ckptkit.checkpoints.runs import Run, is_weights_only
+from ckptkit.checkpoints.trackers import trackers_in
+from ckptkit.errors import Corrupt, Usage
+from ckptkit.files.file import read_small
+
+METRICS = "metrics.json"
+_TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer
+_OF_SPEED = ("_runtime", "_per_second")
+_LIMIT = 1 << 20  # bytes of a file of metrics
+_STATE_LIMIT = 1 << 26  # the Trainer's has a line for every time that anything was logged
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The `count` checkpoints with the lowest or the highest `metric` are kept."""
+
+    metric: str
+    highest: bool = False
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read METRIC[:min|max][:N]. Raises `Usage` if `text` is not that."""
+        metric, *rest = text.split(":")
+        highest = rest[:1] == ["max"]
+        if rest[:1] in (["min"], ["max"]):
+            rest = rest[1:]
+        count = rest[0] if rest else "1"
+        if not metric or len(rest) > 1 or not count.isdecimal() or int(count) < 1:
+            hint = "write METRIC[:min|max][:N], as in `loss`, `loss:3` or `accuracy:max:2`"
+            raise Usage(f"`{text}` does not say which checkpoints are the best", hint=hint)
+        return cls(metric, highest, int(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is kept beside the newest: the `last` steps, those that are multiples of `every`, and the `best`.
+
+    Where nothing is said, all of them are.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("keep_last", self.last), ("keep_every", self.every)):
+            if number is not None and number < 1:
+                raise Usage(f"{name} is {number}; it must be at least 1")
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if nothing is ever deleted."""
+        return self == Policy()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A complete checkpoint of a run: its directory, its step and what was measured then.
+
+    `holds` are reasons to keep it that no rule can overcome. One that `is_weights_only` is no place to go on from.
+    """
+
+    path: Path
+    step: int
+    metrics: Mapping[str, float]
+    holds: tuple[str, ...] = ()
+    is_weights_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a checkpoint: it is deleted unless there are `reasons` to keep it."""
+
+    saved: Saved
+    reasons: tuple[str, ...]
+
+    @property
+    def is_kept(self) -> bool:
+        """True if there is a reason to."""
+        return bool(self.reasons)
+
+
+def decide(checkpoints: Iterable[Saved], policy: Policy) -> list[Verdict]:
+    """What becomes of each of the checkpoints, newest first. The newest to go on from is always kept."""
+    newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
+    best = best_of(newest_first, policy.best) if policy.best else []
+    return [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
+
+
+def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Saved], policy: Policy) -> Iterator[str]:
+    """Why a checkpoint is kept, given all of them and the best."""
+    yield from saved.holds
+    steps = list(dict.fromkeys(one.step for one in newest_first))
+    whole = [one.step for one in newest_first if not one.is_weights_only]
+    if policy.keeps_all:
+        yield "all are kept"
+    elif policy.last and saved.step in steps[: policy.last]:
+        yield f"one of the last {policy.last}"
+    elif saved.step in (steps[0], *whole[:1]):
+        yield "the newest" if saved.step == steps[0] else "the newest to go on from"
+    if policy.every and saved.step % policy.every == 0:
+        yield f"a multiple of {policy.every}"
+    if policy.best and saved in best:
+        yield f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best"
+
+
+def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
+    """The best by a metric, and of equal ones the newer. NaN, infinity and no metric at all are never best."""
+    measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
+    return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
+
+
+def find_holds(checkpoint: Path) -> tuple[str, ...]:
+    """What keeps a checkpoint whatever the rules say, as it is now: a pin, or a tracker that means it."""
+    trackers = [f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint)]
+    return ("pinned", *trackers) if is_pinned(checkpoint) else tuple(trackers)
+
+
+def find_saved(run: Run) -> list[Saved]:
+    """The complete checkpoints of a run that are its own: named as it names them, no links, and more than weights."""
+    return [
+        Saved(found.path, found.step, read_metrics(found.path), find_holds(found.path))
+        for found in run.checkpoints()
+        if found.path == run.checkpoint(found.step) and not found.path.is_symlink() and not is_weights_only(found.path)
+    ]
+
+
+def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
+    """The file that keeps what was measured at a step beside the checkpoint."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return json.dumps({**numbers, "step": step}, indent=1).encode()
+
+
+def read_metrics(checkpoint: Path) -> dict[str, float]:
+    """What was measured when a checkpoint was saved; nothing if it does not say. Raises `Corrupt`.
+
+    Of a checkpoint of transformers' Trainer, the losses and evaluations that it logged at that step.
+    """
+    for name, limit, understand in ((METRICS, _LIMIT, to_numbers), (_TRAINER_STATE, _STATE_LIMIT, logged_numbers)):
+        path = checkpoint / name
+        if not path.exists():
+            continue
+        try:
+            return understand(json.loads(read_small(path, limit)))
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+            raise Corrupt("not the metrics of a checkpoint", path=path, hint="remove the file") from error
+    return {}
+
+
+def to_numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a file of metrics."""
+    return {str(name): float(value) for name, value in found.items()}
+
+
+def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers that a Trainer logged at the step of its state, but for those of its speed."""
+    entries = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"]]
+    numbers = {
+        str(name): float(value)
+        for entry in entries
+        for name, value in entry.items()
+        if name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_SPEED))
+    }
+    return {**numbers, "step": float(state["global_step"])} if numbers else {}

@@ -1,0 +1,160 @@
+"""Architectures: a model's parameters, and the widths of what flows through it, from its config. Has no weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied, letter_sizes
+from ckptkit.errors import Unsupported
+from ckptkit.tensors.box import Shape
+
+_UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module of a list
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model before it has weights.
+
+    `parameters` are shapes by name, each once; `tied` are the further names that a state dict gives to some of them.
+    Widths are numbers per token: of the residual stream (`hidden`), the queries, the keys (as many as values), the
+    middle of the feed-forward half (`inner`), and of each norm in a block. `max_length` is of a sequence, 0 if unknown.
+    """
+
+    model_type: str
+    parameters: Mapping[str, Shape]
+    tied: Mapping[str, Shape]
+    layers: int
+    vocabulary: int
+    heads: int
+    hidden: int
+    query: int
+    key: int
+    inner: int
+    norms: tuple[int, ...]
+    max_length: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters in all."""
+        return sum(map(prod, self.parameters.values()))
+
+    @cached_property
+    def block(self) -> int:
+        """Parameters of the largest transformer block: a unit that FSDP gathers and frees."""
+        return max(self._blocks.values(), default=0)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Parameters of all transformer blocks."""
+        return sum(self._blocks.values())
+
+    @property
+    def root(self) -> int:
+        """Parameters of the root unit: all that is in no block, the embedding, the head and the last norm."""
+        return self.numel - self.blocks
+
+    @cached_property
+    def head(self) -> int:
+        """Parameters of the head, which is the largest matrix outside the blocks, or as large as it."""
+        return max((prod(shape) for name, shape in self.parameters.items() if not _UNIT.match(name)), default=0)
+
+    @cached_property
+    def _blocks(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for name, shape in self.parameters.items():
+            if found := _UNIT.match(name):
+                sizes[found[0]] = sizes.get(found[0], 0) + prod(shape)
+        return sizes
+
+
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a config.json describes.
+
+    Of a model type that `ckptkit.checkpoints.expected` does not know, transformers builds the model without memory.
+    Raises `Unsupported` where it cannot, and where the config lacks a size.
+    """
+    if is_known(config):
+        shapes = expected_shapes(config)
+        if shapes is None:
+            raise Unsupported(f"the config of this `{config['model_type']}` lacks a size, or gives no number for one")
+        tied = {HEAD: shapes.pop(HEAD)} if is_tied(config) else {}
+        return assemble(config, shapes, tied)
+    return build_architecture(config)
+
+
+def assemble(config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict[str, Shape]) -> Architecture:
+    """The architecture of these parameters, with the widths that a config gives by Llama's names."""
+    try:
+        sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
+        max_length = int(config.get("max_position_embeddings") or 0)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise Unsupported(f"the config of this `{config.get('model_type')}` lacks a size: {error!r}") from error
+    smallest = min(layers, *sizes.values())
+    if smallest < 1:
+        raise Unsupported(f"the config of this `{config.get('model_type')}` has a size of {smallest}")
+    return Architecture(
+        model_type=str(config["model_type"]),
+        parameters=parameters,
+        tied=tied,
+        layers=layers,
+        vocabulary=sizes["v"],
+        heads=int(config["num_attention_heads"]),
+        hidden=sizes["h"],
+        query=sizes["q"],
+        key=sizes["k"],
+        inner=sizes["i"],
+        norms=norm_widths(parameters, sizes),
+        max_length=max_length,
+    )
+
+
+def norm_widths(names: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The numbers per token that go through each norm of the first block; where none is called so, through two."""
+    widths = {"q_norm": sizes["q"], "k_norm": sizes["k"]}
+    modules = [name.split(".")[-2] for name in names if re.match(r".*?\.0\..*norm\.weight$", name)]
+    return tuple(widths.get(module, sizes["h"]) for module in modules) or (sizes["h"],) * 2
+
+
+def build_architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a model type that only transformers knows: its own classes, built on the meta device."""
+    model_type = config.get("model_type")
+    hint = "known without transformers are Llama and its like"
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        hint = "install transformers, which knows more of them: pip install 'ckptkit-fsdp[hf]'"
+        raise Unsupported(f"models of type `{model_type}` are not known here", hint=hint) from error
+    try:
+        known = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(known)
+    except Exception as error:  # transformers' own model code may raise anything
+        reason = f"transformers builds no language model of type `{model_type}`: {error}"
+        raise Unsupported(reason.splitlines()[0], hint=hint) from error
+    every = {name: tuple(each.shape) or (1,) for name, each in model.named_parameters(remove_duplicate=False)}
+    parameters = {name: every[name] for name, _ in model.named_parameters()}
+    tied = {name: shape for name, shape in every.items() if name not in parameters}
+    return assemble(llama_names(known.get_text_config()) | {"model_type": model_type}, parameters, tied)
+
+
+def llama_names(config: Any) -> dict[str, Any]:
+    """The sizes of a config of transformers by the names that Llama's has; of experts, those that one token meets."""
+    found = {
+        name: getattr(config, name, None)
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "vocab_size", "max_position_embeddings",
+        )
+    }  # fmt: skip
+    if found["intermediate_size"] is None:
+        found["intermediate_size"] = 4 * config.hidden_size  # what a config that leaves it open means, since GPT-2
+    experts = getattr(config, "num_experts_per_tok", None)
+    if experts:
+        found["intermediate_size"] = experts * getattr(config, "moe_intermediate_size", found["intermediate_size"])
+    return found

@@ -1,0 +1,177 @@
+"""Estimates: what training a model will need of each GPU and of the disk, from its config alone. Fetches no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.expected import is_known
+from ckptkit.errors import Corrupt, NotACheckpoint, Usage
+from ckptkit.estimate.architecture import Architecture, read_architecture
+from ckptkit.estimate.budget import STRATEGIES, Budget, Setup, make_budget
+from ckptkit.files.file import read_small
+from ckptkit.tensors.dtypes import DTYPES, parse_dtype
+
+_CONFIG = "config.json"
+_CONFIG_LIMIT = 1 << 24  # bytes; a config has a few thousand
+_USUAL_LENGTH = 4096
+_MOST_GPUS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """What training will need: a `Budget` per strategy, bytes of each kind of checkpoint, and what to know of them.
+
+    `gpu_memory` is what a GPU has, in bytes, if that was told.
+    """
+
+    model: Architecture
+    budgets: tuple[Budget, ...]
+    disk: Mapping[str, int]
+    gpu_memory: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def largest_unit(self) -> int:
+        """Bytes of the largest unit that is gathered at once, in the compute dtype."""
+        return max(self.model.block, self.model.root) * self.budgets[0].setup.param_dtype.itemsize
+
+    def fits(self, budget: Budget) -> bool | None:
+        """True if a GPU has the memory for it; None if that was not told."""
+        return None if self.gpu_memory is None else budget.peak <= self.gpu_memory
+
+    def fits_at(self, budget: Budget) -> int | None:
+        """The world size, doubled as often as it takes, at which the strategy fits; None if there is none."""
+        setup = budget.setup
+        while self.gpu_memory is not None and setup.world_size <= _MOST_GPUS:
+            if make_budget(self.model, setup).peak <= self.gpu_memory:
+                return setup.world_size
+            setup = replace(setup, world_size=2 * setup.world_size)
+        return None
+
+
+def estimate(
+    model: str | Path | Mapping[str, Any],
+    *,
+    world_size: int,
+    strategy: str | None = None,
+    replicas: int | None = None,
+    micro_batch_size: int = 1,
+    sequence_length: int | None = None,
+    param_dtype: str = "bfloat16",
+    master_dtype: str = "float32",
+    recompute_every: int = 1,
+    prefetch: int = 1,
+    cpu_offload: bool = False,
+    gpu_memory: int | None = None,
+) -> Estimated:
+    """Estimate the memory that training `model` needs on each of `world_size` GPUs, and the sizes of its checkpoints.
+
+    `model` is a parsed config.json, the path of one, a directory with one, or a Hub id. Without a `strategy` all are
+    estimated; `replicas` are the copies of the model under hybrid_shard (2). `sequence_length` is by default the
+    longest that the model takes, 4096 at most. The rest is as in `ckptkit.estimate.budget.Setup`; `gpu_memory` is
+    in bytes. Raises `Usage` for what does not go together, `Unsupported` for a model that cannot be counted.
+    """
+    config = model if isinstance(model, Mapping) else read_config(str(model))
+    architecture = read_architecture(config)
+    setup = Setup(
+        world_size=world_size,
+        sequence_length=choose_length(architecture, sequence_length),
+        micro_batch_size=micro_batch_size,
+        param_dtype=parse_dtype(param_dtype),
+        master_dtype=parse_dtype(master_dtype),
+        recompute_every=recompute_every,
+        prefetch=prefetch,
+        cpu_offload=cpu_offload,
+    )
+    setups = vary(setup, strategy, replicas)
+    return Estimated(
+        architecture,
+        tuple(make_budget(architecture, each) for each in setups),
+        disk_bytes(architecture, setup),
+        gpu_memory,
+        tuple(notes_on(config, architecture, setup)),
+    )
+
+
+def choose_length(model: Architecture, wanted: int | None) -> int:
+    """The sequence length that was asked for, if the model takes it; by default its longest, 4096 at most."""
+    if wanted is None:
+        return min(model.max_length or _USUAL_LENGTH, _USUAL_LENGTH)
+    if model.max_length and wanted > model.max_length:
+        raise Usage(f"sequence_length {wanted} is beyond the model's max_position_embeddings {model.max_length}")
+    return wanted
+
+
+def vary(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
+    """The setup under `strategy`, or under each; without hybrid_shard if it was not asked for and the ranks are odd."""
+    if replicas is not None and strategy not in {"hybrid_shard", None}:
+        raise Usage(f"{replicas} replicas under {strategy}", hint="use `--strategy hybrid_shard`")
+    asked = strategy is not None or replicas is not None
+    copies = 2 if replicas is None else replicas
+    names = [strategy] if strategy is not None else list(STRATEGIES)
+    if not asked and setup.world_size % copies:
+        names.remove("hybrid_shard")
+    return [replace(setup, strategy=name, replicas=copies) for name in names]
+
+
+def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
+    """Bytes of the tensors in each kind of checkpoint; headers and metadata add a few hundred a shard.
+
+    `model` and `model_and_optimizer` are the loop's own, in shards or one file: tied weights are saved under each of
+    their names, and AdamW's two moments with a count of steps. An export has each weight once.
+    """
+    weights = setup.master_dtype.itemsize * model.numel
+    stored = weights + setup.master_dtype.itemsize * sum(map(prod, model.tied.values()))
+    counts = DTYPES["float32"].itemsize * len(model.parameters)
+    return {
+        "model": stored,
+        "model_and_optimizer": stored + 2 * weights + counts,
+        "export_float32": DTYPES["float32"].itemsize * model.numel,
+        "export_bfloat16": DTYPES["bfloat16"].itemsize * model.numel,
+    }
+
+
+def notes_on(config: Mapping[str, Any], model: Architecture, setup: Setup) -> Iterator[str]:
+    """What to know of an estimate."""
+    if setup.master_dtype.name == "bfloat16":
+        yield (
+            "weights stored in bfloat16 lose small updates: at a learning rate of 2e-5 AdamW does not move a weight "
+            "of 0.05 at all; store them in float32"
+        )
+    if not is_known(config):
+        yield f"activations of `{model.model_type}` are counted as if its blocks were Llama's of the same sizes"
+    yield "not counted: the CUDA context, NCCL's buffers, and what the allocator cannot use for being in pieces"
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The config of `model`: a config.json, a directory with one, or a Hub id, of which only this file is fetched."""
+    path = find_config(model)
+    try:
+        config = json.loads(read_small(path.resolve(), _CONFIG_LIMIT))  # the Hub's cache is made of links
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not valid JSON ({error})", path=path) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise NotACheckpoint("not the config of a model: it has no `model_type`", path=path)
+    return config
+
+
+def find_config(model: str) -> Path:
+    """Where the config.json of `model` is; from the Hub, or what was fetched before, if `model` is nothing here."""
+    path = Path(model)
+    if path.is_dir() and not (path / _CONFIG).is_file():
+        raise NotACheckpoint("no config.json in this directory", path=path)
+    if path.exists():
+        return path / _CONFIG if path.is_dir() else path
+    if model.startswith((".", "/")) or model.count("/") != 1 or model.endswith(".json"):
+        raise Usage(f"`{model}` is no config.json, no directory with one, and no Hub id like `org/model`")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, _CONFIG))
+    except Exception as error:  # the hub raises its own, its HTTP client's and the system's
+        raise Usage(f"the Hub gave no config of `{model}`: {error}", hint="check the id, or give a file") from error

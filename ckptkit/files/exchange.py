@@ -1,0 +1,69 @@
+"""Exchanges: what was made takes the place of what was there, in one step where the system can."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+from ckptkit.errors import Occupied
+from ckptkit.files.hidden import aside_path
+from ckptkit.files.system import NOT_HERE, again, warn_of_loss
+
+_RENAME_EXCHANGE = 2  # <linux/fs.h>
+_AT_FDCWD = -100
+
+
+def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
+    """Rename file `path` to `dst`."""
+    if overwrite:
+        again(os.replace, path, dst)
+        return
+    try:
+        again(os.link, path, dst)
+    except FileExistsError as error:
+        raise Occupied("the destination came into being meanwhile", path=dst) from error
+
+
+def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
+    """Rename directory `path` to `dst`. If something was there before, it is at `path` now."""
+    if not overwrite or not dst.exists() or not any(dst.iterdir()):
+        try:
+            again(os.rename, path, dst)  # replaces nothing but an empty directory
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise Occupied("the destination came into being meanwhile", path=dst) from error
+    elif not swap(path, dst):
+        swap_in_steps(path, dst)
+
+
+def swap(a: Path, b: Path) -> bool:
+    """Swap two directories in one step; False where the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    while libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        if code in NOT_HERE:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), str(b))
+    return True
+
+
+def swap_in_steps(path: Path, dst: Path) -> None:
+    """Swap directory `path` and the destination in three steps, between which there is no destination.
+
+    After an error it is there again; where the process dies, the next run puts it back.
+    """
+    warn_of_loss(dst, "directories cannot be swapped in one step here: for a moment there is none")
+    aside = aside_path(dst)
+    again(os.rename, dst, aside)
+    try:
+        again(os.rename, path, dst)
+    except OSError:
+        again(os.rename, aside, dst)
+        raise
+    again(os.rename, aside, path)

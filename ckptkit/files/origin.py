@@ -1,0 +1,38 @@
+"""Origins: whether what is being read still is what it was when reading began. Reads nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ckptkit.errors import IOFailure, translate_os_errors
+from ckptkit.files.path import RemotePath
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A checkpoint that is being read, as it was known at the beginning: its path, device and inode."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """What is at `path` now; perhaps nothing."""
+        with translate_os_errors(path):
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                return cls(path, 0, 0)
+        return cls(path, found.st_dev, found.st_ino)
+
+    def check(self) -> None:
+        """Raise `IOFailure` if something else is there by now: what was read may be a mixture of the two."""
+        hint = "run the same command again"
+        if isinstance(self.path, RemotePath):
+            if changed := self.path.find_change():
+                raise IOFailure("this was replaced while the checkpoint was being read", path=changed, hint=hint)
+        elif Origin.of(self.path) != self:
+            raise IOFailure("the checkpoint was replaced while it was being read", path=self.path, hint=hint)

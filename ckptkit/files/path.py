@@ -1,0 +1,212 @@
+"""Remote: what a user names as a source, as a path; of a local file or directory, or of one behind a URL.
+
+A remote path is a path like any other as long as it is looked at, listed and put together. What needs a local one,
+such as `open`, refuses it: nothing local is ever read in its place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path, PosixPath
+from typing import NoReturn, Self, TypeVar
+from urllib.parse import quote, unquote
+
+from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
+from ckptkit.files.stores import Entry, Known, open_store, reaching
+
+T = TypeVar("T")
+U = TypeVar("U")
+REMOTE_JOBS = 16  # threads: they wait most of the time
+
+_URL = re.compile(r"(?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[^/\s]+)?", re.ASCII)
+_SPECIAL_REVISION = re.compile(r"@(refs/[^/]+/[^/]+)")
+_KINDS = ("datasets", "spaces")  # on the Hub, apart from models
+
+
+class RemotePath(PosixPath):
+    """A file or directory behind a URL, whose scheme is the first part of the path.
+
+    What is there is asked once and known from then on.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        scheme, colon, rest = text.partition(":/")
+        return f"{scheme}://{rest}" if colon else f"{text}//" if text.endswith(":") else text
+
+    def __fspath__(self) -> NoReturn:
+        raise Unsupported("this is remote, and only a local file or directory will do here", path=self)
+
+    @property
+    def parent(self) -> Self:
+        """The directory that this is in. A bucket or repository is in none, and is its own parent."""
+        return self if len(self.parts) <= self._depth else super().parent
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
+        """True for a directory, or what goes for one where there are only keys with slashes."""
+        entry = self.entry()
+        return entry is not None and entry.is_dir
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
+        """True for a file."""
+        entry = self.entry()
+        return entry is not None and not entry.is_dir
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
+        """True if anything is there."""
+        return self.entry() is not None
+
+    def is_symlink(self) -> bool:
+        """False: a store follows its links, if it has any."""
+        return False
+
+    def absolute(self) -> Self:
+        """The path itself."""
+        return self
+
+    def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002
+        """The path itself."""
+        return self
+
+    def iterdir(self) -> Generator[Self, None, None]:
+        """What is in the directory."""
+        store, key = self._place
+        with reaching(self, store.store):
+            names = list(store.entries(key))
+        yield from (self / name for name in names)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002
+        """Kind, size and time of change. In place of the inode, a number that changes with the content."""
+        from hashlib import blake2b
+
+        entry = self.entry()
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        mode = stat.S_IFDIR | 0o555 if entry.is_dir else stat.S_IFREG | 0o444
+        inode = int.from_bytes(blake2b(entry.tag.encode(), digest_size=8).digest())
+        when = int(entry.changed)
+        times = {f"st_{kind}time{unit}": when * scale for kind in "amc" for unit, scale in (("", 1), ("_ns", 10**9))}
+        return os.stat_result((mode, inode, 0, 1, 0, 0, entry.size, when, when, when), times)
+
+    def lstat(self) -> os.stat_result:
+        """The same as `stat`."""
+        return self.stat()
+
+    def entry(self) -> Entry | None:
+        """What the store tells of it, None if there is nothing."""
+        store, key = self._place
+        with reaching(self, store.store):
+            return store.find(key)
+
+    def find_change(self) -> RemotePath | None:
+        """Ask the store anew: something here that is not what it was, or None."""
+        store, key = self._place
+        with reaching(self, store.store):
+            changed = store.find_change(key)
+        return None if changed is None else RemotePath(*self.parts[: self._depth], changed)
+
+    @property
+    def store(self) -> Known:
+        """The store that it lies in."""
+        return self._place[0]
+
+    @property
+    def key(self) -> str:
+        """Where in its store it lies."""
+        return self._place[1]
+
+    @property
+    def _place(self) -> tuple[Known, str]:
+        if not self.parts or not self.parts[0].endswith(":"):
+            raise Unsafe("the path leaves its store", path=Path(*self.parts))
+        depth = self._depth
+        try:
+            store = open_store(str(RemotePath(*self.parts[:depth])))
+        except CkptError as error:
+            raise error.blame(path=self) from error.__cause__
+        return store, "/".join(self.parts[depth:])
+
+    @property
+    def _depth(self) -> int:
+        """How many parts name the store: the scheme, and a bucket, host or repository."""
+        if self.parts[:1] == ("memory:",):
+            return 1
+        if self.parts[:1] == ("hf:",):
+            return 4 if self.parts[1:2] and self.parts[1] in _KINDS else 3
+        return 2
+
+
+def to_path(place: str | Path) -> Path:
+    """The path that a user means by `place`: a local one, a URL, or the id of a model on the Hub.
+
+    Something like `org/name` is an id if there is neither such a path here nor a directory `org`.
+    """
+    if isinstance(place, Path):
+        return place
+    if _URL.match(place):
+        return parse_url(place)
+    path = Path(place)
+    if _HUB_ID.fullmatch(place) and not os.path.lexists(path) and not os.path.lexists(path.parent):
+        return RemotePath(f"hf://{place}")
+    return path
+
+
+def list_ahead(paths: Iterable[Path], *, depth: int = 2) -> None:
+    """Ask what is in those of the directories that are remote, and below, many at a time: from then on it is known.
+
+    What cannot be listed says so to whoever needs it.
+    """
+    waiting = [path for path in paths if isinstance(path, RemotePath)]
+    if not waiting:
+        return
+
+    def folders_in(path: RemotePath) -> list[RemotePath]:
+        with suppress(OSError):
+            return [child for child in path.iterdir() if child.is_dir()]
+        return []
+
+    for _ in range(depth):
+        waiting = list(chain.from_iterable(at_once(folders_in, waiting)))
+
+
+def at_once(ask: Callable[[T], U], things: Iterable[T]) -> list[U]:
+    """What `ask` gives for each of the things, in order; many are asked about at the same time."""
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, and few need it
+
+    with ThreadPoolExecutor(REMOTE_JOBS) as pool:
+        return list(pool.map(ask, things))
+
+
+def parse_url(url: str) -> Path:
+    """The path that a URL means; that of a local file is a local path. Raises `Usage` for one that means nothing."""
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if scheme in ("file", "local"):
+        return Path(unquote(rest))
+    if scheme == "hf":
+        rest = _SPECIAL_REVISION.sub(lambda found: "@" + quote(found[1], safe=""), rest)
+    parts = rest.rstrip("/").split("/")
+    if scheme == "memory":
+        parts = [part for part in parts if part]
+    path = RemotePath(f"{scheme}:", *parts)
+    if "://" in rest or not {"", ".", ".."}.isdisjoint(parts) or len(path.parts) < path._depth:
+        hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"
+        raise Usage(f"`{url}` is no place of a checkpoint", hint=hint)
+    return path
+
+
+def to_local(place: str | Path) -> Path:
+    """The local path that a user means by `place`, where something is to be written. Raises `Usage` for a URL."""
+    if isinstance(place, RemotePath) or (isinstance(place, str) and _URL.match(place)):
+        hint = "write to a local directory; `ckptkit push` takes it to the Hub"
+        raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
+    return Path(place)

@@ -1,0 +1,150 @@
+"""Stores: where remote checkpoints lie, each a tree of entries and their bytes. Knows neither formats nor checkpoints.
+
+What a store was once asked is kept for the process, so that all who look see one state of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, TypeVar, cast
+
+from ckptkit.errors import CkptError, IOFailure
+
+T = TypeVar("T")
+Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
+
+# the scheme of a URL, and the class for its store, imported when first needed; fsspec knows all others
+STORES = {"hf": "ckptkit.files.stores.hub:Repository"}
+OTHERS = "ckptkit.files.stores.generic:FileSystem"
+_PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file or directory of a store. Of a file its bytes, when it was changed (seconds since 1970, 0 if nobody tells).
+
+    Whatever changes with the content of a file, such as an ETag, is its `tag`.
+    """
+
+    name: str
+    is_dir: bool
+    size: int = 0
+    changed: float = 0.0
+    tag: str = ""
+
+
+class Store(Protocol):
+    """Something that holds files. A `key` is a path in it, with slashes; the root's is empty.
+
+    Each method may raise `FileNotFoundError`, `PermissionError` or an error of a library's own. `hint` says what to
+    look at when it does not answer.
+    """
+
+    hint: str
+
+    def find(self, key: str) -> Entry | None:
+        """What is at `key`, or None."""
+
+    def entries(self, key: str) -> list[Entry]:
+        """What is in the directory at `key`."""
+
+    def open(self, key: str, entry: Entry) -> Read:
+        """A way to read from the file at `key`, for one thread, as long as it is what `entry` says."""
+
+    def forget(self) -> None:
+        """Ask again from now on, whatever was asked before."""
+
+
+@dataclass(slots=True)
+class Known:
+    """A store and what it has been asked for: entries by key, and listings by key of their directory."""
+
+    store: Store
+    found: dict[str, Entry | None] = field(default_factory=dict)
+    listed: dict[str, dict[str, Entry]] = field(default_factory=dict)
+
+    def find(self, key: str) -> Entry | None:
+        """What is at `key`, or None."""
+        folder, _, name = key.rpartition("/")
+        if key and folder in self.listed:
+            return self.listed[folder].get(name)
+        if key not in self.found:
+            self.found[key] = None if self._rules_out(folder) else self.store.find(key)
+        return self.found[key]
+
+    def entries(self, key: str) -> dict[str, Entry]:
+        """What is in the directory at `key`, by name. Raises `FileNotFoundError` or `NotADirectoryError`."""
+        if key not in self.listed:
+            entry = self.find(key)
+            if entry is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            if not entry.is_dir:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            self.listed[key] = {found.name: found for found in self.store.entries(key)}
+        return self.listed[key]
+
+    def find_change(self, key: str) -> str | None:
+        """The key of something at or below `key` that is not what it was when it was first asked for, or None."""
+        self.store.forget()
+        fresh = Known(self.store)
+        below = f"{key}/" if key else ""
+        for folder, before in self.listed.items():
+            if folder == key or folder.startswith(below):
+                after = fresh.entries(folder) if fresh.find(folder) else {}
+                changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+                if changed:
+                    return f"{folder}/{changed[0]}".lstrip("/")
+        seen = self.found.get(key)
+        return key if seen is not None and fresh.find(key) != seen else None
+
+    def _rules_out(self, folder: str) -> bool:
+        """True if there is no such directory, as far as can be told without asking."""
+        above, _, name = folder.rpartition("/")
+        if folder and above in self.listed:
+            entry = self.listed[above].get(name)
+            return entry is None or not entry.is_dir
+        return bool(folder) and self._rules_out(above)
+
+
+@cache
+def open_store(url: str) -> Known:
+    """The store whose root is `url`, the same for all who ask. Raises `Usage` if nothing here knows such URLs."""
+    scheme = url.partition("://")[0]
+    module, _, attribute = STORES.get(scheme, OTHERS).partition(":")
+    return Known(cast(Store, getattr(import_module(module), attribute)(url)))
+
+
+@contextmanager
+def reaching(path: Path, store: Store) -> Iterator[None]:
+    """Turn whatever a store or its library raises inside the block into an `IOFailure` that names `path`.
+
+    That nothing is there is no failure.
+    """
+    try:
+        yield
+    except CkptError as error:
+        raise error.blame(path=path) from error.__cause__
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # every library has its own, and those of what it is built on
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        what = "access denied" if isinstance(error, PermissionError) else "the store does not answer"
+        raise IOFailure(f"{what}: {reason}", path=path, hint=store.hint) from error
+
+
+def patiently(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
+    """What `request` gives, which is made again, after a pause, a few times when the connection is `dropped`."""
+    for pause in _PAUSES:
+        try:
+            return request()
+        except dropped:
+            time.sleep(pause)
+    return request()

@@ -1,0 +1,119 @@
+"""Stores of every kind that fsspec knows: S3, Google Cloud, Azure, HTTP, SFTP, and so on. Keeps no bytes.
+
+Credentials, endpoints and retries are those of fsspec and of the library behind it, from the environment and from their
+own files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from ckptkit.errors import IOFailure, Usage
+from ckptkit.files.stores import Entry, Read, patiently
+
+_EXTRAS = {"s3": "ckptkit-fsdp[s3]", "s3a": "ckptkit-fsdp[s3]"}
+_HINTS = {
+    "s3": "s3fs takes AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for other than AWS",
+}
+_TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "generation", "checksum", "sha256", "oid")
+_TIMES = ("LastModified", "mtime", "updated", "last_modified", "created", "modified")
+_ONE_BY_ONE = threading.Lock()  # of libraries that are not asynchronous few are safe in threads
+
+
+class FileSystem:
+    """A tree of files as fsspec has it; `url` is its root."""
+
+    def __init__(self, url: str) -> None:
+        scheme = url.partition("://")[0].rpartition("::")[2]
+        self.hint = _HINTS.get(scheme, f"whatever `{scheme}://` needs is set up as fsspec documents it")
+        try:
+            import fsspec
+
+            self._files, base = fsspec.url_to_fs(url)
+        except ImportError as error:
+            package = _EXTRAS.get(scheme)
+            hint = f"pip install '{package}'" if package else str(error)
+            raise Usage(f"reading `{scheme}://` takes a package that is not installed", hint=hint) from error
+        except (TypeError, ValueError) as error:
+            raise Usage(f"{error}", hint="known are hf://, s3:// and whatever fsspec knows") from error
+        self._base = base.rstrip("/")
+
+    def find(self, key: str) -> Entry | None:
+        """What is at `key`, or None. The root is a directory if it can be listed, whatever else one may ask of it."""
+        try:
+            if key:
+                return entry_of(self._files.info(self._path(key)))
+            self._list(key)
+        except FileNotFoundError:
+            return None
+        return Entry("", is_dir=True)
+
+    def entries(self, key: str) -> list[Entry]:
+        """What is in the directory at `key`, but for the empty objects that some tools put there in its place."""
+        place = self._path(key).strip("/")
+        return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != place]
+
+    def open(self, key: str, entry: Entry) -> Read:
+        """A way to read from the file at `key`. S3 is asked for the object as it was listed, by its ETag."""
+        path = self._path(key)
+        if not self._files.async_impl:
+            return lambda start, stop: self._read_alone(path, start, stop)
+        file = self._files.open(path, "rb", cache_type="none")
+        if entry_of(file.details) != entry:
+            raise IOFailure("the file was replaced while it was being read", hint="run the same command again")
+
+        def read(start: int, stop: int) -> bytes:
+            file.seek(start)
+            data: bytes = file.read(stop - start)
+            return data
+
+        return lambda start, stop: patiently(lambda: read(start, stop), dropped_connections())
+
+    def forget(self) -> None:
+        """Drop the listings that fsspec has."""
+        self._files.invalidate_cache()
+
+    def _path(self, key: str) -> str:
+        return f"{self._base}/{key}" if key else self._base
+
+    def _list(self, key: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._files.ls(self._path(key), detail=True)
+        return found
+
+    def _read_alone(self, path: str, start: int, stop: int) -> bytes:
+        with _ONE_BY_ONE:
+            data: bytes = self._files.cat_file(path, start=start, end=stop)
+        return data
+
+
+def entry_of(info: Mapping[str, Any]) -> Entry:
+    """An entry as fsspec describes it. The tag is what the store itself has for the content, or else the time."""
+    times = [info[name] for name in _TIMES if info.get(name)]
+    changed = seconds(times[0]) if times else 0.0
+    tags = [str(info[name]).strip('"') for name in _TAGS if info.get(name)]
+    name = info["name"].rstrip("/").rpartition("/")[2]
+    if info["type"] == "directory":
+        return Entry(name, is_dir=True)
+    return Entry(name, False, int(info["size"] or 0), changed, tags[0] if tags else str(changed or ""))
+
+
+def seconds(time: Any) -> float:
+    """A time in seconds since 1970, whichever way a library gives it; whole, for a store may tell it in two ways."""
+    if isinstance(time, str):
+        try:
+            time = datetime.fromisoformat(time)
+        except ValueError:
+            return 0.0
+    return float(int(time.timestamp() if isinstance(time, datetime) else time))
+
+
+def dropped_connections() -> tuple[type[Exception], ...]:
+    """What says that a connection was lost where the library does not try again by itself."""
+    try:
+        from aiohttp import ClientConnectionError, ClientPayloadError
+    except ImportError:
+        return (ConnectionError, TimeoutError)
+    return (ConnectionError, TimeoutError, ClientConnectionError, ClientPayloadError)

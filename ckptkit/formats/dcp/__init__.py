@@ -1,0 +1,1 @@
+"""Hold DCP, the directories of torch.distributed.checkpoint."""

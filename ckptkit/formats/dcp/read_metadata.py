@@ -1,0 +1,201 @@
+"""Metadata: the pickled `Metadata` of a DCP checkpoint, read into a layout. Opens no other file.
+
+Source: torch/distributed/checkpoint/metadata.py. It says which chunk of which tensor lies in which range of which file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.files.file import check_name, read_small, recognise
+from ckptkit.formats.torchfile import inert_pickle
+from ckptkit.formats.torchfile.inert_pickle import Global, Record
+from ckptkit.formats.torchfile.read_archive import as_shape
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+ENVELOPE = "torch.save"
+_METADATA_LIMIT = 1 << 34
+
+_THERE = "torch.distributed.checkpoint"
+_NAMES = frozenset(
+    [
+        *(
+            (f"{package}.metadata", name)
+            for package in (_THERE, "torch.distributed._shard.checkpoint")
+            for name in (
+                "Metadata",
+                "MetadataIndex",
+                "TensorStorageMetadata",
+                "TensorProperties",
+                "ChunkStorageMetadata",
+                "BytesStorageMetadata",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        (f"{_THERE}.filesystem", "_StorageInfo"),
+        ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+        # Megatron-LM leaves its save plans in the metadata
+        *(
+            (f"{_THERE}.planner", name)
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        ),
+        (f"{_THERE}.filesystem", "_StoragePrefix"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+        *(("torch", name) for name in (*DTYPES, "Size", "strided")),
+        ("torch.serialization", "_get_layout"),
+        *(
+            (module, name)
+            for module in ("pathlib", "pathlib._local")
+            for name in ("PosixPath", "PurePosixPath", "WindowsPath")
+        ),
+        ("collections", "OrderedDict"),
+        ("builtins", "getattr"),  # Python 3.11.2 pickles enum members by it; here it is a name like any other
+        ("__builtin__", "getattr"),
+    ]
+)
+
+
+def read_metadata(path: Path) -> Record:
+    """The pickled `Metadata` object in file `path`, as a record."""
+    data = read_small(path, _METADATA_LIMIT)
+    try:
+        value, _ = inert_pickle.load(data, _NAMES)
+    except CkptError as error:
+        error.hint = error.hint or recognise(data[:512])
+        raise error.blame(path=path) from None
+    if not isinstance(value, Record) or not has_fields(value):
+        raise Corrupt("the pickle holds no DCP metadata", path=path, hint=recognise(data[:512]))
+    return value
+
+
+def has_fields(metadata: Record) -> bool:
+    """True if the record has the fields that torch has always written."""
+    has_planner_data = isinstance(metadata.state, dict) and "planner_data" in metadata.state
+    return has_planner_data and isinstance(metadata.get("state_dict_metadata"), dict)
+
+
+Places = Mapping[tuple[str, Shape | None], Mapping[str, Any]]
+
+
+class Reading:
+    """Gathers one layout from one or more `Metadata` records; the chunks still in their envelopes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files_seen = 0
+        self.specs: dict[str, Spec] = {}
+        self.chunks: dict[str, dict[tuple[Shape, Shape], Chunk]] = {}
+        self.blobs: dict[str, Blob] = {}
+        self.keys: dict[str, KeyPath] = {}
+
+    def add(self, metadata: Record, file: Path) -> None:
+        """Add what one record, read from `file`, describes."""
+        self.files_seen += 1
+        places = self._places(metadata, file)
+        for name, entry in metadata.get("state_dict_metadata").items():
+            if type(name) is not str:
+                raise Corrupt(f"a key of the state dict is no string but {type(name).__name__}", path=file)
+            try:
+                self._add_entry(name, entry, places)
+            except CkptError as error:
+                raise error.blame(path=file, tensor=name) from None
+            except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+                raise Corrupt("the metadata of this entry makes no sense", path=file, tensor=name) from error
+        self.keys.update(key_paths(metadata, file))
+
+    def _places(self, metadata: Record, file: Path) -> Places:
+        """Where each entry lies: `storage_data`, keyed by name and chunk offset (None for byte entries)."""
+        try:
+            return {
+                (as_name(index.state["fqn"]), as_offset(index.state.get("offset"))): info.state
+                for index, info in metadata.get("storage_data").items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Corrupt("`storage_data` makes no sense", path=file) from error
+
+    def _add_entry(self, name: str, entry: Record, places: Places) -> None:
+        kind = entry.of.name if isinstance(entry.of, Global) else ""
+        if kind == "BytesStorageMetadata":
+            path, offset, length, wrapper = self._place(places.get((name, None)))
+            transform = None if wrapper == ENVELOPE else wrapper
+            self.blobs.setdefault(name, Blob(path, offset, length, wrapper=transform))
+            return
+        if kind != "TensorStorageMetadata":
+            raise Unsupported(f"an entry of kind `{kind}`")
+        spec = Spec(as_dtype(entry.get("properties")), as_shape(entry.get("size")))
+        known = self.specs.setdefault(name, spec)
+        if known != spec:
+            raise Corrupt(f"the ranks disagree: one has {known}, another {spec}")
+        chunks = self.chunks.setdefault(name, {})
+        for part in entry.get("chunks"):
+            box = Box(as_shape(part.state["offsets"]), as_shape(part.state["sizes"]))
+            path, offset, length, wrapper = self._place(places.get((name, box.start)))
+            chunk = Chunk(box, path, offset, length, spec.dtype, wrapper=wrapper)
+            chunks.setdefault((box.start, box.size), chunk)  # a replica: one copy is enough
+
+    def _place(self, info: Mapping[str, Any] | None) -> tuple[str, int, int, str]:
+        """File name, offset, length and kind of envelope of one item."""
+        if info is None:
+            raise Corrupt("the metadata does not say where this entry lies")
+        path, offset, length = as_name(info["relative_path"]), info["offset"], info["length"]
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+            raise Corrupt("the metadata gives an impossible offset or length")
+        check_name(path, self.root)
+        transforms = info.get("transform_descriptors")
+        return path, offset, length, "+".join(map(as_name, transforms)) if transforms else ENVELOPE
+
+    def layout(self, name: str) -> Layout:
+        """What was gathered, as a layout of the format `name`."""
+        tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
+        return Layout(self.root, name, tensors, self.blobs, self.keys)
+
+
+def as_name(value: Any) -> str:
+    """A string, or `TypeError`: what a pickle holds instead may cost the world to hash or to print."""
+    if type(value) is not str:
+        raise TypeError("name")
+    return value
+
+
+def as_offset(value: Any) -> Shape | None:
+    """A chunk's offset; byte entries have none."""
+    return None if value is None else as_shape(value)
+
+
+def as_dtype(properties: Record) -> DType:
+    """The dtype in a `TensorProperties`, whose state is `(dtype, layout, requires_grad, memory format, pinned)`."""
+    named = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
+    dtype = DTYPES.get(named.name)
+    if dtype is None:
+        raise Unsupported(f"dtype `{named.name}`")
+    return dtype
+
+
+def key_paths(metadata: Record, file: Path) -> dict[str, KeyPath]:
+    """`planner_data`: for each flattened name its way through the nested dict. Absent if nothing was flattened.
+
+    The names are these ways joined by dots, so each is there twice, and a damaged one shows.
+    """
+    recorded = metadata.get("planner_data")
+    if not isinstance(recorded, dict) or not recorded:
+        return {}
+    for name, steps in recorded.items():
+        is_path = isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps)
+        if type(name) is not str or not is_path:
+            raise Corrupt("`planner_data` has a key path that is no tuple of names and positions", path=file)
+        if ".".join(map(str, steps)) != name:
+            raise Corrupt(f"the recorded key path is {list(steps)}, which is another name", path=file, tensor=name)
+    names = metadata.get("state_dict_metadata")
+    if recorded.keys() != names.keys():
+        name = next(iter(recorded.keys() ^ names.keys()))
+        raise Corrupt("`planner_data` and `state_dict_metadata` do not name the same entries", path=file, tensor=name)
+    return recorded

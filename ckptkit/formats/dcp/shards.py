@@ -1,0 +1,120 @@
+"""Shards: a checkpoint dealt out to ranks as FSDP2 shards a model, item by item and file by file. Writes none of it.
+
+Source: torch.chunk, by which FSDP2 cuts dim 0, and torch/distributed/checkpoint/filesystem.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.torchfile.write_archive import Envelope, describe_tensor, make_envelope
+from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.layout import Blob, Layout, Part, Spec, StoredTensor
+from ckptkit.tensors.box import Box, Shape, whole
+
+_ONLY = "0"  # the key of the one storage of an item
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An entry of one rank's file: `nbytes` from `offset`. Of a tensor, the box; of a blob, None.
+
+    `envelope` has what is known of its bytes; it is None for a blob that is copied as it is.
+    """
+
+    name: str
+    box: Box | None
+    offset: int
+    nbytes: int
+    envelope: Envelope | None
+
+
+def deal(wanted: Layout, ranks: int) -> list[list[Item]]:
+    """The items of each rank's file, in the order in which they lie there: the blobs, as torch does it, then tensors.
+
+    What no rank shards (blobs, scalars, and tensors that lie in one chunk where others are sharded) goes to rank 0.
+    """
+    files: list[list[Item]] = [[] for _ in range(ranks)]
+    for name, blob in wanted.blobs.items():
+        append(files[0], name, None, blob.length, wrap_blob(name, blob))
+    is_sharded = any(len(tensor.chunks) > 1 for tensor in wanted.tensors.values())
+    for name, tensor in wanted.tensors.items():
+        stays = is_sharded and len(tensor.chunks) == 1
+        boxes = [(0, whole(tensor.spec.shape))] if stays else cut_rows(tensor.spec.shape, ranks)
+        for rank, box in boxes:
+            envelope = wrap_chunk(name, tensor, box)
+            append(files[rank], name, box, envelope.nbytes, envelope)
+    return files
+
+
+def append(file: list[Item], name: str, box: Box | None, nbytes: int, envelope: Envelope | None) -> None:
+    """Add an item at the end of a file."""
+    offset = file[-1].offset + file[-1].nbytes if file else 0
+    file.append(Item(name, box, offset, nbytes if envelope is None else envelope.nbytes, envelope))
+
+
+def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
+    """Rank and box of each shard along dim 0: equal numbers of rows, fewer in the last, and one empty box past the end.
+
+    torch lets every rank past the end record the same empty chunk, of which one remains.
+    """
+    if not shape:
+        return [(0, whole(shape))]
+    rows = -(-shape[0] // ranks)
+    shards = []
+    for rank in range(ranks):
+        start = min(rank * rows, shape[0])
+        box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
+        shards.append((rank, box))
+        if not box.size[0]:
+            break
+    return shards
+
+
+def wrap_blob(name: str, blob: Blob) -> Envelope | None:
+    """The archive of a blob that is only a value so far. Raises `Unsupported` for one that is transformed."""
+    if blob.wrapper is not None:
+        hint = "save it again without `_extensions`, or leave it out with --exclude"
+        raise Unsupported(f"stored through the transform `{blob.wrapper}`", tensor=name, hint=hint)
+    return None if blob.content is None else make_envelope(blob.content, {})
+
+
+def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> Envelope:
+    """The archive around the bytes of a tensor's box."""
+    try:
+        return wrap(Spec(tensor.spec.dtype, box.size))
+    except CkptError as error:
+        raise error.blame(tensor=name) from None
+
+
+@lru_cache(maxsize=4096)
+def wrap(spec: Spec) -> Envelope:
+    """The archive around a tensor; the same for all of one shape and dtype."""
+    return make_envelope(dump(describe_tensor(spec, _ONLY)), {_ONLY: spec.nbytes})
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The bytes of a file that are known before its data comes, made when they are asked for."""
+
+    items: list[Item]
+
+    def __iter__(self) -> Iterator[Part]:
+        for item in self.items:
+            for offset, content in item.envelope.parts if item.envelope else ():
+                yield item.offset + offset, content
+
+
+def end_of(items: list[Item]) -> int:
+    """The size of a file in bytes."""
+    return items[-1].offset + items[-1].nbytes if items else 0
+
+
+def seal(spec: Spec, offset: int, checksum: int) -> Iterable[Part]:
+    """Where in its file the CRC-32 of the data of a chunk belongs, which lies at `offset`."""
+    envelope = wrap(spec)
+    start = offset - envelope.holes[_ONLY].offset
+    return [(start + at, content) for at, content in envelope.seal(_ONLY, checksum)]

@@ -1,0 +1,138 @@
+"""Recording: the `.metadata` of a DCP checkpoint to be written, which says where each of its items lies.
+
+Source: torch/distributed/checkpoint/metadata.py. The pickle has only what torch has read since 2.0. A checkpoint may
+have a million chunks, so whatever recurs is pickled once and then recalled, and none of them is an object on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+
+from ckptkit.formats.dcp.shards import Item
+from ckptkit.formats.torchfile.inert_pickle import Global, Record
+from ckptkit.formats.torchfile.write_pickle import Pickler
+from ckptkit.layout import Layout, Spec
+from ckptkit.tensors.dtypes import DType
+
+_THERE = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    name: Global(_THERE, name)
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "BytesStorageMetadata",
+    )
+} | {"_StorageInfo": Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+_FIELDS = {
+    "Metadata": ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    "MetadataIndex": ("fqn", "index", "offset"),
+    "TensorStorageMetadata": ("properties", "size", "chunks"),
+    "ChunkStorageMetadata": ("offsets", "sizes"),
+    "_StorageInfo": ("relative_path", "offset", "length"),
+}
+_SIZE = Global("torch", "Size")
+_STRIDED = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+_CONTIGUOUS = Record(Global(_THERE, "_MEM_FORMAT_ENCODING"), (0,))
+_VERSION = "1.0.0"
+
+Placed = tuple[str, Item]  # an item, and the name of its file
+
+
+def record(wanted: Layout, files: Mapping[str, list[Item]]) -> bytes:
+    """The pickled `Metadata` of a checkpoint whose files, by name, have these items."""
+    placed: dict[str, list[Placed]] = {name: [] for name in (*wanted.tensors, *wanted.blobs)}
+    for file, items in files.items():
+        for item in items:
+            placed[item.name].append((file, item))
+    return _Recording(wanted, files).write(placed)
+
+
+class _Recording:
+    """Writes the pickle: first every string and global that occurs in it, then, by recalling them, the object."""
+
+    def __init__(self, wanted: Layout, files: Iterable[str]) -> None:
+        self.wanted = wanted
+        self.pickler = Pickler(by_identity=False)
+        keys = {step: None for name in (*wanted.tensors, *wanted.blobs) for step in (name, *wanted.key(name))}
+        fields = {field: None for fields in _FIELDS.values() for field in fields}
+        texts = (text for text in (_VERSION, *fields, *keys, *files) if isinstance(text, str))
+        self.text = {text: self.pickler.declare(text) for text in texts}
+        self.new = {name: self.pickler.declare(of) + b")\x81" for name, of in _CLASSES.items()}
+        self.pickler.declare(_SIZE)
+        dtypes = {tensor.spec.dtype: None for tensor in wanted.tensors.values()}
+        self.properties = {dtype: self.describe(dtype) for dtype in dtypes}
+        self.size = cache(lambda shape: self.pickler.piece(Record(_SIZE, (shape,))))
+
+    def describe(self, dtype: DType) -> bytes:
+        """The `TensorProperties` of a plain tensor; their state is a tuple."""
+        for value in (Global("torch", dtype.name), _STRIDED, _CONTIGUOUS):
+            self.pickler.declare(value)
+        state = (Global("torch", dtype.name), _STRIDED, False, _CONTIGUOUS, False)
+        return self.new["TensorProperties"] + self.pickler.piece(state) + b"b"
+
+    def write(self, placed: dict[str, list[Placed]]) -> bytes:
+        """Write the object; the whole pickle."""
+        keys = {name: self.wanted.key(name) for name in placed}
+        parts: tuple[Iterable[bytes], ...] = (
+            dictionary(self.entries(placed)),
+            [self.pickler.piece(keys)],
+            dictionary(self.storage(placed)),
+            [b"N"],
+            [self.text[_VERSION]],
+        )
+        out = self.pickler.out
+        out += self.new["Metadata"] + b"}("
+        for field, pieces in zip(_FIELDS["Metadata"], parts, strict=True):
+            out += self.text[field]
+            for piece in pieces:
+                out += piece
+        out += b"ub."
+        return bytes(out)
+
+    def entries(self, placed: dict[str, list[Placed]]) -> Iterator[bytes]:
+        """Name by name what it is: a tensor and its chunks, or bytes."""
+        for name, items in placed.items():
+            yield self.text[name]
+            tensor = self.wanted.tensors.get(name)
+            if tensor is None:
+                yield self.new["BytesStorageMetadata"]
+            else:
+                yield from self.tensor(tensor.spec, [item for _, item in items])
+
+    def tensor(self, spec: Spec, items: list[Item]) -> Iterator[bytes]:
+        """A `TensorStorageMetadata`."""
+        properties, size, chunks = (self.text[field] for field in _FIELDS["TensorStorageMetadata"])
+        yield self.new["TensorStorageMetadata"] + b"}("
+        yield properties + self.properties[spec.dtype] + size + self.size(spec.shape) + chunks + b"]("
+        start, offsets, sizes = self.opening("ChunkStorageMetadata")
+        for item in items:
+            if item.box is not None:
+                yield start + offsets + self.size(item.box.start) + sizes + self.size(item.box.size) + b"ub"
+        yield b"eub"
+
+    def storage(self, placed: dict[str, list[Placed]]) -> Iterator[bytes]:
+        """For each chunk and blob its `MetadataIndex`, and the `_StorageInfo` of where it lies."""
+        index, fqn, position, start = self.opening("MetadataIndex")
+        info, path, offset, length = self.opening("_StorageInfo")
+        number = self.pickler.piece
+        for name, items in placed.items():
+            for i, (file, item) in enumerate(items):
+                yield index + fqn + self.text[name] + position
+                yield b"Nub" if item.box is None else number(i) + start + self.size(item.box.start) + b"ub"
+                yield info + path + self.text[file] + offset + number(item.offset) + length + number(item.nbytes)
+                yield b"ub"
+
+    def opening(self, name: str) -> tuple[bytes, ...]:
+        """A new object of a class and the start of its state, and the names of what is in it."""
+        return self.new[name] + b"}(", *(self.text[field] for field in _FIELDS[name])
+
+
+def dictionary(pairs: Iterable[bytes]) -> Iterator[bytes]:
+    """A dict of keys and values that are written already."""
+    yield b"}("
+    yield from pairs
+    yield b"u"

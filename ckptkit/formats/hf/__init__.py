@@ -1,0 +1,1 @@
+"""Hold safetensors, as Hugging Face lays them out."""

@@ -1,0 +1,289 @@
+"""Hugging Face checkpoints: safetensors files, and the index that says which tensor is in which.
+
+Source: huggingface_hub's `split_torch_state_dict_into_shards`. Also the files that each rank writes of its own shards,
+by torch.distributed.checkpoint's `HuggingFaceStorageWriter` and so by transformers' `distributed_checkpoint=True`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.files.file import check_name, names_in, read_small
+from ckptkit.files.ranges import read_ahead
+from ckptkit.formats.hf.headers import check_writable, make_header, read_header
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_NUMBERED = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors")
+_SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
+_INDEX_LIMIT = 1 << 28
+_HEAD = 1 << 16  # bytes; most headers are shorter
+
+
+class HuggingFace:
+    """Reads and writes `model.safetensors`, or several such files with their index. Reads the shards of ranks too."""
+
+    name = "hf"
+    is_sharded = False
+    suffixes = ()
+
+    def owns(self, name: str) -> bool:
+        """True for safetensors and an index of them."""
+        return name.endswith((_SUFFIX, f"{_SUFFIX}.index.json"))
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank that wrote a shard; other files are of no rank."""
+        match = _SHARD.fullmatch(name)
+        return int(match[1]) - 1 if match else None
+
+    def detect(self, path: Path) -> bool:
+        """True for a safetensors file, or a directory with one or with an index of several."""
+        if path.is_dir():
+            return any(name.endswith(_SUFFIX) or name == INDEX for name in names_in(path))
+        return path.suffix == _SUFFIX
+
+    def is_complete(self, path: Path) -> bool:
+        """True if the file or the index is there; numbered files come before their index. Shards show no end."""
+        names = names_in(path) if path.is_dir() else []
+        return self.detect(path) and (INDEX in names or not any(map(_NUMBERED.fullmatch, names)))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """The layout of a file, or of the directory whose index, single file or shards say what belongs to it.
+
+        Of shards, those of the last ranks may be missing without a trace: nothing states how many there were, or the
+        shape of a tensor. The layout's `world_size` says how many are here.
+        """
+        found = find_files(path, report)
+        chunks: dict[str, list[Chunk]] = {}
+        unread = set(found.missing)
+        for file in read_ahead(found.root, found.names, lambda name: [(name, 0, _HEAD)]):
+            try:
+                header = read_header(found.root / file, is_shard=found.world_size is not None)
+            except CkptError as error:
+                unread.add(file)
+                report(error)
+                continue
+            for name, chunk in header.items():
+                chunks.setdefault(name, []).append(chunk)
+        if found.index is not None:
+            check_index(found.root / INDEX, found.index, chunks, unread, report)
+        tensors = {name: assemble(name, parts, found.root) for name, parts in chunks.items()}
+        described_by = () if found.index is None else (INDEX,)
+        layout = Layout(found.root, self.name, tensors, world_size=found.world_size, descriptions=described_by)
+        if not unread:
+            check_cover(layout, report)
+        return layout
+
+    def locate(self, layout: Layout, report: Report = refuse) -> Layout:  # noqa: ARG002
+        """The layout itself: a header gives the place of every byte."""
+        return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002
+        """The tensors of every file; none has a checksum."""
+        for name, tensor in layout.tensors.items():
+            for chunk in tensor.chunks:
+                yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
+
+    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+        """The files for the tensors of `wanted`: headers, index, and room for the data. Blobs have no place in them."""
+        specs = wanted.specs
+        for name, spec in specs.items():
+            check_writable(name, spec)
+        shards = split(specs, options.max_shard_size)
+        names = shard_names(len(shards))
+        files = [
+            new_file(file, {name: specs[name] for name in members}) for file, members in zip(names, shards, strict=True)
+        ]
+        if len(shards) > 1:
+            places = {name: file for file, members in zip(names, shards, strict=True) for name in members}
+            index = make_index(specs, places)
+            files.append(NewFile(INDEX, len(index), ((0, index),)))
+        return tuple(files)
+
+    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:  # noqa: ARG002
+        """Nothing: safetensors keep no checksums."""
+        return ()
+
+
+def new_file(name: str, specs: Mapping[str, Spec]) -> NewFile:
+    """A safetensors file with its header, and holes for the tensors."""
+    header = make_header(specs)
+    return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a checkpoint in directory `root`, and what their index says, where there is one.
+
+    `missing` are those that the index names besides. `world_size` is the number of ranks that wrote the files, where
+    each wrote its own.
+    """
+
+    root: Path
+    names: Sequence[str]
+    index: Mapping[str, str] | None = None
+    missing: Sequence[str] = ()
+    world_size: int | None = None
+
+
+def find_files(path: Path, report: Report) -> Files:
+    """The files that make the checkpoint at `path`; reports missing ones. What could mean two things is refused."""
+    if not path.is_dir():
+        if _SHARD.fullmatch(path.name):
+            raise Unsupported("the file is the shard of one rank", path=path, hint="name the directory of all of them")
+        return Files(path.parent, [path.name])
+    present = set(names_in(path))
+    shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
+    if shards:
+        return find_shards(path, shards, present)
+    if INDEX in present:
+        return find_indexed(path, present, report)
+    return Files(path, [SINGLE if SINGLE in present else find_only(path, present)])
+
+
+def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> Files:
+    """The files of all ranks. Raises `Corrupt` if by their numbers one is missing, or if another model lies there too.
+
+    Of the model's parts a rank has files only for those that it holds something of.
+    """
+    names = [match[0] for match in shards]
+    ranks, parts, counts = ({int(match[i]) for match in shards} for i in (1, 2, 3))
+    other = min((name for name in present.difference(names) if name.endswith(_SUFFIX) or name == INDEX), default=None)
+    if other is not None:
+        raise Corrupt(
+            f"both the shards of {len(ranks)} ranks and `{other}` are here",
+            path=path,
+            hint="consolidated where the shards lie, or of different saves: move one of them elsewhere",
+        )
+    if len(counts) > 1:
+        few, many = min(counts), max(counts)
+        raise Corrupt(f"shards of different saves: some of {few} parts and some of {many}", path=path)
+    check_numbers("shard-{:05d}-*", ranks, max(ranks), path)
+    check_numbers("shard-*-model-{:05d}-*", parts, max(counts), path)
+    return Files(path, names, world_size=len(ranks))
+
+
+def check_numbers(pattern: str, found: set[int], last: int, path: Path) -> None:
+    """Raise `Corrupt` if a number from 1 to `last` is not among those found where `pattern` has it in files' names."""
+    missing = next(number for number in count(1) if number not in found)
+    if missing <= last:
+        raise Corrupt(
+            f"there is no `{pattern.format(missing)}`, of {last}",
+            path=path,
+            hint="it was lost or never copied here, or not every rank had finished",
+        )
+
+
+def find_indexed(path: Path, present: set[str], report: Report) -> Files:
+    """The files that the index names; a single file beside them is ambiguous."""
+    index = read_index(path / INDEX)
+    names = sorted(set(index.values()))
+    if SINGLE in present and SINGLE not in names:
+        raise Corrupt(
+            f"both `{SINGLE}` and `{INDEX}` are here, of different exports",
+            path=path,
+            hint="loaders disagree on which one counts: remove the older",
+        )
+    missing = [name for name in names if name not in present]
+    if missing:
+        report(Corrupt(f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}", path=path))
+    return Files(path, [name for name in names if name in present], index, missing)
+
+
+def find_only(path: Path, present: set[str]) -> str:
+    """The one safetensors file of a directory in which nothing says what belongs together."""
+    names = sorted(name for name in present if name.endswith(_SUFFIX))
+    if any(map(_NUMBERED.fullmatch, names)):
+        raise Corrupt(f"the files of a sharded model are here, but not `{INDEX}`", path=path)
+    if len(names) != 1:
+        raise Unsupported(
+            f"{len(names)} safetensors files and no index that says which belong together",
+            path=path,
+            hint=f"name one of them: {', '.join(names[:4])}",
+        )
+    return names[0]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """`weight_map` of an index: tensor name to file name."""
+    index = parse_json(read_small(path, _INDEX_LIMIT), path)
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise Corrupt("the index has no `weight_map` from names to files", path=path)
+    for file in set(places.values()):
+        check_name(file, path.parent)
+    return places
+
+
+def check_index(
+    path: Path, places: Mapping[str, str], found: Mapping[str, Sequence[Chunk]], unread: Container[str], report: Report
+) -> None:
+    """Report where the index and the headers of its files do not name the same tensors in the same files.
+
+    Of files that were `unread` nothing is known.
+    """
+    for name, file in places.items():
+        files = [chunk.path for chunk in found.get(name, ())]
+        if files != [file] and file not in unread:
+            where = f"it is in {' and '.join(f'`{file}`' for file in files)}" if files else "it is in none of the files"
+            report(Corrupt(f"the index places the tensor in `{file}`, but {where}", path=path, tensor=name))
+    for name in found:
+        if name not in places:
+            message = f"`{found[name][0].path}` holds a tensor that the index does not name"
+            report(Corrupt(message, path=path, tensor=name))
+
+
+def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
+    """The tensor that files hold these chunks of. Nothing states its shape: it ends where the last of them does."""
+    first, *others = chunks
+    for chunk in others:
+        if (chunk.dtype, len(chunk.size)) != (first.dtype, len(first.size)):
+            one, other = (f"{Spec(c.dtype, c.size)} in `{c.path}`" for c in (first, chunk))
+            raise Corrupt(f"the shards disagree: {one}, {other}", path=root, tensor=name)
+    shape = tuple(map(max, zip(*(chunk.box.stop for chunk in chunks), strict=True)))
+    return StoredTensor(Spec(first.dtype, shape), tuple(chunks))
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A sort key by which `layers.9` comes before `layers.10`."""
+    parts = re.split(r"([0-9]+)", name)  # text and digits in turn; fewer digits are a smaller number
+    return [(len(digits := part.lstrip("0")), digits) if i % 2 else (0, part) for i, part in enumerate(parts)]
+
+
+def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
+    """Names shared out to files of at most `limit` bytes, in natural order; a larger tensor gets its own file."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in sorted(specs, key=lambda name: (natural(name), name)):
+        nbytes = specs[name].nbytes
+        if shards[-1] and filled + nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of a model in `count` files."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def make_index(specs: Mapping[str, Spec], places: Mapping[str, str]) -> bytes:
+    """The index, as transformers writes it."""
+    metadata = {
+        "total_parameters": sum(spec.numel for spec in specs.values()),
+        "total_size": sum(spec.nbytes for spec in specs.values()),
+    }
+    return (json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=2, sort_keys=True) + "\n").encode()

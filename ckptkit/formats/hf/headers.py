@@ -1,0 +1,192 @@
+"""The header of one safetensors file: which tensors it holds, and where. Reads and makes headers; no tensor data.
+
+Source: https://github.com/huggingface/safetensors#format. A file is 8 bytes of header length, a JSON header, and the
+tensors without a gap. `HuggingFaceStorageWriter` of torch.distributed.checkpoint notes beside them where in its tensor
+each lies, since a rank has only its own part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.files.file import opening, read_at, recognise
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Chunk, Spec
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+_LIMIT = 100_000_000  # bytes; the safetensors library's own
+_MOST_AXES = 64  # numpy's limit
+_STARTS = "DCP_SHARDING_INFO"
+_START = "saved_offsets"
+
+# in the order in which the safetensors library lays them out: largest alignment first
+_SPELLINGS: dict[str, str] = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "float4_e2m1fn_x2": "F4",
+    "bool": "BOOL",
+}
+_DTYPES = {spelling: DTYPES[name] for name, spelling in _SPELLINGS.items()}
+_RANK = {name: rank for rank, name in enumerate(_SPELLINGS)}
+_PACKED = "float4_e2m1fn_x2"  # two numbers in an element of torch's; the header counts numbers
+
+
+def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
+    """What one file holds of each tensor. Refuses all that the safetensors library refuses, and equal keys besides.
+
+    That is the whole tensor, unless the file says where in it the part lies; with `is_shard` it must say so of each.
+    """
+    header, data_start, size = load_header(path)
+    starts = read_starts(header.pop("__metadata__", None), path)
+    if is_shard and starts.keys() != header.keys():
+        name = next(iter(starts.keys() ^ header.keys()))
+        raise Corrupt(f"the header and its `{_STARTS}` do not name the same tensors", path=path, tensor=name)
+    chunks = {name: read_entry(name, entry, starts.get(name), path, data_start) for name, entry in header.items()}
+    check_contiguous(chunks, path, data_start, size)
+    return chunks
+
+
+def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header as it stands in the file, where the data begins, and the size of the file."""
+    with opening(path) as (fd, size):
+        head = read_at(fd, min(size, 512), 0, path)
+        length = int.from_bytes(head[:8], "little")
+        if size < 8 or length > min(size - 8, _LIMIT):
+            message = (
+                f"a header of {length} bytes does not fit the file's {size}" if size >= 8 else f"only {size} bytes"
+            )
+            raise Corrupt(message, path=path, hint=recognise(head))
+        header = parse_json(read_at(fd, length, 8, path), path)
+    if not isinstance(header, dict):
+        raise Corrupt("the header is no JSON object", path=path)
+    return header, 8 + length, size
+
+
+def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
+    """By name, where in its tensor begins what the file has of it, as torch noted in the free metadata; {} if not."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Corrupt("`__metadata__` maps to something else than strings", path=path)
+    if _STARTS not in metadata:
+        return {}
+    noted = parse_json(metadata[_STARTS].encode("utf-8", "surrogatepass"), path)
+    try:
+        return {name: tuple(entry[_START]) for name, entry in noted.items()}
+    except (AttributeError, TypeError, KeyError) as error:
+        raise Corrupt(f"`{_STARTS}` does not map names to lists `{_START}`", path=path) from error
+
+
+def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path, data_start: int) -> Chunk:
+    """One entry of a header: `{"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted from the data.
+
+    `start` is the index at which it begins in its tensor, None for the first.
+    """
+    try:
+        dtype, shape, (begin, end) = _DTYPES.get(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise Corrupt("the header's entry lacks dtype, shape or data_offsets", path=path, tensor=name) from error
+    start = (0,) * len(shape) if start is None else start
+    if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *start, begin, end)) or end < begin:
+        raise Corrupt("the header's entry has an impossible shape or place", path=path, tensor=name)
+    if len(shape) > _MOST_AXES:
+        raise Unsupported(f"{len(shape)} axes, more than {_MOST_AXES}", path=path, tensor=name)
+    if len(start) != len(shape):
+        message = f"`{_START}` has {len(start)} numbers for shape {list(shape)}"
+        raise Corrupt(message, path=path, tensor=name)
+    if dtype is None:
+        raise Unsupported(f"dtype `{entry['dtype']!a}`", path=path, tensor=name)
+    spec = Spec(dtype, unpack_shape(dtype, shape, path, name))
+    if spec.nbytes != end - begin:
+        raise Corrupt(f"{spec} needs {spec.nbytes} bytes, the header gives it {end - begin}", path=path, tensor=name)
+    return Chunk(Box(start, spec.shape), path.name, data_start + begin, end - begin, dtype)
+
+
+def unpack_shape(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
+    """The shape as torch counts it: of a packed dtype the header counts single numbers in the last axis."""
+    if dtype.name != _PACKED:
+        return shape
+    if not shape or shape[-1] % 2:
+        raise Unsupported(f"an odd number of 4-bit numbers in shape {list(shape)}", path=path, tensor=name)
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def pack_shape(spec: Spec) -> Shape:
+    """The shape as the header counts it."""
+    if spec.dtype.name != _PACKED:
+        return spec.shape
+    return (*spec.shape[:-1], spec.shape[-1] * 2)
+
+
+def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: int) -> None:
+    """Raise `Corrupt` unless the chunks fill the file from `start` to `size` without gap or overlap."""
+    places = sorted((chunk.offset, chunk.length, name) for name, chunk in chunks.items())
+    at = start
+    for offset, length, name in places:
+        if offset != at:
+            what = "overlaps the one before" if offset < at else "leaves a gap before it"
+            raise Corrupt(f"the tensor at byte {offset} {what}, which ends at {at}", path=path, tensor=name)
+        at += length
+    if at != size:
+        raise Corrupt(
+            f"the header describes {at} bytes, the file has {size}",
+            path=path,
+            hint="the file is truncated" if size < at else "something was appended to the file",
+        )
+
+
+def check_writable(name: str, spec: Spec) -> None:
+    """Raise `Unsupported` for a tensor that safetensors has no spelling for."""
+    if spec.dtype.name not in _SPELLINGS:
+        raise Unsupported(
+            f"safetensors cannot hold dtype {spec.dtype}", tensor=name, hint="leave it out with --exclude"
+        )
+    if spec.dtype.name == _PACKED and not spec.shape:
+        raise Unsupported("safetensors cannot hold a 0-d tensor of 4-bit numbers", tensor=name)
+    if name == "__metadata__":
+        raise Unsupported("safetensors keeps this name for itself", tensor=name)
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
+        raise Unsupported("the name is no valid Unicode", tensor=name, hint="give it another with --rename")
+
+
+def make_header(specs: Mapping[str, Spec]) -> bytes:
+    """Length and JSON of a file's header, in the library's order and padding: the same tensors give the same bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in sorted(specs, key=lambda name: (_RANK[specs[name].dtype.name], name.encode("utf-8", "surrogatepass"))):
+        spec = specs[name]
+        header[name] = {
+            "dtype": _SPELLINGS[spec.dtype.name],
+            "shape": list(pack_shape(spec)),
+            "data_offsets": [at, at + spec.nbytes],
+        }
+        at += spec.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LIMIT:
+        raise Unsupported(
+            f"{len(specs)} tensors need a header of {len(text)} bytes, more than loaders accept",
+            hint="a smaller --max-shard-size makes more files with smaller headers",
+        )
+    return len(text).to_bytes(8, "little") + text

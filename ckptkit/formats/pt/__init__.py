@@ -1,0 +1,1 @@
+"""Hold checkpoints that are one file of torch.save."""

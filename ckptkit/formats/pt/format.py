@@ -1,0 +1,190 @@
+"""torch.save files: a nested dict of tensors in one file, as FULL_STATE_DICT and plain scripts write it.
+
+Source: torch/serialization.py. A pickle nests dicts and lists down to tensors, each a view of a storage that lies
+uncompressed in the same file: an archive, or what torch wrote before version 1.6. The pickle is read and written
+inertly: what it would import or call is never more than a name, so any name may occur in it. Reads no tensor data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
+from ckptkit.files.file import is_there, names_in, opening, read_at
+from ckptkit.files.ranges import read_ahead
+from ckptkit.formats.torchfile import inert_pickle
+from ckptkit.formats.torchfile.flatten import flatten
+from ckptkit.formats.torchfile.inert_pickle import ANY_NAME
+from ckptkit.formats.torchfile.legacy import is_legacy, read_legacy
+from ckptkit.formats.torchfile.read_archive import Entry, ReadAt, check_byte_order, glance, read_directory, read_entry
+from ckptkit.formats.torchfile.storages import Storages
+from ckptkit.formats.torchfile.unflatten import unflatten
+from ckptkit.formats.torchfile.write_archive import make_envelope
+from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
+
+MAIN = "state.pt"
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+# what trainers leave beside the model, and is none
+_BESIDE = re.compile(r"(optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict)")
+_ZIP = b"PK\x03\x04"
+_HEAD = 2048  # bytes, enough for the first entry's name
+_PICKLE_LIMIT = 1 << 28  # bytes; those of the largest models have a few million
+
+
+class Pt:
+    """Reads a file of torch.save, or the directory that holds one; writes `state.pt`.
+
+    Of a directory that is `state.pt`, or else the only file that is no optimizer, scheduler, sampler or random state by
+    its name.
+    """
+
+    name = "pt"
+    is_sharded = False
+    suffixes = _SUFFIXES
+
+    def owns(self, name: str) -> bool:
+        """True for the name that is always the model's."""
+        return name == MAIN
+
+    def rank_of(self, name: str) -> int | None:  # noqa: ARG002
+        """None: one file holds everything."""
+        return None
+
+    def detect(self, path: Path) -> bool:
+        """True for a torch.save file of any name, or a directory with one under a usual name."""
+        return bool(find_files(path))
+
+    def is_complete(self, path: Path) -> bool:
+        """True if all is there that the pickle names, or the archive's directory, which torch writes last."""
+        return all(map(is_whole, find_files(path)))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - what is wrong with one file is one
+        """The layout of the file at or in `path`. What is no tensor becomes a blob with a pickle of its own value.
+
+        Every tensor that the state dict leads to is in the layout, or the file is refused.
+        """
+        file = choose_file(path)
+        try:
+            with opened(file) as (read, length):
+                flat = flatten(*read_state(read, length), file.name)
+        except CkptError as error:
+            raise error.blame(path=file) from None
+        return Layout(file.parent, self.name, flat.tensors, flat.blobs, flat.keys)
+
+    def locate(self, layout: Layout, report: Report = refuse) -> Layout:  # noqa: ARG002
+        """The layout itself: reading it has found every byte."""
+        return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Every entry of the file: its storages, its pickle and what torch puts beside them."""
+        places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
+        for path in sorted({path for path, _ in places} | {blob.path for blob in layout.blobs.values()}):
+            try:
+                with opened(layout.root / path) as (read, length):
+                    for entry in entries_of(read, length).values():
+                        name = places.get((path, entry.offset), "")
+                        yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)
+            except CkptError as error:
+                report(error.blame(path=layout.root / path))
+
+    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:  # noqa: ARG002
+        """The one file, with room for the data of all tensors; tensors with the same chunks share theirs.
+
+        Whatever is no tensor is read, and put with its value where its key path leads.
+        """
+        storages = Storages(wanted)
+        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
+        envelope = make_envelope(dump(state), storages.contents)
+        return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
+
+    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+        """The CRC-32 of each storage, in both of its places."""
+        with opened(made.root / MAIN) as (read, length):
+            entries = read_directory(read, length)
+        for entry in entries.values():
+            checksum = checksums.get((MAIN, entry.offset))
+            if checksum is not None:
+                content = checksum.to_bytes(4, "little")
+                yield from ((MAIN, (at, content)) for at in entry.crc_at)
+
+
+def find_files(path: Path) -> list[Path]:
+    """`path` if it is a torch.save file; of a directory its `state.pt`, or else the files that may be the model."""
+    if not path.is_dir():
+        return [path] if is_torch_save(path) else []
+    if is_there(path / MAIN):  # whatever it is: the error then names it
+        return [path / MAIN]
+    names = sorted(name for name in names_in(path) if name.endswith(_SUFFIXES) and not _BESIDE.match(name))
+    ahead = read_ahead(path, names, lambda name: [(name, 0, _HEAD)])
+    return [path / name for name in ahead if is_torch_save(path / name)]
+
+
+def is_torch_save(path: Path) -> bool:
+    """True if `path` is a file that begins as torch.save begins one, in the old format or as an archive."""
+    if not path.is_file():
+        return False
+    with opening(path) as (fd, size):
+        head = read_at(fd, min(size, _HEAD), 0, path)
+    return is_legacy(head) or (head.startswith(_ZIP) and first_name(head).endswith("/data.pkl"))
+
+
+def first_name(head: bytes) -> str:
+    """The name of a zip's first entry."""
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")].decode("utf-8", "replace")
+
+
+def choose_file(path: Path) -> Path:
+    """The one file that is meant by `path`. Raises `Unsupported` if there are several."""
+    files = find_files(path)
+    if len(files) == 1:
+        return files[0]
+    names = ", ".join(file.name for file in files[:8])
+    raise Unsupported(
+        f"{len(files)} torch.save files and no `{MAIN}`: {names}", path=path, hint="name the one that is meant"
+    )
+
+
+def is_whole(path: Path) -> bool:
+    """True if the file's end is there and all that should lie before it; also if it is beyond us."""
+    try:
+        with opened(path) as (read, length):
+            if is_legacy(read(0, min(length, _HEAD))):
+                read_legacy(read, length)
+            else:
+                read_directory(read, length)
+    except (Corrupt, Unsafe):
+        return False
+    except Unsupported:
+        return True
+    return True
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
+    """A file of torch.save to read from, and its size."""
+    with opening(path) as (fd, length):
+        yield glance(lambda offset, size: read_at(fd, size, offset, path), length), length
+
+
+def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
+    """Where everything in a file of `length` bytes lies, by name."""
+    if is_legacy(read(0, min(length, _HEAD))):
+        return read_legacy(read, length)[1]
+    return read_directory(read, length)
+
+
+def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
+    """The pickled object in a file of `length` bytes, and where its pickle and its storages lie, by name."""
+    if is_legacy(read(0, min(length, _HEAD))):
+        return read_legacy(read, length)
+    entries = read_directory(read, length)
+    if "constants.pkl" in entries:
+        raise Unsupported("a TorchScript program, not a state dict", hint="save its `state_dict()`")
+    check_byte_order(read, entries)
+    state, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
+    return state, entries

@@ -1,0 +1,1 @@
+"""Hold the files of torch.save, read and written without torch: archives, pickles, storages."""

@@ -1,0 +1,33 @@
+"""Values: what an entry that is no tensor holds, and the entry with another; read and written inertly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError
+from ckptkit.formats.torchfile import inert_pickle
+from ckptkit.formats.torchfile.inert_pickle import ANY_NAME
+from ckptkit.formats.torchfile.read_archive import read_directory, read_entry
+from ckptkit.formats.torchfile.storages import reading
+from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.layout import Blob
+
+
+def load_value(root: Path, blob: Blob) -> Any:
+    """The value of a blob in directory `root`, as `inert_pickle.load` gives it."""
+    if blob.content is not None:
+        return inert_pickle.load(blob.content, ANY_NAME)[0]
+    path = root / blob.path
+    try:
+        read = reading(path, blob)
+        data = read_entry(read, read_directory(read, blob.length), "data.pkl", limit=blob.length)
+        return inert_pickle.load(data, ANY_NAME)[0]
+    except CkptError as error:
+        raise error.blame(path=path) from None
+
+
+def with_value(blob: Blob, value: Any) -> Blob:
+    """The blob with another value."""
+    return replace(blob, length=0, content=dump(value), wrapper=None)

@@ -1,0 +1,105 @@
+"""Parcels: the files of a checkpoint that are to be pushed, and those that stay, each with why. Sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ckptkit.checkpoints.companions import read_companions
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import Manifest, read_manifest
+from ckptkit.checkpoints.runs import TRAINING, children, find_checkpoint, find_whole
+from ckptkit.errors import Usage
+from ckptkit.files.file import file_size
+from ckptkit.formats import Reader, find_format
+from ckptkit.hub.model_card import NAME as CARD
+from ckptkit.hub.model_card import make_card
+from ckptkit.layout import Layout
+from ckptkit.ops.own_files import Subject
+
+_OF_TRAINING = (
+    *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),
+    *("rng_state*", "random_states*", "trainer_state.json", "training_args.bin", "custom_checkpoint_*"),
+)
+_PASSING = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is pushed of the checkpoint at `root`: files by the names they will have, and what stays and why."""
+
+    root: Path
+    reader: Reader
+    layout: Layout
+    contents: Mapping[str, Path | bytes]
+    left_out: Mapping[str, str]
+    has_card: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            name: len(content) if isinstance(content, bytes) else file_size(content)
+            for name, content in self.contents.items()
+        }
+
+    def keep_card(self) -> Parcel:
+        """The parcel for a repository that has a card, which stays as it is."""
+        contents = {name: content for name, content in self.contents.items() if name != CARD}
+        kept = {} if self.has_card else {CARD: "the Hub has one, which is kept"}
+        return replace(self, contents=contents, left_out={**self.left_out, **kept})
+
+
+def pack(path: Path, repo_id: str) -> Parcel:
+    """What is to be pushed of the checkpoint at `path`, or of the latest of a run: of several parts the model's."""
+    root = find_checkpoint(path)
+    reader = find_format(root)
+    if not root.is_dir():
+        hint = "name the directory that the file is in, or one that `ckptkit consolidate` makes of it"
+        raise Usage("only directories are pushed", path=root, hint=hint)
+    layout, manifest = reader.read(root), read_manifest(root)
+    needed = Subject(reader, root, layout, manifest).needed
+    contents: dict[str, Path | bytes] = {}
+    left_out = left_beside(root, find_whole(path))
+    for child in children(root):
+        reason = None if child.name in needed else reason_to_stay(child)
+        if reason is None:
+            contents[child.name] = child
+        else:
+            left_out[child.name] = reason
+    if manifest is not None:
+        contents[MANIFEST] = without_paths(manifest).to_bytes()
+    has_card = CARD not in contents
+    if has_card:
+        found = read_companions(root)
+        config = found.config if found else None
+        contents[CARD] = make_card(repo_id, root, layout, names=contents, config=config, manifest=manifest)
+    return Parcel(root, reader, layout, contents, left_out, has_card)
+
+
+def left_beside(root: Path, whole: Path) -> dict[str, str]:
+    """What lies beside the model's part of a checkpoint that has several."""
+    beside = [] if root == whole else [child for child in children(whole) if child != root]
+    return {child.name: reason_to_stay(child) or "not the model's" for child in beside}
+
+
+def reason_to_stay(path: Path) -> str | None:
+    """Why a file that the checkpoint can do without is not pushed with it; None if it is."""
+    if path.is_symlink():
+        return "a link"
+    if path.name == TRAINING or any(fnmatchcase(path.name, pattern) for pattern in _OF_TRAINING):
+        return "state of training"
+    if path.name.startswith("."):
+        return "hidden"
+    if any(fnmatchcase(path.name, pattern) for pattern in _PASSING):
+        return "temporary"
+    return None if path.is_file() else "a directory"
+
+
+def without_paths(manifest: Manifest) -> Manifest:
+    """The manifest as others may see it: where on this machine the source lay is nobody's business."""
+    if manifest.source is None or "path" not in manifest.source:
+        return manifest
+    return replace(manifest, source={**manifest.source, "path": Path(manifest.source["path"]).name})

@@ -1,0 +1,153 @@
+"""Sides: two checkpoints to be compared, each with the names by which its entries are to be found in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from ckptkit import edits
+from ckptkit.checkpoints.companions import find_companions
+from ckptkit.checkpoints.expected import HEAD
+from ckptkit.checkpoints.fit import restore_tied
+from ckptkit.checkpoints.parameters import NewName, is_list_of_parameters, rename_in, rename_list
+from ckptkit.checkpoints.runs import find_checkpoint, find_parts, find_whole
+from ckptkit.checkpoints.weights import LeftOut, Weights, find_prefix, find_weights, has_weights, model_name
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout import KeyPath, Layout
+
+_DDP = "module."
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A checkpoint, and the names by which its entries are compared.
+
+    `weights` are the model's own of these names, `wrapper` is what was taken off them, and `left_out` is what there is
+    beside them.
+    """
+
+    layout: Layout
+    weights: frozenset[str] = frozenset()
+    wrapper: str = ""
+    left_out: tuple[LeftOut, ...] = ()
+
+    def select(self, keep: Callable[[str], bool]) -> Self:
+        """What of it has a name that `keep` accepts."""
+        return replace(self, layout=edits.select(self.layout, keep), weights=frozenset(filter(keep, self.weights)))
+
+    def only_weights(self) -> Self:
+        """The model's weights alone."""
+        return replace(self.select(self.weights.__contains__), left_out=())
+
+    def renamed(self, new_name: NewName) -> Self:
+        """The same with other names for parameters, wherever these occur."""
+        keys = {name: rename_in(self.layout.key(name), new_name, name in self.weights) for name in self.layout.names}
+        weights = frozenset(new_name(name) for name in self.weights)
+        return replace(self, layout=with_keys(self.layout, keys, new_name), weights=weights)
+
+
+def pair_parts(path: Path, other: Path, notes: list[str]) -> list[tuple[Path, Path]]:
+    """The directories that are to be compared: all of both if they have the same parts, or else those of the model."""
+    one, two = (
+        {"" if part == root else part.name: part for part in (find_parts(root) if root.is_dir() else [root])}
+        for root in map(find_whole, (path, other))
+    )
+    if len(one) > 1 and one.keys() == two.keys():
+        return [(one[name], two[name]) for name in one]
+    pair = find_checkpoint(path), find_checkpoint(other)
+    for chosen, parts in zip(pair, (one, two), strict=True):
+        rest = [part.name for part in parts.values() if part != chosen]
+        notes += [f"of {chosen.parent} only {chosen.name} was compared, not {', '.join(rest)}"] if rest else []
+    return [pair]
+
+
+def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:
+    """Both sides by names that can be compared; of the model alone, if only one has anything else.
+
+    Where the names are the same already, they stay as they are. Adds to `notes` what was done.
+    """
+    if a.tensors.keys() == b.tensors.keys():
+        return as_it_is(a), as_it_is(b)
+    one, two = by_own_names(a), by_own_names(b)
+    if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
+        notes.append(f"only the model was compared: {describe_rest(one if one.left_out else two)}")
+        one, two = one.only_weights(), two.only_weights()
+    if one.wrapper != two.wrapper:
+        notes += [
+            f"`{side.wrapper}.` was taken off the names in {side.layout.root}" for side in (one, two) if side.wrapper
+        ]
+    return with_head_of(one, two), with_head_of(two, one)
+
+
+def describe_rest(side: Side) -> str:
+    """What a side has beside the model."""
+    rest = ", ".join(f"{left.name} ({left.entries:,})" for left in side.left_out[:4])
+    more = ", ..." if side.left_out[4:] else ""
+    return f"just {side.layout.root} has {rest}{more}"
+
+
+def find_model(layout: Layout) -> Weights | None:
+    """The model's tensors; None where there are none, or those of several models."""
+    try:
+        return find_weights(layout) if has_weights(layout) else None
+    except (Mismatch, Unsupported):
+        return None
+
+
+def as_it_is(layout: Layout) -> Side:
+    """The checkpoint under the names that it has."""
+    found = find_model(layout)
+    return Side(layout, frozenset(found.came_from.values()) if found else frozenset())
+
+
+def by_own_names(layout: Layout) -> Side:
+    """The checkpoint with the model's own names for its parameters; as it is, where no model can be found."""
+    found = find_model(layout)
+    if found is None:
+        return Side(layout)
+    keys = own_keys(layout, found)
+    if len(set(keys.values())) < len(keys):
+        return Side(layout)
+    return Side(with_keys(layout, keys, cleaner(found)), frozenset(found.came_from), found.wrapper, found.left_out)
+
+
+def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:
+    """The way by which each entry is compared: without the wrapper, and without what torch's wrappers put into it."""
+    keys: dict[str, KeyPath] = {old: (new,) for new, old in found.came_from.items()}
+    above, clean = find_prefix(layout)[:-1], cleaner(found)
+    for name in layout.names:
+        if name not in keys:
+            key = layout.key(name)
+            keys[name] = rename_in(key[len(above) :] if key[: len(above)] == above else key, clean, False)
+    return keys
+
+
+def cleaner(found: Weights) -> NewName:
+    """What a parameter's name is where it occurs outside the model: the same as there."""
+
+    def clean(name: str) -> str:
+        plain = model_name((name,), ())
+        return plain if plain in found.came_from else plain.removeprefix(_DDP)
+
+    return clean
+
+
+def with_keys(layout: Layout, keys: Mapping[str, KeyPath], new_name: NewName) -> Layout:
+    """The layout with other ways to its entries, and other names for the parameters in the optimizer's lists."""
+    lists = {name: blob for name, blob in layout.blobs.items() if is_list_of_parameters(layout.key(name))}
+    blobs = {**layout.blobs, **{name: rename_list(layout, blob, new_name) for name, blob in lists.items()}}
+    return edits.rekey(replace(layout, blobs=blobs), keys)
+
+
+def with_head_of(side: Side, other: Side) -> Side:
+    """The side with a head that the other has, and that was left out of this one because the config ties it."""
+    if HEAD not in other.layout.tensors or HEAD in side.layout.tensors:
+        return side
+    config = find_companions(side.layout.root, None).config or {}
+    restored = restore_tied(replace(side.layout, keys={}), config)
+    if HEAD not in restored.tensors:
+        return side
+    layout = replace(side.layout, tensors=restored.tensors)
+    return replace(side, layout=layout, weights=side.weights | {HEAD})

@@ -1,0 +1,100 @@
+"""Moved: of two checkpoints of one model, which parameters moved most between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+
+from ckptkit import edits
+from ckptkit.checkpoints.known import open_known
+from ckptkit.checkpoints.runs import find_checkpoint
+from ckptkit.engine.compare import compare
+from ckptkit.errors import Mismatch
+from ckptkit.files.path import to_path
+from ckptkit.formats import locate
+from ckptkit.layout import Spec
+from ckptkit.ops.comparison.matching import by_own_names
+from ckptkit.ops.comparison.renames import fold
+from ckptkit.progress import Progress, telling
+from ckptkit.tensors.distance import Distance
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """How far a tensor went, or several as though they were one: how many `tensors`, the `peak` furthest of all."""
+
+    name: str
+    distance: Distance
+    tensors: int
+    peak: str
+
+    @property
+    def change(self) -> float:
+        """||b - a|| / ||a||."""
+        return self.distance.rel_l2
+
+    def merge(self, other: Movement) -> Movement:
+        """Both together, of which the other changed less; under a name without the number of their layer."""
+        return Movement(fold(self.name), self.distance.merge(other.distance), self.tensors + other.tensors, self.peak)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How far the parameters of a model went from checkpoint `a` to `b`: each of them, that which changed most first.
+
+    Names are the model's own.
+    """
+
+    a: Path
+    b: Path
+    tensors: tuple[Movement, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def by_kind(self) -> tuple[Movement, ...]:
+        """The same with those together that differ in the number of their layer only: `layers.*.mlp.up_proj.weight`."""
+        kinds: dict[str, Movement] = {}
+        for movement in self.tensors:
+            kind = fold(movement.name)
+            kinds[kind] = kinds[kind].merge(movement) if kind in kinds else movement
+        return rank(kinds.values())
+
+    @property
+    def whole(self) -> Movement:
+        """All of them as though they were one."""
+        return reduce(Movement.merge, self.tensors)
+
+
+def moved(a: str | Path, b: str | Path, *, jobs: int | None = None, progress: Progress | None = None) -> Moved:
+    """How far each parameter of the model went from checkpoint `a` to `b`, or from the latest of the run at `a`.
+
+    Parameters that only one has, or in another shape, are left out and said. Raises `Mismatch` if they share none, and
+    any `CkptError` if one of them cannot be read or is damaged.
+    """
+    one, two = find_checkpoint(to_path(a)), find_checkpoint(to_path(b))
+    sides = [by_own_names(open_known(path)) for path in (one, two)]
+    ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
+    specs = theirs.specs
+    shared = {name for name, spec in ours.specs.items() if name in specs and can_move(spec, specs[name])}
+    if not shared:
+        hint = "`ckptkit diff` says what is in both"
+        raise Mismatch(f"no parameter is in {two} too, in the same shape", path=one, hint=hint)
+    rest = len(ours.tensors.keys() | theirs.tensors.keys()) - len(shared)
+    notes = [f"{rest} tensors are not in both, or in another shape, or no floats"] if rest else []
+    ours, theirs = (locate(replace(edits.select(side, shared.__contains__), blobs={})) for side in (ours, theirs))
+    tell = telling(progress, ours.nbytes + theirs.nbytes)
+    distances = compare(ours, theirs, measure_all=True, jobs=jobs, progress=tell).distances
+    movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)
+    return Moved(one, two, rank(movements), tuple(notes))
+
+
+def can_move(one: Spec, two: Spec) -> bool:
+    """True for tensors of the same shape that are numbers with a size."""
+    return one.shape == two.shape and "float" == one.dtype.kind == two.dtype.kind
+
+
+def rank(movements: Iterable[Movement]) -> tuple[Movement, ...]:
+    """Those that changed most first."""
+    return tuple(sorted(movements, key=lambda movement: (-movement.change, movement.name)))

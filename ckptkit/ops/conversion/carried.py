@@ -1,0 +1,46 @@
+"""Beside: the files of a checkpoint that hold none of its tensors, and go with it: schedulers, configs, tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.runs import children
+from ckptkit.errors import translate_os_errors
+from ckptkit.formats import get_format
+from ckptkit.layout import Layout
+
+
+def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
+    """Regular files anywhere in a checkpoint directory, by their names in it; and those that are none, which stay.
+
+    What is in `taken`, files and directories, is not among them, nor are manifests, which are true of what they
+    describe only. Nothing that begins with a dot is.
+    """
+    found: dict[str, Path] = {}
+    left: list[str] = []
+    with translate_os_errors(root):
+        for path in walk(root, taken):
+            if path.is_symlink() or not path.is_file():
+                left.append(str(path.relative_to(root)))
+            else:
+                found[str(path.relative_to(root))] = path
+    return found, left
+
+
+def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
+    """Whatever is anywhere in a directory, but for directories and what is in `taken`; what is deeper comes later."""
+    inside = [path for path in children(folder) if not (path in taken or path.name.startswith("."))]
+    below = [path for path in inside if path.is_dir() and not path.is_symlink()]
+    yield from (path for path in inside if path not in below and path.name != MANIFEST)
+    for path in below:
+        yield from walk(path, taken)
+
+
+def own_files(layout: Layout) -> list[Path]:
+    """The files that a part consists of, and others of its format: what an earlier save left there is not of it."""
+    used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks}
+    used |= {blob.path for blob in layout.blobs.values()}
+    reader = get_format(layout.format)
+    return [file for file in layout.root.iterdir() if file.name in used or reader.owns(file.name)]

@@ -1,0 +1,170 @@
+"""Diffs: what is not the same in two checkpoints, whatever their formats, world sizes and dtypes. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from operator import ne
+from pathlib import Path
+
+from ckptkit import edits
+from ckptkit.checkpoints.known import open_known
+from ckptkit.checkpoints.runs import find_whole
+from ckptkit.engine.compare import Comparison, compare
+from ckptkit.files.path import to_path
+from ckptkit.formats import locate
+from ckptkit.layout import Layout, Spec
+from ckptkit.ops.comparison.differences import Diff, Difference, Reason
+from ckptkit.ops.comparison.entries import differing_entries
+from ckptkit.ops.comparison.matching import Side, match, pair_parts
+from ckptkit.ops.comparison.renames import find_renames
+from ckptkit.ops.selection import Edits
+from ckptkit.progress import Progress, telling
+from ckptkit.tensors.distance import Distance, Tolerance
+from ckptkit.tensors.dtypes import DType
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    allow_cast: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Hold checkpoint `a` against `b`, or the latest of the runs at `a` and `b`: names, shapes, dtypes and values.
+
+    Elements of one dtype are the same if all bits are; with `rtol` or `atol`, and where the dtypes differ, if the
+    numbers are close: `|a - b| <= atol + rtol * |b|`, NaN to NaN too. A dtype that differs is a difference, unless
+    `allow_cast`: then the wider of two floats is first converted to the other, as a conversion would do it. `include`
+    and `exclude` are globs of names. Where only one has an optimizer, the model is compared. Raises a `CkptError` if
+    one of them cannot be read or is damaged.
+    """
+    asked = Edits(include, exclude)
+    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    one, two = find_whole(to_path(a)), find_whole(to_path(b))
+    notes: list[str] = []
+    pairs = [match(open_known(part), open_known(other), notes) for part, other in pair_parts(one, two, notes)]
+    asked.check_globs([side.layout for pair in pairs for side in pair])
+    found = Diff(one, two, notes=tuple(notes))
+    for pair in pairs:
+        ours, theirs = (side.select(asked.admit) for side in pair)
+        found = found.merge(diff_sides(ours, theirs, Terms(tolerance, allow_cast), jobs, progress))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """When two tensors count as the same: how close their numbers must be, if not equal, and if dtypes may differ."""
+
+    tolerance: Tolerance | None = None
+    allow_cast: bool = False
+
+    def accept(self, one: DType, two: DType) -> bool:
+        """True if tensors of these dtypes can be the same."""
+        return one == two or (self.allow_cast and one.can_become(two))
+
+
+def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progress: Progress | None) -> Diff:
+    """Hold one directory or file against another."""
+    ours, theirs, renamed = rename_alike(ours, theirs, jobs)
+    a, b, notes = ours.layout, theirs.layout, list[str]()
+    measured = compare_values(a, b, terms, notes, jobs, progress)
+    distances = measured.distances
+    different = [
+        Difference(name, reason, one.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
+        for name, one in a.tensors.items()
+        if name in b.tensors
+        if (reason := reason_of(one.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
+    ]
+    shared = a.blobs.keys() & b.blobs.keys()
+    entries = differing_entries(select_blobs(a, shared), select_blobs(b, shared), notes)
+    different += [Difference(name, "entry", values=values) for name, values in entries.items()]
+    compared = [spec for name, spec in a.specs.items() if is_measurable(name, a, b)]
+    return Diff(
+        a.root,
+        b.root,
+        len(compared),
+        sum(spec.nbytes for spec in compared),
+        measured.checked_bytes,
+        tuple(sorted(set(a.names) - set(b.names))),
+        tuple(sorted(set(b.names) - set(a.names))),
+        tuple(different),
+        renamed,
+        tuple(notes),
+    )
+
+
+def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
+    """Both sides, ours with the names that theirs has for the same: parameters first, then what is left."""
+    before = ours.layout.names
+    renames = find_renames(lacking(ours, theirs, ours.weights), lacking(theirs, ours, theirs.weights), jobs=jobs)
+    if renames:
+        ours = ours.renamed(lambda name: renames.get(name, name))
+    others = find_renames(lacking(ours, theirs), lacking(theirs, ours), jobs=jobs)
+    if others:
+        keys = {name: (others.get(name, name),) for name in ours.layout.names}
+        ours = replace(ours, layout=edits.rekey(ours.layout, keys))
+    return ours, theirs, {old: new for old, new in zip(before, ours.layout.names, strict=True) if old != new}
+
+
+def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
+    """What of a side the other has not, perhaps of some names only."""
+    names = set(side.layout.names) - set(other.layout.names)
+    return edits.select(side.layout, (names if among is None else names & among).__contains__)
+
+
+def compare_values(
+    a: Layout, b: Layout, terms: Terms, notes: list[str], jobs: int | None, progress: Progress | None
+) -> Comparison:
+    """Hold the elements of each tensor against each other that both have in one shape."""
+    names = {name for name in a.tensors if is_measurable(name, a, b)}
+    a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
+    if terms.allow_cast:
+        before = *a.specs.values(), *b.specs.values()
+        a, b = narrow(a, b.specs), narrow(b, a.specs)
+        count = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
+        if count:
+            notes.append(f"{count} tensors were converted to be compared")
+    a, b = locate(a), locate(b)
+    return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=telling(progress, a.nbytes + b.nbytes))
+
+
+def is_measurable(name: str, a: Layout, b: Layout) -> bool:
+    """True if both have a tensor of this name and shape, in dtypes whose numbers can be held against each other."""
+    one, two = a.tensors.get(name), b.tensors.get(name)
+    return (
+        one is not None
+        and two is not None
+        and one.spec.shape == two.spec.shape
+        and one.spec.dtype.compares_with(two.spec.dtype)
+    )
+
+
+def narrow(layout: Layout, others: Mapping[str, Spec]) -> Layout:
+    """The layout with each float tensor in the dtype that the other layout has it in, where that is narrower."""
+
+    def choose(name: str, spec: Spec) -> DType:
+        other = others[name].dtype
+        return other if spec.dtype.can_become(other) and other.itemsize < spec.dtype.itemsize else spec.dtype
+
+    return edits.cast(layout, choose)
+
+
+def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: Terms) -> Reason | None:
+    """Why two tensors are not the same, None if they are."""
+    if one.shape != two.shape:
+        return "shape"
+    if not terms.accept(one.dtype, two.dtype):
+        return "dtype"
+    return "values" if distance is not None and distance.different else None
+
+
+def select_blobs(layout: Layout, names: AbstractSet[str]) -> Layout:
+    """Some of the entries that are no tensor, and no tensors."""
+    return edits.select(replace(layout, tensors={}), names.__contains__)

@@ -1,1 +1,0 @@
-"""Keeping: which checkpoints of a run stay."""

@@ -1,0 +1,45 @@
+"""Makes manifests: for a checkpoint that has none, once every byte of it was read. It freezes what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.checkpoints.manifest import NAME, Manifest, files_in, replace_manifest, sum_files
+from ckptkit.checkpoints.runs import find_parts, find_whole
+from ckptkit.errors import Corrupt, Occupied, Usage
+from ckptkit.files.path import to_local
+from ckptkit.ops.verify import Verified, size_of, verify_part
+from ckptkit.progress import Progress, Told, telling
+
+
+def make_manifest(
+    path: str | Path, *, overwrite: bool = False, jobs: int | None = None, progress: Progress | None = None
+) -> list[Verified]:
+    """Write `ckptkit.json` into each directory of the checkpoint at `path`, or of the latest one of a run.
+
+    Raises `Corrupt` if verifying finds a problem, and `Occupied` if there is a manifest, unless it shall be replaced:
+    then it is not asked what the checkpoint was.
+    """
+    whole = find_whole(to_local(path))
+    if not whole.is_dir():
+        raise Usage("a manifest is of a directory", path=whole, hint="name the directory that the file is in")
+    parts = find_parts(whole)
+    known = [part for part in parts if (part / NAME).exists()]
+    if known and not overwrite:
+        hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
+        raise Occupied("there is a manifest", path=known[0] / NAME, hint=hint)
+    tell = telling(progress, sum(map(size_of, parts)))
+    return [freeze(part, jobs, tell) for part in parts]
+
+
+def freeze(root: Path, jobs: int | None, progress: Told | None) -> Verified:
+    """Verify what is in a directory, and write its manifest."""
+    found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
+    if found.problems:
+        first, count = found.problems[0], len(found.problems)
+        message = first.message if count == 1 else f"{first.message}; the first of {count} problems"
+        hint = "`ckptkit verify` lists all problems; a manifest would make them look right"
+        raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
+    others = files_in(root) - found.sums.keys()
+    replace_manifest(root, Manifest({**found.sums, **sum_files(root, others, ())}))
+    return found

@@ -1,0 +1,163 @@
+"""Opens checkpoints as mappings from names to tensors that are read when they are asked for, and no more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptkit.checkpoints.known import open_known
+from ckptkit.checkpoints.parts import Parts, open_parts
+from ckptkit.engine.read import read
+from ckptkit.errors import CkptError
+from ckptkit.files.path import to_path
+from ckptkit.formats import locate
+from ckptkit.layout import Layout, Spec
+from ckptkit.ops.inspection.notebook import describe, html_of
+from ckptkit.tensors.views import Index, View
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+def open(path: str | Path) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name
+    """The tensors of the checkpoint at `path`, or of the latest of the run at `path`, by name, in whatever format.
+
+    Reads where they are, and none of them. No code of the checkpoint's runs, and torch is not imported.
+    """
+    return LazyCheckpoint(open_parts(to_path(path), open_known))
+
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LazyCheckpoint(Mapping[str, "LazyTensor"]):
+    """The tensors of a checkpoint by name, of all its parts; `layout` says where they lie.
+
+    Holds no file open, so that there is nothing to close, and any number of threads may read at once.
+    """
+
+    parts: Parts
+    _located: dict[str, Layout] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """All of it."""
+        return self.parts.join()
+
+    @property
+    def path(self) -> Path:
+        """The directory that its files are in."""
+        return self.layout.root
+
+    @property
+    def format(self) -> str:
+        """The format that it is in."""
+        return self.layout.format
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.layout.nbytes
+
+    def select(self, glob: str) -> LazyCheckpoint:
+        """Those of the tensors whose names match, such as `model.layers.*.weight`."""
+        return LazyCheckpoint(self.parts.select(lambda name: fnmatchcase(name, glob)))
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        if name not in self.layout.tensors:
+            near = get_close_matches(name, self.layout.tensors, n=1)
+            raise KeyError(f"no tensor `{name}` in {self.path}" + (f"; there is `{near[0]}`" if near else ""))
+        spec = self.layout.tensors[name].spec
+        return LazyTensor(self, name, spec.dtype.name, View.of(spec.shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.tensors)
+
+    def __len__(self) -> int:
+        return len(self.layout.tensors)
+
+    def __repr__(self) -> str:
+        return f"<{describe(self.layout)}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self.layout)
+
+    def located(self, name: str) -> Layout:
+        """The layout of one tensor, its bytes found; that is done once."""
+        if name not in self._located:
+            self._located[name] = self.parts.only(name).change(locate).join()
+        return self._located[name]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LazyTensor:
+    """A tensor of a checkpoint, or a part of one: what it is, and the way to its numbers.
+
+    Indexing gives a part, by integers, slices without a step, and an ellipsis; only its bytes are read then. Where all
+    of a tensor is read, it is compared with the CRC-32 that is recorded for it, and of a part whatever it has whole.
+    """
+
+    checkpoint: LazyCheckpoint
+    name: str
+    dtype: str
+    view: View
+
+    @property
+    def spec(self) -> Spec:
+        """Dtype and shape."""
+        return Spec(self.checkpoint.layout.tensors[self.name].spec.dtype, self.view.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its extent along each axis."""
+        return self.view.shape
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.spec.numel
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are read for it, at least."""
+        return self.spec.nbytes
+
+    def torch(self) -> torch.Tensor:
+        """Read it, as a tensor on the CPU."""
+        from ckptkit.tensors.arrays import to_torch
+
+        return self._as(to_torch)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Read it, as an array: of float32 where numpy has no such dtype, as for bfloat16, which changes no number."""
+        from ckptkit.tensors.arrays import to_numpy
+
+        return self._as(to_numpy)
+
+    def _as(self, made: Callable[..., Made]) -> Made:
+        try:
+            data = read(self.checkpoint.located(self.name), self.name, self.view.box)
+            return made(data, self.spec.dtype, self.spec.shape)
+        except CkptError as error:
+            raise error.blame(tensor=self.name) from None
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> LazyTensor:
+        return replace(self, view=self.view.take(index))
+
+    def __iter__(self) -> Iterator[LazyTensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without axes has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.spec} in {self.checkpoint.path}>"

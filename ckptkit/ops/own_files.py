@@ -1,0 +1,67 @@
+"""Subjects: a checkpoint that is being verified, and which files are its own. Compares nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.manifest import FileSum, Manifest
+from ckptkit.files.file import names_in
+from ckptkit.formats import Reader
+from ckptkit.layout import Blob, Chunk, Extent, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is being looked at: a format's reader, a directory or file, what was read there, and its manifest."""
+
+    reader: Reader
+    path: Path
+    layout: Layout
+    manifest: Manifest | None
+
+    @property
+    def root(self) -> Path:
+        """The directory of its files."""
+        return self.layout.root
+
+    @property
+    def needed(self) -> set[str]:
+        """The files that it cannot do without."""
+        tensors = {chunk.path for tensor in self.layout.tensors.values() for chunk in tensor.chunks}
+        return tensors | {blob.path for blob in self.layout.blobs.values()} | set(self.layout.descriptions)
+
+    @property
+    def recorded(self) -> Mapping[str, FileSum]:
+        """The files that the manifest knows, if all of the directory is looked at, or else those of them in use."""
+        known = self.manifest.files if self.manifest else {}
+        return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed}
+
+    @property
+    def strangers(self) -> list[str]:
+        """The files in the directory that look like parts of such a checkpoint and are not of this one."""
+        names = set(names_in(self.root)) if self.path.is_dir() else set()
+        unused = sorted(filter(self.reader.owns, names - self.needed - self.recorded.keys()))
+        return [name for name in unused if (self.root / name).lstat().st_size]
+
+    def expected(self, extent: Extent) -> int | None:
+        """The CRC-32 that an extent should have: by the manifest if that knows the tensor, or else as recorded."""
+        tensor = self.layout.tensors.get(extent.name)
+        if self.manifest and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded:
+            known = self.manifest.tensors.get(extent.name)
+            if known is not None and tensor.spec.nbytes == extent.length:
+                return known
+        return extent.crc32
+
+
+def within(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """The layout with what lies in files of these sizes."""
+
+    def is_there(place: Chunk | Blob) -> bool:
+        return place.offset + place.length <= sizes.get(place.path, -1)
+
+    chunks = {name: tuple(filter(is_there, tensor.chunks)) for name, tensor in layout.tensors.items()}
+    tensors = {name: replace(layout.tensors[name], chunks=found) for name, found in chunks.items() if found}
+    blobs = {name: blob for name, blob in layout.blobs.items() if blob.content is not None or is_there(blob)}
+    return replace(layout, tensors=tensors, blobs=blobs)

@@ -1,0 +1,60 @@
+"""Pins: keeps checkpoints from being deleted or demoted, whatever the rules say, and lets go of them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.checkpoints.deletion import deleting
+from ckptkit.checkpoints.pins import clear_pin, is_pinned, set_pin
+from ckptkit.checkpoints.runs import Checkpoint, find_whole, step_of
+from ckptkit.errors import NotACheckpoint, Usage
+from ckptkit.files.path import to_local
+
+_PATIENCE = 10.0  # seconds that a pin waits for others to end deleting
+
+
+def pin(*checkpoints: str | Path) -> list[Path]:
+    """Pin checkpoints, a run meaning its latest: neither `prune` nor a training deletes them. Gives what was pinned.
+
+    Raises `NotACheckpoint`, with nothing pinned, if one is no complete checkpoint; `Occupied` while another process is
+    deleting checkpoints of the run.
+    """
+    chosen = list(dict.fromkeys(choose(to_local(checkpoint)) for checkpoint in checkpoints))
+    for path in chosen:
+        with deleting(path.parent, patience=_PATIENCE):  # else it could be deleted between a look at it and the pin
+            require_complete(path)
+            set_pin(path)
+    return chosen
+
+
+def unpin(*checkpoints: str | Path) -> list[Path]:
+    """Take back the pins of checkpoints, which may be gone by now. Gives those that were pinned.
+
+    Raises `NotACheckpoint`, with nothing changed, if one is neither pinned nor a complete checkpoint.
+    """
+    chosen = list(dict.fromkeys(to_local(checkpoint).resolve() for checkpoint in checkpoints))
+    pinned = [path for path in chosen if is_pinned(path)]
+    for path in chosen:
+        if path not in pinned:
+            require_complete(path)
+    for path in pinned:
+        clear_pin(path)
+    return pinned
+
+
+def choose(path: Path) -> Path:
+    """The checkpoint that a user means, where it really lies. Raises `NotACheckpoint` if it is not complete."""
+    if not path.exists():
+        raise NotACheckpoint("no such file or directory", path=path)
+    found = find_whole(path).resolve()
+    if step_of(found) is None and step_of(found.parent) is not None:
+        raise Usage("this is a part of a checkpoint", path=path, hint=f"pin all of it: {found.parent}")
+    require_complete(found)
+    return found
+
+
+def require_complete(path: Path) -> None:
+    """Raise `NotACheckpoint` if a path is no complete checkpoint."""
+    if not (path.is_dir() and Checkpoint(path, 0).is_complete):
+        hint = f"`ckptkit verify {path}` says what is wrong with it; `ckptkit ls {path.parent}` lists the others"
+        raise NotACheckpoint("no complete checkpoint", path=path, hint=hint)

@@ -1,0 +1,199 @@
+"""Prunes: deletes the checkpoints of a run that nothing keeps, or all of them but their weights.
+
+What is not whole neither counts nor goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.deletion import delete, deleting, is_being_written
+from ckptkit.checkpoints.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
+from ckptkit.checkpoints.runs import Run, find_parts, folders, is_weights_only, no_checkpoint, says_step, step_of
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    Mismatch,
+    NotACheckpoint,
+    Unsafe,
+    Unsupported,
+    Usage,
+    translate_os_errors,
+)
+from ckptkit.files.path import to_local
+from ckptkit.files.staging import clear_dead
+from ckptkit.ops.demote import demote, demoted_bytes
+from ckptkit.ops.ls import measure
+from ckptkit.ops.verify import verify_part
+from ckptkit.progress import Progress, Told, telling
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A directory of a run: its step, if its name says one; its bytes; why it stays or goes, and the bytes that frees.
+
+    What demoting frees is an estimate until it is done.
+    """
+
+    path: Path
+    step: int | None
+    nbytes: int
+    reason: str
+    freed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The checkpoints to keep, to delete and to demote, newest first, and what is no complete one and left alone.
+
+    `deleted` says whether the second and the third are what they are to become, or would be.
+    """
+
+    keep: tuple[Entry, ...]
+    delete: tuple[Entry, ...]
+    other: tuple[Entry, ...]
+    deleted: bool
+    demote: tuple[Entry, ...] = ()
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that are no longer in use."""
+        return sum(entry.freed_bytes for entry in (*self.delete, *self.demote)) if self.deleted else 0
+
+
+def prune(
+    run: str | Path,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: str | None = None,
+    demote: bool = False,
+    yes: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Pruned:
+    """Decide which checkpoints of the run at `run` stay, and with `yes` delete the others, the oldest first.
+
+    The newest stays, the `keep_last` newest, those of steps that are multiples of `keep_every`, and the best by
+    `keep_best`, METRIC[:min|max][:N]; and whatever is pinned, or named by another trainer's tracker file. With `demote`
+    the others become Hugging Face models in bfloat16 and only what else they hold is deleted. Raises `Usage` if nothing
+    says what to keep, `NotACheckpoint` if `run` is no run, `Occupied` if another process is deleting, and `IOFailure`
+    if something cannot be removed.
+    """
+    policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
+    if policy.keeps_all:
+        raise Usage("nothing says what to keep", hint="give --keep-last, --keep-every or --keep-best")
+    root = to_local(run)
+    with translate_os_errors(root):
+        if not root.is_dir():
+            raise NotACheckpoint("no such directory", path=root)
+        if not Run(root).directories():
+            raise no_checkpoint(root)
+    with deleting(root) if yes else nullcontext():
+        if yes:
+            clear_dead(root)
+        plan = make_plan(root, policy, demote=demote)
+        return carry_out(plan, jobs, progress) if yes else plan
+
+
+def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
+    """What becomes of every directory in a run. A checkpoint that somebody is replacing just now stays."""
+    paths = [path for path in folders(root) if not path.name.startswith(".")]
+    found = {path: examine(path) for path in paths}
+    other = [
+        Entry(path, step_of(path), measure(path)[0], fault) for path, fault in found.items() if isinstance(fault, str)
+    ]
+    complete = [saved for saved in found.values() if isinstance(saved, Saved)]
+    check_metric(root, complete, policy)
+    keep: list[Entry] = []
+    go: list[Entry] = []
+    for verdict in decide(complete, policy):
+        saved = verdict.saved
+        entry = Entry(saved.path, saved.step, measure(saved.path)[0], ", ".join(verdict.reasons))
+        if not verdict.is_kept:
+            entry = judge(saved, entry, demote=demote)
+        (go if entry.freed_bytes else keep).append(entry)
+    gone = tuple(go)
+    return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
+
+
+def check_metric(root: Path, complete: Sequence[Saved], policy: Policy) -> None:
+    """Raise `Usage` if the best are to stay by a metric that none has: a slip would cost all but the newest."""
+    if policy.best and complete and not best_of(complete, policy.best):
+        known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
+        hint = f"they have: {', '.join(known)}" if known else "none of them has any"
+        raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
+
+
+def judge(saved: Saved, entry: Entry, *, demote: bool) -> Entry:
+    """What becomes of a checkpoint that no rule keeps: it stays if there is nothing to free, for the reason given."""
+    if is_being_written(saved.path):
+        return replace(entry, reason="being written")
+    if not demote:
+        return replace(entry, reason="nothing keeps it", freed_bytes=entry.nbytes)
+    if saved.is_weights_only:
+        return replace(entry, reason="only weights already")
+    try:
+        freed = entry.nbytes - demoted_bytes(saved.path)
+    except (Mismatch, Unsupported) as error:
+        return replace(entry, reason=f"cannot be demoted: {error.message}")
+    if freed <= 0:
+        return replace(entry, reason="its weights alone are no smaller")
+    return replace(entry, reason="nothing keeps all of it", freed_bytes=freed)
+
+
+def carry_out(plan: Pruned, jobs: int | None, progress: Progress | None) -> Pruned:
+    """Do what a plan says, the oldest first; what has come to be held meanwhile stays."""
+    kept: list[Entry] = []
+    deleted: list[Entry] = []
+    demoted: list[Entry] = []
+    tell = telling(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
+    for entry in reversed((*plan.delete, *plan.demote)):
+        if held := find_holds(entry.path):
+            kept.append(replace(entry, reason=", ".join(held), freed_bytes=0))
+        elif entry in plan.delete:
+            delete(entry.path)
+            deleted.append(entry)
+        else:
+            demoted.append(make_smaller(entry, jobs, tell))
+    newest_first = (*plan.keep, *reversed(kept))
+    return replace(
+        plan, keep=newest_first, delete=tuple(reversed(deleted)), demote=tuple(reversed(demoted)), deleted=True
+    )
+
+
+def make_smaller(entry: Entry, jobs: int | None, tell: Told | None) -> Entry:
+    """Demote a checkpoint, and say what that freed."""
+    nbytes, saved_at = measure(entry.path)
+    demote(entry.path, saved_at=saved_at, jobs=jobs, progress=tell)
+    return replace(entry, freed_bytes=nbytes - measure(entry.path)[0])
+
+
+def examine(path: Path) -> Saved | str:
+    """The checkpoint in a directory, or why that is none that counts. Reads no tensor."""
+    step = step_of(path)
+    if path.is_symlink():
+        return "a symbolic link"
+    if step is None or not says_step(path):
+        return "its name says no step"
+    parts = find_parts(path)
+    if not parts:
+        return "no checkpoint in any known format"
+    problems = [problem for part in parts for problem in verify_part(part, fast=True).problems]
+    if problems:
+        return f"not whole: {describe(problems[0], path)}"
+    try:
+        return Saved(path, step, read_metrics(path), find_holds(path), is_weights_only(path))
+    except (Corrupt, Unsafe) as error:
+        return f"not whole: {describe(error, path)}"
+
+
+def describe(problem: CkptError, checkpoint: Path) -> str:
+    """A problem in one line, without what is above the checkpoint."""
+    path = problem.path
+    if path is None or path == checkpoint or not path.is_relative_to(checkpoint):
+        return problem.message
+    return f"{path.relative_to(checkpoint)}: {problem.message}"

@@ -1,0 +1,87 @@
+"""Stats: what the numbers of a checkpoint look like, tensor by tensor, and folded by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from pathlib import Path
+from typing import Self
+
+from ckptkit.checkpoints.parts import open_parts
+from ckptkit.engine.survey import survey
+from ckptkit.files.path import to_path
+from ckptkit.formats import locate
+from ckptkit.layout import Spec
+from ckptkit.ops.inspection.tree import Branch, fold
+from ckptkit.ops.selection import Edits
+from ckptkit.progress import Progress, telling
+from ckptkit.tensors.counting import Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats(Count):
+    """What numbers a tensor has. Of integers and booleans none is NaN, infinite or denormal."""
+
+    name: str
+    spec: Spec
+
+    @classmethod
+    def of(cls, name: str, spec: Spec, count: Count) -> Self:
+        """Those of a tensor in which this was counted."""
+        counted = {field.name: getattr(count, field.name) for field in fields(Count)}
+        return cls(name=name, spec=spec, **counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What numbers the checkpoint at `path` has, by tensor, in the order of the checkpoint."""
+
+    path: Path
+    format: str
+    tensors: tuple[TensorStats, ...]
+
+    @property
+    def total(self) -> Count:
+        """What numbers there are in all."""
+        return merge(self.tensors)
+
+    def by_module(self) -> Iterator[tuple[Branch, Count]]:
+        """The tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""
+        found = {tensor.name: tensor for tensor in self.tensors}
+        for branch in fold({tensor.name: tensor.spec for tensor in self.tensors}):
+            yield branch, merge([found[name] for name in branch.names])
+
+
+def merge(counts: Sequence[Count]) -> Count:
+    """What was counted in all of them together."""
+    return reduce(Count.merge, counts, Count())
+
+
+def stats(
+    path: str | Path,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Stats:
+    """Look at every number of the checkpoint at `path`, or of the latest of the run at `path`, with `jobs` threads.
+
+    `include` and `exclude` are globs of names. Compares no checksums. Raises `Corrupt` where bytes are missing, naming
+    the tensor.
+    """
+    parts = open_parts(to_path(path))
+    whole = parts.join()
+    asked = Edits(include, exclude)
+    asked.check_globs([whole])
+    wanted = parts.select(lambda name: name in whole.tensors and asked.admit(name))
+    layout = wanted.change(locate).join()
+    found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
+    tensors = tuple(TensorStats.of(name, spec, found[name]) for name, spec in layout.specs.items())
+    return Stats(parts.whole, layout.format, tensors)
+
+
+def scan(path: str | Path, *, jobs: int | None = None, progress: Progress | None = None) -> tuple[TensorStats, ...]:
+    """What numbers each tensor of a checkpoint has."""
+    return stats(path, jobs=jobs, progress=progress).tensors

@@ -1,0 +1,253 @@
+"""Verifies: is a checkpoint whole and undamaged? Lists every problem, and how many bytes nothing could be said about.
+
+Structure first: files, sizes, coverage, key paths, what the metadata promises and the files hold. Then every byte is
+read, and compared with the CRC-32 that the format or a manifest has for it.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest, sum_files
+from ckptkit.checkpoints.runs import Run, children, find_parts
+from ckptkit.engine.scan import find_zeros, scan
+from ckptkit.errors import CkptError, Corrupt, translate_os_errors
+from ckptkit.files.file import file_size, is_there
+from ckptkit.files.origin import Origin
+from ckptkit.files.path import to_path
+from ckptkit.formats import find_format
+from ckptkit.layout import Extent, Place
+from ckptkit.ops.own_files import Subject, within
+from ckptkit.progress import Progress, Told, telling
+
+_CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was found in the checkpoint at `path`, or in a part of one.
+
+    Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
+    compared with and `unchecked_bytes` had none. `sums` are of the files that were read.
+    """
+
+    path: Path
+    format: str = ""
+    problems: tuple[CkptError, ...] = ()
+    notes: tuple[str, ...] = ()
+    files: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    checked_bytes: int = 0
+    unchecked_bytes: int = 0
+    has_manifest: bool = False
+    sums: Mapping[str, FileSum] = field(default_factory=dict)
+
+    @property
+    def is_ok(self) -> bool:
+        """True if no problem was found."""
+        return not self.problems
+
+
+class Problems:
+    """The problems of one checkpoint, each once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Path | None, str | None, int | None], CkptError] = {}
+
+    def add(self, problem: CkptError) -> None:
+        """Note a problem, unless one of the same place is known."""
+        self._found.setdefault((problem.path, problem.tensor, problem.offset), problem)
+
+    def are_in(self, path: Path) -> bool:
+        """True if a problem of file `path` is known."""
+        return any(found == path for found, _, _ in self._found)
+
+    def list(self) -> tuple[CkptError, ...]:
+        """All of them."""
+        return tuple(self._found.values())
+
+
+def verify(
+    path: str | Path, *, fast: bool = False, jobs: int | None = None, progress: Progress | None = None
+) -> list[Verified]:
+    """Look for damage in the checkpoint at `path`, part by part, or in every checkpoint of the run at `path`.
+
+    With `fast` no tensor is read: structure, and with a manifest the checksums that the files say they have. Raises
+    `NotACheckpoint` if there is none; whatever is wrong with one that is there is among its problems.
+    """
+    parts = find_all(to_path(path))
+    tell = telling(progress, sum(map(size_of, parts)))
+    return [verify_part(part, fast=fast, jobs=jobs, progress=tell) for part in parts]
+
+
+def find_all(path: Path) -> list[Path]:
+    """The parts of the checkpoint at `path`, or of all checkpoints of a run, whether complete or not, oldest first."""
+    if path.is_dir() and (parts := find_parts(path)):
+        return parts
+    if path.is_dir() and (steps := Run(path).directories()):
+        return [part for step in steps for part in find_parts(step.path) or [step.path]]
+    find_format(path)
+    return [path]
+
+
+def size_of(part: Path) -> int:
+    """Bytes of the files that will be read, as near as can be told without opening any."""
+    with translate_os_errors(part):
+        found = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
+        return sum(state.st_size for state in found if stat.S_ISREG(state.st_mode))
+
+
+def verify_part(
+    path: Path,
+    *,
+    fast: bool = False,
+    with_manifest: bool = True,
+    jobs: int | None = None,
+    progress: Told | None = None,
+) -> Verified:
+    """Look for damage in one directory or file, by its manifest too if there is one and it shall be used."""
+    problems = Problems()
+    found = Verified(path)
+    try:
+        origin = Origin.of(path)
+        reader = find_format(path)
+        with translate_os_errors(path):
+            layout = reader.read(path, problems.add)
+            manifest = read_known(path, problems) if with_manifest else None
+            subject = Subject(reader, path, layout, manifest)
+            found = skim(subject, problems) if fast else read_all(subject, problems, jobs, progress)
+            origin.check()
+    except CkptError as error:
+        problems.add(error.blame(path=path))
+    return replace(found, problems=problems.list())
+
+
+def skim(subject: Subject, problems: Problems) -> Verified:
+    """Look at everything but the data of large tensors."""
+    sizes = sizes_of(subject, problems)
+    content, extents = look_inside(subject, sizes, problems)
+    unknown = {extent.path for extent in extents if extent.crc32 is None}
+    sums = sum_files(subject.root, (sizes.keys() & subject.recorded.keys()) - unknown, extents)
+    compare_files(subject, sums, problems)
+    return summary(subject, sizes, content)
+
+
+def read_all(subject: Subject, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
+    """Look at everything: read every byte."""
+    sizes = sizes_of(subject, problems)
+    content, extents = look_inside(subject, sizes, problems)
+    found = scan(subject.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
+    compare_extents(subject, extents, found.extents, problems)
+    sums = {name: FileSum(sizes[name], crc) for name, crc in found.files.items()}
+    compare_files(subject, sums, problems)
+    unread = [
+        extent.length
+        for extent in extents
+        if (extent.path, extent.offset) not in found.extents
+        or (subject.expected(extent) is None and extent.path not in subject.recorded)
+    ]
+    result = summary(subject, sizes, content)
+    unchecked = min(sum(unread), content)
+    return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
+
+
+def read_known(path: Path, problems: Problems) -> Manifest | None:
+    """The manifest of what is at `path`, if there is one that can be read."""
+    try:
+        return read_manifest(path if path.is_dir() else path.parent)
+    except CkptError as error:
+        problems.add(error)
+        return None
+
+
+def sizes_of(subject: Subject, problems: Problems) -> dict[str, int]:
+    """Bytes by name of the files that are there and shall be read; the sizes compared with those in the manifest."""
+    sizes: dict[str, int] = {}
+    for name in sorted(subject.needed | subject.recorded.keys()):
+        path = subject.root / name
+        try:
+            if name in subject.needed and problems.list() and not is_there(path):
+                continue  # whoever read the layout has said so
+            sizes[name] = file_size(path)
+        except CkptError as error:
+            problems.add(error)
+            continue
+        known = subject.recorded.get(name)
+        if known is not None and known.nbytes != sizes[name]:
+            message = f"the file has {sizes[name]} bytes, in the manifest it has {known.nbytes}"
+            problems.add(Corrupt(message, path=path, hint=_CHANGED))
+    return sizes
+
+
+def look_inside(subject: Subject, sizes: Mapping[str, int], problems: Problems) -> tuple[int, list[Extent]]:
+    """Open every envelope that lies in a file of these sizes.
+
+    Gives the bytes of tensors and other entries in them, and the runs of bytes that remain to be compared.
+    """
+    sound = within(subject.layout, sizes)
+    located = subject.reader.locate(sound, problems.add)
+    places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
+    content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
+    return content, list(subject.reader.extents(sound, problems.add))
+
+
+def compare_extents(
+    subject: Subject, extents: Iterable[Extent], found: Mapping[Place, int], problems: Problems
+) -> None:
+    """Note the extents that were read and do not have the CRC-32 that they should have."""
+    for extent in extents:
+        crc, wanted = found.get((extent.path, extent.offset)), subject.expected(extent)
+        if crc is None or wanted is None or crc == wanted:
+            continue
+        is_whole = crc == extent.crc32
+        what = "are not those in the manifest" if is_whole else "are damaged"
+        problems.add(
+            Corrupt(
+                f"the {extent.length} bytes at {extent.offset} {what}: "
+                f"their CRC-32 is {crc:08x}, recorded is {wanted:08x}",
+                path=subject.root / extent.path,
+                tensor=extent.name or None,
+                offset=extent.offset,
+                hint=_CHANGED if is_whole else describe_damage(subject.root, extent),
+            )
+        )
+
+
+def describe_damage(root: Path, extent: Extent) -> str:
+    """A hint on what may have happened to an extent, and what to do."""
+    zeros = find_zeros(root, extent)
+    if zeros is None:
+        return "the file changed after it was written: restore it from a copy, or use another checkpoint"
+    return f"a page of zeros lies at byte {zeros}: it was never written, as after a crash; use another checkpoint"
+
+
+def compare_files(subject: Subject, sums: Mapping[str, FileSum], problems: Problems) -> None:
+    """Note the files that differ from the manifest where nothing in them is known to, and those that it lacks."""
+    for name, wanted in subject.recorded.items():
+        found, path = sums.get(name), subject.root / name
+        if found is not None and found != wanted and not problems.are_in(path):
+            message = f"its CRC-32 is {found.crc32:08x}, that in the manifest is {wanted.crc32:08x}"
+            problems.add(Corrupt(message, path=path, hint=_CHANGED))
+    if subject.manifest and subject.path.is_dir():
+        for name in subject.strangers:
+            hint = "remove the file, if it is of another checkpoint"
+            problems.add(Corrupt("the manifest does not know this file", path=subject.root / name, hint=hint))
+
+
+def summary(subject: Subject, sizes: Mapping[str, int], content: int) -> Verified:
+    """What was looked at: files of these sizes, with `content` bytes of tensors and other entries; none compared."""
+    extra = [] if subject.manifest else subject.strangers
+    return Verified(
+        subject.path,
+        subject.reader.name,
+        notes=(f"not of this checkpoint: {', '.join(extra)}",) if extra else (),
+        files=len(sizes),
+        tensors=len(subject.layout.tensors),
+        nbytes=sum(sizes.values()),
+        unchecked_bytes=content,
+        has_manifest=subject.manifest is not None,
+    )

@@ -1,1 +1,0 @@
-"""Verifying: whole and undamaged, by structure, checksums and manifests."""

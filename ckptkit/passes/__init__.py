@@ -1,1 +1,0 @@
-"""Passes: what else workers do with every block of a layout but copy it: check, count, compare, average, read."""

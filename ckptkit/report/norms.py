@@ -1,0 +1,57 @@
+"""Norms: of every tensor of a model, and by layer. Reads every number of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptkit.checkpoints.weights import find_weights
+from ckptkit.engine.survey import survey
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats import locate
+from ckptkit.layout import Layout
+from ckptkit.pictures.layers import Kind
+from ckptkit.pictures.shards import is_number
+from ckptkit.progress import Told
+from ckptkit.tensors.counting import Count
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """What numbers each tensor has, and the norms of those that are in numbered layers."""
+
+    counts: Mapping[str, Count]
+    kinds: tuple[Kind, ...]
+
+    @property
+    def unsound(self) -> list[str]:
+        """The tensors that hold NaN or an infinity."""
+        return [name for name, found in self.counts.items() if found.nan or found.inf]
+
+
+def weights_of(layout: Layout) -> Layout:
+    """The model in a checkpoint; all of it where that does not show."""
+    try:
+        return find_weights(layout).layout
+    except (Mismatch, Unsupported):
+        return layout
+
+
+def measure_norms(weights: Layout, *, jobs: int | None = None, progress: Told | None = None) -> Norms:
+    """Read every tensor, with `jobs` threads. Raises `Corrupt` where bytes are missing."""
+    located = locate(weights)
+    counts = survey(located, jobs=jobs, progress=progress)
+    return Norms(counts, by_layer({name: found.moments.norm for name, found in counts.items()}))
+
+
+def by_layer(norms: Mapping[str, float]) -> tuple[Kind, ...]:
+    """The norms of tensors that are in numbered layers, by what they are called in each; experts of a layer are one."""
+    found: dict[str, dict[int, float]] = {}
+    for name, norm in norms.items():
+        steps = name.split(".")
+        numbers = [int(step) for step in steps[:-1] if is_number(step)]
+        if numbers and math.isfinite(norm):
+            layers = found.setdefault(".".join("*" if is_number(step) else step for step in steps), {})
+            layers[numbers[0]] = math.hypot(layers.get(numbers[0], 0.0), norm)
+    return tuple(Kind(name, layers) for name, layers in found.items())

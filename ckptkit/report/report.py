@@ -1,0 +1,175 @@
+"""Reports: all that can be told of a run, as one HTML file that opens from disk."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
+from ckptkit.files.file import file_size, opening, read_at, read_small
+from ckptkit.files.path import RemotePath, to_local, to_path
+from ckptkit.files.publish import publish
+from ckptkit.ops.inspect import Inspected, inspect
+from ckptkit.ops.ls import Listing, list_run
+from ckptkit.pictures.numbers import brief, format_bytes
+from ckptkit.pictures.page import GENERATOR, Fact, Section, draw_page
+from ckptkit.pictures.shards import map_shards
+from ckptkit.progress import Progress, telling
+from ckptkit.report import chapters
+from ckptkit.report.history import METRICS, History, read_history
+from ckptkit.report.norms import measure_norms, weights_of
+from ckptkit.version import __version__
+
+NAME = "report.html"
+_SETTINGS = "train.toml"
+_SETTINGS_LIMIT = 1 << 20  # bytes
+_HEAD = 2048  # bytes, in which a page says what made it
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The page that was written, its bytes, and the checkpoint that it looks into, if there is one."""
+
+    path: Path
+    nbytes: int
+    checkpoint: Path | None
+
+
+def report(
+    run: str | Path,
+    out: str | Path | None = None,
+    *,
+    fast: bool = False,
+    overwrite: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Reported:
+    """Write a report on the run at `run` to the file `out`, `report.html` in the run unless said otherwise.
+
+    The weights of its latest checkpoint are read, with `jobs` threads, unless it is to be `fast`. An earlier report is
+    replaced; any other file is `Occupied`, unless `overwrite`. Raises `NotACheckpoint` if there is nothing to tell of.
+    """
+    root = to_path(run)
+    listing = list_checkpoints(root)
+    if out is None and (listing.root != root or isinstance(root, RemotePath)):
+        what = "the run is remote" if listing.root == root else "this is one checkpoint, and no run"
+        raise Usage(what, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
+    dst = root / NAME if out is None else to_local(out)
+    checkpoint = newest(listing)
+    latest = None if checkpoint is None else inspect(checkpoint)
+    weights = None if latest is None or fast else weights_of(latest.model)
+    log = listing.root / METRICS
+    total = (file_size(log) if log.is_file() else 0) + (weights.nbytes if weights else 0)
+    told = telling(progress, total)
+    history = read_history(listing.root, listing.checkpoints, told)
+    settings = read_settings(listing.root / _SETTINGS)
+    sections = [*chapters.training(history), *chapters.checkpoints(listing, history.last_step)]
+    if latest is not None:
+        held = map_shards(latest.layout)
+        sections += [*chapters.shards(latest.whole.name, held), *chapters.largest(held)]
+    if weights is not None:
+        sections += chapters.norms(measure_norms(weights, jobs=jobs, progress=told))
+    sections += chapters.settings(settings)
+    page = compose(root, listing, history, latest, settings, sections).encode()
+    publish(dst, page, overwrite=overwrite or is_report(dst))
+    return Reported(dst, len(page), checkpoint)
+
+
+def list_checkpoints(root: Path) -> Listing:
+    """The checkpoints of a run, of which there may be none if there are metrics."""
+    try:
+        return list_run(root)
+    except NotACheckpoint:
+        if not (root / METRICS).is_file():
+            raise
+        return Listing(root, (), None, None)
+
+
+def newest(listing: Listing) -> Path | None:
+    """The checkpoint to look into: the latest, or else a complete one that has no step."""
+    return listing.latest or next((one.path for one in reversed(listing.checkpoints) if one.is_complete), None)
+
+
+def read_settings(path: Path) -> dict[str, object]:
+    """What a run was started with; nothing where that is not said. Raises `Corrupt` for what is no TOML."""
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(read_small(path, _SETTINGS_LIMIT).decode())
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not a TOML file: {error}", path=path, hint="correct it, or move it away") from error
+
+
+def is_report(path: Path) -> bool:
+    """True for a page that was made here."""
+    with translate_os_errors(path):
+        if path.is_symlink() or not path.is_file():
+            return False
+    with opening(path) as (fd, size):
+        return f'content="{GENERATOR}"'.encode() in read_at(fd, min(size, _HEAD), 0, path)
+
+
+def compose(
+    root: Path,
+    listing: Listing,
+    history: History,
+    latest: Inspected | None,
+    settings: Mapping[str, object],
+    sections: list[Section],
+) -> str:
+    """The page."""
+    place = root.absolute()
+    lines = [str(place), summarise(settings), describe(latest) if latest else ""]
+    facts = list(facts_of(listing, history, latest, settings))
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return draw_page(
+        place.name or str(place), [line for line in lines if line], facts, sections, f"ckptkit {__version__}, {made}"
+    )
+
+
+def describe(latest: Inspected) -> str:
+    """The latest checkpoint in a line."""
+    ranks = latest.world_size
+    written = f", written by {ranks} rank{'s' * (ranks > 1)}" if ranks else ""
+    producer = f", by {latest.producer}" if latest.producer else ""
+    return f"latest checkpoint: {latest.whole.name}, {latest.layout.format}{written}{producer}"
+
+
+def summarise(settings: Mapping[str, object]) -> str:
+    """The settings that say what a run is, in a line."""
+    said = {
+        "model": "model {}",
+        "strategy": "{}",
+        "batch_size": "{} sequences per step",
+        "sequence_length": "{} tokens each",
+        "lr": "learning rate {}",
+        "weight_decay": "weight decay {}",
+        "seed": "seed {}",
+    }
+    return ", ".join(form.format(settings[name]) for name, form in said.items() if name in settings)
+
+
+def facts_of(
+    listing: Listing, history: History, latest: Inspected | None, settings: Mapping[str, object]
+) -> Iterator[Fact]:
+    """The numbers on top of the page."""
+    if history.last_step is not None:
+        wanted = settings.get("steps")
+        yield Fact("step", f"{history.last_step:,.0f}", f"of {wanted:,}" if isinstance(wanted, int) else "")
+    for loss in history.drawn("loss"):
+        yield Fact("loss", brief(loss.latest or 0.0), f"lowest {brief(loss.low)}")
+    for tokens in history.drawn("tokens"):
+        yield Fact("tokens", brief(tokens.latest or 0.0), "since the run began")
+    for rate in history.drawn("tokens_per_second"):
+        mean = sum(one.total for one in rate.stretches) / sum(one.count for one in rate.stretches)
+        yield Fact("tokens per second", brief(mean), f"on average, {brief(rate.high)} at most")
+    if latest is not None:
+        tensors = f"{len(latest.layout.tensors):,} tensors, {format_bytes(latest.layout.nbytes)}"
+        yield Fact("parameters", "unknown" if latest.parameters is None else brief(latest.parameters), tensors)
+    if listing.checkpoints:
+        complete = sum(one.is_complete for one in listing.checkpoints)
+        more = f"latest: {listing.latest.name}" if listing.latest else ""
+        yield Fact("checkpoints", f"{complete}", more)

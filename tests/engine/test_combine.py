@@ -1,0 +1,155 @@
+"""Means of real files, however each source is cut, against numpy's sums."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.engine.combine import Term, fill
+from ckptkit.engine.copy import settle
+from ckptkit.engine.sources import Sources
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.plan import make_plan
+from ckptkit.tensors.box import whole
+from ckptkit.tensors.dtypes import DTYPES, DType
+from tests.raw import Files, Numbers, allocated, contents
+from tests.strategies import shapes, solid_shapes, tilings
+
+FLOAT32, FLOAT64 = DTYPES["float32"], DTYPES["float64"]
+INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+QUIET = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
+EDGES = [0.0, -0.0, 1.0, 0.1, -3.4e38, 3.4e38, 1e-45, np.nan, np.inf]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> Iterator[None]:
+    """Let a block be a few elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptkit.engine.combine._NUMEL", 12)
+        for module in ("execute", "gather"):
+            patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", 96)
+        patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", 48)
+        yield
+
+
+def source(root: Path, numbers: Numbers, dtype: DType, data: st.DataObject | None = None) -> Layout:
+    """A tensor `t` in chunks of any shape and order, if there is something to choose by."""
+    files = Files(root)
+    boxes = data.draw(tilings(numbers.shape)) if data else [whole(numbers.shape)]
+    chunks = []
+    for box in boxes:
+        order = data.draw(st.none() | st.permutations(range(numbers.ndim))) if data else None
+        chunks.append(files.put(numbers, box, dtype, order=order))
+    return files.layout(t=StoredTensor(Spec(dtype, numbers.shape), tuple(chunks)))
+
+
+def averaged(home: Path, sources: list[Layout], weights: list[float], dst: Layout, jobs: int = 1) -> bytes:
+    """What the sources are averaged to, when all checksums have been compared."""
+    terms = [Term(make_plan(src, dst), weight) for src, weight in zip(sources, weights, strict=True)]
+    told: list[int] = []
+    filled = fill(terms, jobs=jobs, progress=told.append)
+    for term, ledger in zip(terms, filled.ledgers, strict=True):
+        done = settle(term.plan, ledger)
+        assert done.checked_bytes == sum(chunk.length for chunk in term.plan.src.tensors["t"].chunks if chunk.length)
+    assert sum(told) == dst.nbytes
+    assert home.is_dir()
+    return contents(dst)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_the_mean_is_that_of_numpy(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        shape = data.draw(shapes)
+        weights = data.draw(st.lists(st.sampled_from([0.5, 0.25, 1 / 3, 0.1]), min_size=2, max_size=4))
+        random = np.random.default_rng(0)
+        numbers = [random.choice(np.array([*EDGES, *random.normal(size=9)], np.float32), shape) for _ in weights]
+        sources = [source(home / f"src{i}", each, FLOAT32, data) for i, each in enumerate(numbers)]
+        dst = allocated(home / "dst", Spec(FLOAT32, shape), data.draw(tilings(shape)))
+        found = averaged(home, sources, weights, dst, data.draw(st.integers(1, 3)))
+        with np.errstate(invalid="ignore"):
+            total = np.zeros(shape) - 0.0
+            for weight, each in zip(weights, numbers, strict=True):
+                total = total + weight * each.astype(np.float64)
+        same = np.all([each.view(np.uint32) == numbers[0].view(np.uint32) for each in numbers], axis=0)
+        expected = np.where(same, numbers[0], total.astype(np.float32))
+        np.testing.assert_array_equal(np.frombuffer(found, np.float32).reshape(shape), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "bool", "float8_e4m3fn"])
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_the_mean_of_the_same_is_the_same(dtype: str, data: st.DataObject) -> None:
+    """To the last bit, whatever the bits are, but for the many kinds of NaN."""
+    kind = DTYPES[dtype]
+    with tempfile.TemporaryDirectory() as directory:
+        home, shape = Path(directory), data.draw(solid_shapes)
+        raw = np.random.default_rng(data.draw(st.integers(0, 99))).bytes(int(np.prod(shape)) * kind.itemsize)
+        numbers = np.frombuffer(raw, f"u{kind.itemsize}").reshape(shape)
+        if dtype in INFINITY:
+            magnitude = numbers & ((1 << (8 * kind.itemsize - 1)) - 1)
+            numbers = np.where(magnitude > INFINITY[dtype], QUIET[dtype], numbers).astype(numbers.dtype)
+        sources = [source(home / f"src{i}", numbers, kind, data) for i in range(3)]
+        dst = allocated(home / "dst", Spec(kind, shape), data.draw(tilings(shape)))
+        assert averaged(home, sources, [1 / 3] * 3, dst) == numbers.tobytes()
+
+
+def test_what_is_read_in_a_row_need_not_be_read_again(tmp_path: Path) -> None:
+    sources = [source(tmp_path / f"src{i}", np.arange(90, dtype=np.float32), FLOAT32) for i in range(2)]
+    dst = allocated(tmp_path / "dst", Spec(FLOAT32, (90,)), [whole((90,))])
+    terms = [Term(make_plan(src, dst), 0.5) for src in sources]
+    for term, ledger in zip(terms, fill(terms).ledgers, strict=True):
+        assert Sources(term.plan, ledger).unfinished() == []
+
+
+def test_integers_are_those_of_the_last(tmp_path: Path) -> None:
+    kind = DTYPES["int32"]
+    sources = [source(tmp_path / f"src{i}", np.arange(40, dtype=np.int32) + i // 2, kind) for i in range(3)]
+    dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [whole((40,))])
+    filled = fill([Term(make_plan(src, dst), 1 / 3) for src in sources])
+    assert filled.taken == {"t"}
+    assert contents(dst) == (np.arange(40, dtype=np.int32) + 1).tobytes()
+
+
+def test_small_floats_that_differ_have_no_mean(tmp_path: Path) -> None:
+    kind = DTYPES["float8_e5m2"]
+    sources = [source(tmp_path / f"src{i}", np.full(40, i, np.uint8), kind) for i in range(2)]
+    dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [whole((40,))])
+    with pytest.raises(Unsupported) as raised:
+        fill([Term(make_plan(src, dst), 0.5) for src in sources])
+    assert raised.value.tensor == "t"
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_damage_to_any_source_is_found(tmp_path: Path, damaged: int) -> None:
+    sources = [source(tmp_path / f"src{i}", np.arange(90, dtype=np.float32), FLOAT32) for i in range(3)]
+    dst = allocated(tmp_path / "dst", Spec(FLOAT32, (90,)), [whole((90,))])
+    file = tmp_path / f"src{damaged}" / "f"
+    raw = bytearray(file.read_bytes())
+    raw[50] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(Corrupt) as raised:
+        averaged(tmp_path, sources, [0.5, 0.25, 0.25], dst)
+    assert raised.value.path == file
+
+
+def test_what_does_not_fit_the_dtype_names_the_tensor(tmp_path: Path) -> None:
+    sources = [source(tmp_path / f"src{i}", np.full(3, 1e30 * (i + 1), np.float64), FLOAT64) for i in range(2)]
+    dst = allocated(tmp_path / "dst", Spec(DTYPES["float16"], (3,)), [whole((3,))])
+    with pytest.raises(Unsupported) as raised:
+        fill([Term(make_plan(src_as(src, "float16"), dst), 0.5) for src in sources])
+    assert raised.value.tensor == "t"
+
+
+def src_as(layout: Layout, dtype: str) -> Layout:
+    """A source whose numbers are to be converted."""
+    tensor = layout.tensors["t"]
+    return Layout(layout.root, "raw", {"t": StoredTensor(Spec(DTYPES[dtype], tensor.spec.shape), tensor.chunks)})

@@ -1,0 +1,270 @@
+"""Plans executed on real files against a model that holds every tensor in memory."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.engine.copy import Copied, copy, execute, settle
+from ckptkit.engine.journal import Journal
+from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.units import Share
+from ckptkit.errors import Corrupt, Unsafe
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.plan import Plan, make_plan
+from ckptkit.tensors.box import Box, Shape, whole
+from ckptkit.tensors.dtypes import DTYPES
+from tests.raw import Files, Numbers, allocated, contents
+from tests.strategies import shapes, solid_shapes, tilings
+
+FLOAT = DTYPES["float32"]
+SMALL = 96  # bytes of a block in these tests, so that small tensors are cut as large ones are
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> object:
+    """Let a block be a few elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("execute", "gather", "units"):
+            patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", SMALL)
+        patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", SMALL // 2)
+        yield
+
+
+def random_numbers(shape: Shape, itemsize: int) -> Numbers:
+    raw = np.random.default_rng(0).integers(0, 256, (*shape, itemsize), np.uint8)
+    return raw.view(f"V{itemsize}").reshape(shape)
+
+
+@given(st.data())
+def test_any_chunks_become_any_chunks(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    dtype = data.draw(
+        st.sampled_from([DTYPES[name] for name in ("uint8", "bfloat16", "float32", "int64", "complex128")])
+    )
+    numbers = random_numbers(shape, dtype.itemsize)
+    with tempfile.TemporaryDirectory() as home:
+        source = Files(Path(home, "src"))
+        chunks = [
+            source.put(
+                numbers,
+                box,
+                dtype,
+                order=data.draw(st.none() | st.permutations(range(len(shape)))),
+                file=data.draw(st.sampled_from("ab")),
+            )
+            for box in data.draw(tilings(shape))
+        ]
+        if data.draw(st.booleans()):
+            chunks = [replace(chunk, crc32=None) for chunk in chunks]
+        src = source.layout(t=StoredTensor(Spec(dtype, shape), tuple(chunks)))
+        dst = allocated(Path(home, "dst"), Spec(dtype, shape), data.draw(tilings(shape)))
+
+        told: list[int] = []
+        copied = execute(make_plan(src, dst), jobs=data.draw(st.integers(1, 3)), progress=told.append)
+
+        assert contents(dst) == numbers.tobytes()
+        assert sum(told) == src.nbytes
+        check_checksums(copied, dst)
+        checked = src.nbytes if chunks[0].crc32 is not None else 0
+        assert (copied.checked_bytes, copied.unchecked_bytes) == (checked, src.nbytes - checked)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_shares_done_by_anyone_in_any_order_are_the_whole(data: st.DataObject) -> None:
+    shape = data.draw(solid_shapes)
+    numbers = random_numbers(shape, 4)
+    with tempfile.TemporaryDirectory() as home:
+        source = Files(Path(home, "src"))
+        orders = st.none() | st.permutations(range(len(shape)))
+        chunks = [source.put(numbers, box, FLOAT, order=data.draw(orders)) for box in data.draw(tilings(shape))]
+        src = source.layout(t=StoredTensor(Spec(FLOAT, shape), tuple(chunks)))
+        dst = allocated(Path(home, "dst"), Spec(FLOAT, shape), data.draw(tilings(shape)))
+        plan = make_plan(src, dst)
+        count = data.draw(st.integers(1, 5))
+        ledger = Ledger()
+        told: list[int] = []
+        for number in data.draw(st.permutations(range(count))):
+            ledger.add(copy(plan, Share(number, count), jobs=2, progress=told.append))
+        copied = settle(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
+        assert contents(dst) == numbers.tobytes()
+        check_checksums(copied, dst)
+        assert (sum(told), copied.checked_bytes) == (src.nbytes, src.nbytes)
+
+
+def a_long_plan(home: Path) -> Plan:
+    """Twenty units, one byte after another."""
+    numbers = np.arange(5 * SMALL, dtype=np.float32)
+    source = Files(home / "src")
+    spec = Spec(FLOAT, numbers.shape)
+    src = source.layout(t=StoredTensor(spec, (source.put(numbers, whole(spec.shape), FLOAT),)))
+    return make_plan(src, allocated(home / "dst", spec, [whole(spec.shape)]))
+
+
+def test_a_share_that_is_missing_is_noticed(tmp_path: Path) -> None:
+    plan = a_long_plan(tmp_path)
+    ledger = copy(plan, Share(0, 3))
+    ledger.add(copy(plan, Share(2, 3)))
+    with pytest.raises(Corrupt, match="not all"):
+        settle(plan, ledger)
+
+
+def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.engine.units.UNIT_BYTES", SMALL)
+    plan = a_long_plan(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        copy(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
+    assert len(Journal(tmp_path / "j").units) == 6
+    written: list[int] = []
+    monkeypatch.setattr("ckptkit.engine.copy.write_from", lambda fd, data, at, path: written.append(at))
+    copy(plan, journal=Journal(tmp_path / "j"), jobs=1)
+    assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
+
+
+def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a power cut, which may lose what was written, though it was noted."""
+    monkeypatch.setattr("ckptkit.engine.units.UNIT_BYTES", SMALL)
+    plan = a_long_plan(tmp_path)
+    whole_file = plan.dst.root / "f0"
+    with pytest.raises(KeyboardInterrupt):
+        copy(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
+    damaged = bytearray(whole_file.read_bytes())
+    damaged[2 * SMALL + 5 : 2 * SMALL + 9] = bytes(4)
+    whole_file.write_bytes(damaged)
+    settle(plan, copy(plan, journal=Journal(tmp_path / "j"), jobs=2))
+    assert contents(plan.dst) == contents(plan.src)
+
+
+def interrupt_after(count: int) -> Callable[[int], None]:
+    """A progress that is told of so many blocks."""
+    told: list[int] = []
+
+    def progress(nbytes: int) -> None:
+        told.append(nbytes)
+        if len(told) == count:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def check_checksums(copied: Copied, dst: Layout) -> None:
+    written = [chunk for tensor in dst.tensors.values() for chunk in tensor.chunks if chunk.length]
+    for chunk in written:
+        raw = (dst.root / chunk.path).read_bytes()[chunk.offset : chunk.offset + chunk.length]
+        assert copied.checksums[chunk.path, chunk.offset] == zlib.crc32(raw)
+    assert len(copied.checksums) == len(written)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_casts_happen_on_the_way(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    numbers = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    with tempfile.TemporaryDirectory() as home:
+        source = Files(Path(home, "src"))
+        order = data.draw(st.none() | st.permutations(range(len(shape))))
+        chunks = [source.put(numbers, box, FLOAT, order=order) for box in data.draw(tilings(shape))]
+        half = DTYPES["float16"]
+        src = source.layout(t=StoredTensor(Spec(half, shape), tuple(chunks)))
+        dst = allocated(Path(home, "dst"), Spec(half, shape), data.draw(tilings(shape)))
+        copied = execute(make_plan(src, dst), jobs=2)
+        assert contents(dst) == numbers.astype(np.float16).tobytes()
+        check_checksums(copied, dst)
+        assert copied.checked_bytes == numbers.nbytes
+
+
+@pytest.mark.parametrize("order", [None, [1, 0]], ids=["row-major", "transposed"])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_flipped_bit_anywhere_is_corrupt(tmp_path: Path, order: list[int] | None, jobs: int) -> None:
+    numbers = np.arange(20 * 7, dtype=np.float32).reshape(20, 7)
+    source = Files(tmp_path / "src")
+    chunk = source.put(numbers, whole((20, 7)), FLOAT, order=order)
+    src = source.layout(t=StoredTensor(Spec(FLOAT, (20, 7)), (chunk,)))
+    sound = (source.root / "f").read_bytes()
+    for at in range(0, chunk.length, 37):
+        damaged = bytearray(sound)
+        damaged[chunk.offset + at] ^= 1 << (at % 8)
+        (source.root / "f").write_bytes(damaged)
+        dst = allocated(tmp_path / f"dst{at}", Spec(FLOAT, (20, 7)), [whole((20, 7))])
+        with pytest.raises(Corrupt) as raised:
+            execute(make_plan(src, dst), jobs=jobs)
+        assert raised.value.tensor == "t"
+        assert raised.value.path == source.root / "f"
+        assert str(chunk.offset) in raised.value.message
+
+
+def test_damage_outside_what_is_copied_is_corrupt_too(tmp_path: Path) -> None:
+    """A chunk that is copied in part is read whole, since its CRC-32 is of the whole."""
+    numbers = np.arange(60, dtype=np.float32)
+    source = Files(tmp_path / "src")
+    chunk = source.put(numbers, whole((60,)), FLOAT)
+    damaged = bytearray((source.root / "f").read_bytes())
+    damaged[-1] ^= 1
+    (source.root / "f").write_bytes(damaged)
+    src = source.layout(t=StoredTensor(Spec(FLOAT, (60,)), (chunk,)))
+    dst = allocated(tmp_path / "dst", Spec(FLOAT, (60,)), [Box((0,), (10,))])
+    with pytest.raises(Corrupt):
+        execute(make_plan(src, dst))
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 4])
+def test_two_names_for_the_same_bytes(tmp_path: Path, jobs: int) -> None:
+    numbers = np.arange(400, dtype=np.float32)
+    source = Files(tmp_path / "src")
+    tied = StoredTensor(Spec(FLOAT, (400,)), (source.put(numbers, whole((400,)), FLOAT),))
+    src = source.layout(t=tied, u=tied)
+    for attempt in range(20):
+        root = tmp_path / f"dst{attempt}"
+        files = Files(root)
+        end = files.append("f", bytes(2 * numbers.nbytes))
+        spec = Spec(FLOAT, (400,))
+        one = Chunk(whole((400,)), "f", 0, numbers.nbytes, FLOAT)
+        other = replace(one, offset=end - numbers.nbytes)
+        dst = files.layout(t=StoredTensor(spec, (one,)), u=StoredTensor(spec, (other,)))
+        copied = execute(make_plan(src, dst), jobs=jobs)
+        assert copied.checked_bytes == numbers.nbytes
+        assert contents(dst, "t") == numbers.tobytes()
+        assert contents(dst, "u") == numbers.tobytes()
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_short_or_missing_file_names_the_tensor(tmp_path: Path, jobs: int) -> None:
+    numbers = np.arange(90, dtype=np.float32)
+    source = Files(tmp_path / "src")
+    chunk = source.put(numbers, whole((90,)), FLOAT)
+    src = source.layout(t=StoredTensor(Spec(FLOAT, (90,)), (chunk,)))
+    plan = make_plan(src, allocated(tmp_path / "dst", Spec(FLOAT, (90,)), [whole((90,))]))
+    sound = (source.root / "f").read_bytes()
+    (source.root / "f").write_bytes(sound[:-1])
+    with pytest.raises(Corrupt) as raised:
+        execute(plan, jobs=jobs)
+    assert (raised.value.tensor, raised.value.path) == ("t", source.root / "f")
+    (source.root / "f").unlink()
+    with pytest.raises(Corrupt, match="missing"):
+        execute(plan, jobs=jobs)
+    (source.root / "f").symlink_to(source.root / "elsewhere")
+    with pytest.raises(Unsafe):
+        execute(plan, jobs=jobs)
+
+
+def test_an_interrupt_of_the_progress_ends_the_work(tmp_path: Path) -> None:
+    source = Files(tmp_path / "src")
+    chunk = source.put(np.arange(900, dtype=np.float32), whole((900,)), FLOAT)
+    src = source.layout(t=StoredTensor(Spec(FLOAT, (900,)), (chunk,)))
+    plan = make_plan(src, allocated(tmp_path / "dst", Spec(FLOAT, (900,)), [whole((900,))]))
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(plan, jobs=2, progress=interrupt)

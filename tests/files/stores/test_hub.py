@@ -1,0 +1,133 @@
+"""Checkpoints on the Hub: a repository at one commit, read by range, against a local server that speaks its calls."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptkit.formats import locate, open_layout
+from ckptkit.ops.consolidate import consolidate
+from tests import producers
+from tests.conftest import Produce
+from tests.hub_server import Hub
+from tests.storage.states import write_hf
+
+_MANY = {f"model.layers.{i}.weight": torch.randn(64, 64) for i in range(40)}
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a command said."""
+
+    code: int
+    value: dict[str, Any]
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with Hub(tmp_path / "hub") as server:
+        yield server
+
+
+def ckptkit(hub: Hub, *words: str) -> Said:
+    command = [sys.executable, "-m", "ckptkit", *words, "--json"]
+    done = subprocess.run(command, env=hub.env, cwd=hub.root, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return Said(done.returncode, json.loads(done.stdout))
+
+
+def files_in(root: Path) -> dict[str, Path]:
+    return {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+
+
+def test_an_id_is_looked_at_without_its_weights(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for number in (1, 2):
+        save_file({f"w{number}": torch.zeros(1 << 22)}, tmp_path / f"model/model-{number:05d}-of-00002.safetensors")
+    places = {f"w{number}": f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    hub.put("org/model", files_in(tmp_path / "model"), private=True)
+    found = ckptkit(hub, "inspect", "org/model")
+    assert [(tensor["name"], tensor["nbytes"]) for tensor in found.value["tensors"]] == [
+        ("w1", 1 << 24),
+        ("w2", 1 << 24),
+    ]
+    assert found.value["root"] == "hf://org/model"
+    assert sum(hub.served.values()) < 1 << 18
+
+
+def test_all_of_it_is_of_one_commit(hub: Hub, tmp_path: Path) -> None:
+    old, new = ({name: tensor + step for name, tensor in _MANY.items()} for step in (0, 1))
+    for step, tensors in enumerate((old, new)):
+        write_hf(tmp_path / str(step), tensors)
+    first = hub.put("org/model", files_in(tmp_path / "0"))
+    hub.put("org/model", files_in(tmp_path / "1"))
+    for name, tensors in (("org/model", new), ("hf://org/model", new), (f"hf://org/model@{first}", old)):
+        assert ckptkit(hub, "consolidate", name, str(tmp_path / "out"), "--overwrite").code == 0
+        found = load_file(tmp_path / "out/model.safetensors")
+        assert all(found[key].equal(tensor) for key, tensor in tensors.items())
+    asked = [request for request in hub.requests if "/resolve/" in request or "/tree/" in request]
+    assert not any("/main/" in request or request.endswith("/main") for request in asked)
+
+
+def test_a_checkpoint_in_a_folder_is_verified_and_consolidated(hub: Hub, produce: Produce, tmp_path: Path) -> None:
+    local = produce(producers.fsdp2).root
+    hub.put("org/runs", {f"run/ckpt-5/{name}": path for name, path in files_in(local).items()})
+    url = "hf://org/runs/run/ckpt-5"
+    assert ckptkit(hub, "verify", url).value["ok"]
+    assert ckptkit(hub, "ls", "hf://org/runs/run").value["latest"] is not None
+    assert ckptkit(hub, "consolidate", url, str(tmp_path / "out")).value["source"] == url
+    shutil.copytree(local, tmp_path / "ckpt-5")
+    consolidate(tmp_path / "ckpt-5", tmp_path / "again")
+    made, again = ((tmp_path / place / "model.safetensors").read_bytes() for place in ("out", "again"))
+    assert made == again
+    chunk = next(tensor.chunks[0] for tensor in locate(open_layout(local)).tensors.values() if tensor.spec.numel)
+    damaged = bytearray((local / chunk.path).read_bytes())
+    damaged[chunk.offset] ^= 1
+    hub.put("org/runs", {f"run/ckpt-5/{chunk.path}": bytes(damaged)})
+    found = ckptkit(hub, "verify", url)
+    assert (found.code, {problem["path"] for problem in found.value["problems"]}) == (1, {f"{url}/{chunk.path}"})
+
+
+def test_where_a_file_is_sent_from_is_asked_for_once(hub: Hub, tmp_path: Path) -> None:
+    save_file({str(i): torch.randn(1 << 20) for i in range(8)}, tmp_path / "model.safetensors")
+    hub.put("org/model", {"model.safetensors": tmp_path / "model.safetensors"})
+    hub.fail(r"GET /org/model/\w+/model.safetensors", "drop", after=1000)
+    hub.fail(r"GET /org/model/\w+/model.safetensors", status=503)
+    hub.fail(r"GET /org/model/\w+/model.safetensors", status=403)  # the place was signed, and that is over
+    assert ckptkit(hub, "consolidate", "org/model", str(tmp_path / "out")).code == 0
+    assert load_file(tmp_path / "out/model.safetensors").keys() == set(map(str, range(8)))
+    assert sum(count for request, count in hub.requests.items() if request.startswith("HEAD")) == 2
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert hub.served["org/model/model.safetensors"] < size + (1 << 20)
+
+
+def test_what_the_hub_has_not_or_does_not_show(hub: Hub, tmp_path: Path) -> None:
+    write_hf(tmp_path / "model", {"t": torch.arange(3.0)})
+    hub.put("org/model", files_in(tmp_path / "model"), private=True)
+    for name, code in (("org/none", 3), ("org/model@none", 3), ("hf://org/model/none", 3)):
+        said = ckptkit(hub, "inspect", name)
+        assert (said.code, said.value["error"]["path"]) == (code, f"hf://{name.removeprefix('hf://')}")
+    env, hub.token = hub.env, "hf_the_right_one"
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptkit", "inspect", "org/model"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 4
+    assert "HF_TOKEN" in done.stderr
+
+
+def test_a_hub_that_is_gone_is_an_io_failure(tmp_path: Path) -> None:
+    with Hub(tmp_path / "hub") as gone:
+        pass
+    said = ckptkit(gone, "inspect", "org/model")
+    assert (said.code, said.value["error"]["path"]) == (4, "hf://org/model")

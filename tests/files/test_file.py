@@ -1,0 +1,122 @@
+"""Files that a stranger named: what is opened, and what is not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe
+from ckptkit.files.file import (
+    Opened,
+    check_name,
+    file_size,
+    is_there,
+    open_regular,
+    read_at,
+    read_small,
+    recognise,
+    write_from,
+)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "a b", "..a", "ü", "x" * 255, "-rf", "a:b"])
+def test_a_plain_name_is_accepted(name: str) -> None:
+    check_name(name, Path())
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\\b", "a\0b", "a/"])
+def test_a_name_that_leaves_its_directory_is_unsafe(name: str) -> None:
+    with pytest.raises(Unsafe):
+        check_name(name, Path())
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(tmp_path / "socket"))
+    os.close(open_regular(tmp_path / "file"))
+    for name in ("link", "directory", "pipe"):
+        with pytest.raises(Unsafe) as raised:
+            open_regular(tmp_path / name)
+        assert raised.value.path == tmp_path / name
+    with pytest.raises(CkptError):
+        open_regular(tmp_path / "socket")
+    with pytest.raises(Unsafe):
+        open_regular(Path("/dev/zero"))
+    with pytest.raises(Corrupt, match="missing"):
+        open_regular(tmp_path / "nothing")
+    server.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_an_io_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(0)
+    with pytest.raises(IOFailure):
+        open_regular(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\ud800"])
+def test_an_impossible_name_is_an_error_of_ours(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CkptError):
+        file_size(tmp_path / name)
+
+
+def test_absence_is_told_from_trouble(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nothing")
+    assert is_there(tmp_path / "file")
+    assert is_there(tmp_path / "link")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("nothing", "file/below", "nul\0", "long" * 100):
+        assert not is_there(tmp_path / name)
+    with pytest.raises(IOFailure) as raised:
+        is_there(tmp_path / "loop" / "below")
+    assert raised.value.path == tmp_path / "loop" / "below"
+
+
+def test_reading_past_the_end_is_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    fd = open_regular(path)
+    assert read_at(fd, 4, 6, path) == b"6789"
+    assert read_at(fd, 0, 99, path) == b""
+    with pytest.raises(Corrupt, match="ends at byte 10, but 11 are needed"):
+        read_at(fd, 5, 6, path)
+    os.close(fd)
+    assert file_size(path) == 10
+    assert read_small(path, 10) == b"0123456789"
+    with pytest.raises(Corrupt):
+        read_small(path, 9)
+
+
+def test_few_files_are_open_at_once(tmp_path: Path) -> None:
+    for i in range(10):
+        (tmp_path / str(i)).write_bytes(str(i).encode())
+    before = len(os.listdir("/proc/self/fd"))
+    with Opened(tmp_path, limit=3) as files:
+        for _ in range(2):
+            for i in range(10):
+                assert read_at(files.fd(str(i)), 1, 0, tmp_path / str(i)) == str(i).encode()
+                assert len(os.listdir("/proc/self/fd")) <= before + 3
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_writing_fills_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"." * 8)
+    with Opened(tmp_path, writable=True) as files:
+        write_from(files.fd("file"), memoryview(b"abc"), 2, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"..abc..."
+
+
+def test_known_impostors_are_recognised() -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    assert "git lfs pull" in (recognise(pointer) or "")
+    assert "zeros" in (recognise(bytes(64)) or "")
+    assert recognise(b"") is None
+    assert recognise(b"PK\x03\x04") is None

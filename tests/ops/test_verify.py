@@ -1,0 +1,353 @@
+"""Verify: whole checkpoints of every producer are whole, and of damaged ones every problem is named."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptkit import consolidate, convert, make_manifest, reshard, verify
+from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
+from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Usage
+from ckptkit.files.crc32 import crc32
+from ckptkit.formats import find_format, locate, open_layout
+from ckptkit.ops.verify import Verified
+from tests import producers
+from tests.conftest import Produce
+from tests.producers import READABLE, Producer
+
+WITHOUT_SUMS = {"no_crc", "hf_shards", "hf_shards_in_parts", "hf_alone"}
+
+
+@pytest.fixture
+def checkpoint(produce: Produce, tmp_path: Path) -> Path:
+    """DCP of three ranks, without a manifest."""
+    return Path(shutil.copytree(produce(producers.fsdp2).root, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def model(checkpoint: Path, tmp_path: Path) -> Path:
+    """Safetensors in several files, with a manifest."""
+    consolidate(checkpoint, tmp_path / "model", max_shard_size=500)
+    return tmp_path / "model"
+
+
+def flip(path: Path, at: int, mask: int = 4) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
+
+
+def one(path: Path, *, fast: bool = False) -> Verified:
+    (found,) = verify(path, fast=fast)
+    return found
+
+
+def places(root: Path) -> dict[str, tuple[Path, int, int]]:
+    """File, offset and length of the first chunk of every tensor that has bytes."""
+    layout = locate(open_layout(root))
+    return {
+        name: (root / chunk.path, chunk.offset, chunk.length)
+        for name, tensor in layout.tensors.items()
+        for chunk in tensor.chunks[:1]
+        if chunk.box.numel
+    }
+
+
+@pytest.mark.parametrize("producer", READABLE, ids=lambda producer: producer.__name__)
+def test_what_was_written_well_is_well(produce: Produce, producer: Producer) -> None:
+    root = produce(producer).root
+    for fast in (True, False):
+        found = one(root, fast=fast)
+        assert found.is_ok, found.problems
+        assert found.notes == (() if producer is not producers.leftovers else found.notes)
+    content = found.checked_bytes + found.unchecked_bytes
+    assert found.unchecked_bytes == (content if producer.__name__ in WITHOUT_SUMS else 0)
+    assert content >= open_layout(root).nbytes if content else not open_layout(root).nbytes
+
+
+def test_of_an_older_save_files_may_lie_there(produce: Produce) -> None:
+    (note,) = one(produce(producers.leftovers).root).notes
+    assert "not of this checkpoint: __" in note
+
+
+def test_every_problem_is_named(checkpoint: Path) -> None:
+    damaged = random.Random(1).sample(sorted(places(checkpoint)), 5)
+    for name in damaged:
+        path, offset, length = places(checkpoint)[name]
+        flip(path, offset + length // 2)
+    found = one(checkpoint)
+    assert sorted(problem.tensor or "" for problem in found.problems) == sorted(damaged)
+    assert all(isinstance(problem, Corrupt) and problem.offset is not None for problem in found.problems)
+    assert {problem.path for problem in found.problems} == {places(checkpoint)[name][0] for name in damaged}
+
+
+def test_damage_of_several_kinds(checkpoint: Path) -> None:
+    (checkpoint / "__2_0.distcp").unlink()
+    os.truncate(checkpoint / "__1_0.distcp", 20_000)
+    name, (path, offset, _) = min(places_in(checkpoint, "__0_0.distcp").items())
+    flip(path, offset)
+    found = one(checkpoint)
+    messages = [problem.message for problem in found.problems]
+    assert len(messages) == 3
+    assert messages[0] == "1 of 3 files are missing: __2_0.distcp"
+    assert "the file has 20000 bytes, but the metadata needs" in messages[1]
+    assert "damaged" in messages[2]
+    assert found.problems[2].tensor == name
+
+
+def places_in(root: Path, file: str) -> dict[str, tuple[Path, int, int]]:
+    """Of a damaged checkpoint, the places in a file that is not."""
+    reader = find_format(root)
+    ignored: list[CkptError] = []
+    layout = reader.locate(reader.read(root, ignored.append), ignored.append)
+    return {
+        name: (root / chunk.path, chunk.offset, chunk.length)
+        for name, tensor in layout.tensors.items()
+        for chunk in tensor.chunks
+        if chunk.path == file and chunk.crc32 is not None
+    }
+
+
+def test_a_page_of_zeros_is_said(tmp_path: Path) -> None:
+    torch.save({"weight": torch.randn(100_000)}, tmp_path / "model.pt")
+    with (tmp_path / "model.pt").open("r+b") as file:
+        file.seek(40_960)
+        file.write(bytes(4096))
+    (problem,) = one(tmp_path / "model.pt").problems
+    assert problem.tensor == "weight"
+    assert problem.hint is not None
+    assert "page of zeros" in problem.hint
+
+
+def test_of_one_file_every_storage_is_compared(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3000), "b": torch.ones(3000)[10:20], "n": [1, 2]}, tmp_path / "model.pt")
+    assert one(tmp_path / "model.pt").unchecked_bytes == 0
+    data = (tmp_path / "model.pt").read_bytes()
+    second = data.index(b"\0\0\x80?" * 100, data.index(b"\0\0\x80?" * 100) + 12_000)
+    flip(tmp_path / "model.pt", second + 8000)  # of the second storage what no tensor shows
+    flip(tmp_path / "model.pt", data.index(b"\0\0\x80?" * 100) + 5)
+    assert [problem.tensor for problem in one(tmp_path / "model.pt").problems] == ["a", None]
+
+
+def test_what_no_checksum_is_recorded_of_is_said(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(10, 10), "b": torch.zeros(0), "c": torch.tensor(True)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("model.safetensors", "old.pt"):
+        found = one(tmp_path / name)
+        assert (found.is_ok, found.checked_bytes, found.unchecked_bytes) == (True, 0, 401)
+
+
+# -- with a manifest ---------------------------------------------------------------------------------------------------
+
+
+WRITES: dict[str, Callable[[Path, Path], object]] = {
+    "consolidate": consolidate,
+    "in files": lambda src, dst: consolidate(src, dst, max_shard_size=500),
+    "reshard": lambda src, dst: reshard(src, dst, to=5),
+    "dcp": lambda src, dst: convert(src, dst, to="dcp"),
+    "pt": lambda src, dst: convert(src, dst, to="pt"),
+    "cast": lambda src, dst: consolidate(src, dst, dtype="bf16"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_a_conversion_writes_has_a_manifest(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    WRITES[name](checkpoint, tmp_path / "out")
+    found = one(tmp_path / "out")
+    assert found.has_manifest
+    assert found.is_ok, found.problems
+    assert found.unchecked_bytes == 0
+    made = (tmp_path / "out" / NAME).read_bytes()
+    make_manifest(tmp_path / "out", overwrite=True)  # now from what was read, not from what was written
+    assert sums_in(made) == sums_in((tmp_path / "out" / NAME).read_bytes())
+
+
+def sums_in(manifest: bytes) -> list[bytes]:
+    """The lines of a manifest that are about files."""
+    return manifest.partition(b'"files"')[2].partition(b'"tensors"')[0].splitlines()
+
+
+@pytest.mark.parametrize("what", ["model-00001-of-", "model.safetensors.index.json"])
+def test_any_flip_is_found(what: str, model: Path) -> None:
+    path = next(path for path in sorted(model.iterdir()) if path.name.startswith(what))
+    rng = random.Random(what)
+    for at in rng.sample(range(path.stat().st_size), 60):
+        mask = 1 << rng.randrange(8)
+        flip(path, at, mask)
+        found = one(model)
+        assert not found.is_ok, (at, mask)
+        assert path in {problem.path for problem in found.problems}
+        flip(path, at, mask)
+    assert one(model).is_ok
+
+
+def test_a_damaged_tensor_of_safetensors_is_named(model: Path) -> None:
+    damaged = sorted(places(model))[::3]
+    for name in damaged:
+        path, offset, length = places(model)[name]
+        flip(path, offset + length - 1)
+    assert sorted(problem.tensor or "" for problem in one(model).problems) == damaged
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_shard_of_another_step_is_found(checkpoint: Path, tmp_path: Path, fast: bool) -> None:
+    make_manifest(checkpoint)
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    reseal(other / "__1_0.distcp")
+    assert one(checkpoint, fast=fast).is_ok
+    shutil.copy(other / "__1_0.distcp", checkpoint / "__1_0.distcp")
+    (problem,) = one(checkpoint, fast=fast).problems
+    assert problem.path == checkpoint / "__1_0.distcp"
+    assert "manifest" in problem.message
+
+
+def reseal(path: Path) -> None:
+    """Make a shard what it would have been a step later: other numbers, and checksums that are right."""
+    data = path.read_bytes()
+    root = path.parent
+    changed = bytearray(data)
+    for chunk in [c for t in locate(open_layout(root)).tensors.values() for c in t.chunks if c.path == path.name]:
+        if chunk.crc32 is None:
+            continue
+        end = chunk.offset + chunk.length
+        changed[chunk.offset] ^= 1
+        new = crc32(changed[chunk.offset : end]).to_bytes(4, "little")
+        old = chunk.crc32.to_bytes(4, "little")
+        for at in (end + 4, data.index(old, end + 8)):
+            changed[at : at + 4] = new
+    path.write_bytes(changed)
+
+
+def test_shards_that_were_swapped(checkpoint: Path) -> None:
+    make_manifest(checkpoint)
+    one_, other = checkpoint / "__1_0.distcp", checkpoint / "__2_0.distcp"
+    one_.rename(checkpoint / "aside")
+    other.rename(one_)
+    (checkpoint / "aside").rename(other)
+    assert not one(checkpoint).is_ok
+
+
+def test_a_file_that_came_from_elsewhere(checkpoint: Path) -> None:
+    make_manifest(checkpoint)
+    shutil.copy(checkpoint / "__1_0.distcp", checkpoint / "__7_0.distcp")
+    (checkpoint / "notes.txt").write_text("not a part of any checkpoint")
+    (problem,) = one(checkpoint).problems
+    assert problem.path == checkpoint / "__7_0.distcp"
+
+
+def test_files_beside_the_weights_are_known_too(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    make_manifest(model, overwrite=True)
+    assert one(model).is_ok
+    (model / "config.json").write_text("[]")
+    (problem,) = one(model).problems
+    assert problem.path == model / "config.json"
+    (model / "config.json").unlink()
+    (problem,) = one(model).problems
+    assert "missing" in problem.message
+
+
+def test_a_damaged_manifest_is_named(model: Path) -> None:
+    size = (model / NAME).stat().st_size
+    rng = random.Random(0)
+    for at in rng.sample(range(size), 80):
+        flip(model / NAME, at)
+        assert [problem.path for problem in one(model).problems] == [model / NAME], at
+        flip(model / NAME, at)
+    assert one(model).is_ok
+
+
+def test_a_manifest_that_leads_out_of_the_directory(model: Path) -> None:
+    (model / NAME).write_bytes(Manifest({"../secret": FileSum(1, 0)}).to_bytes())
+    (problem,) = one(model).problems
+    assert problem.code == "unsafe"
+
+
+def test_one_file_of_a_directory_is_known_by_the_manifest(model: Path) -> None:
+    path = next(path for path in sorted(model.iterdir()) if path.suffix == ".safetensors")
+    assert one(path).unchecked_bytes == 0
+    flip(path, path.stat().st_size - 1)
+    assert not one(path).is_ok
+
+
+# -- making one --------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_is_made_of_nothing_damaged(checkpoint: Path) -> None:
+    name, (path, offset, _) = min(places(checkpoint).items())
+    flip(path, offset)
+    with pytest.raises(Corrupt) as caught:
+        make_manifest(checkpoint)
+    assert caught.value.tensor == name
+    assert not (checkpoint / NAME).exists()
+
+
+def test_a_manifest_is_not_replaced_unasked(checkpoint: Path) -> None:
+    make_manifest(checkpoint)
+    with pytest.raises(Occupied):
+        make_manifest(checkpoint)
+    names = sorted(os.listdir(checkpoint))
+    make_manifest(checkpoint, overwrite=True)
+    assert sorted(os.listdir(checkpoint)) == names
+
+
+def test_a_manifest_is_of_a_directory(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(Usage):
+        make_manifest(tmp_path / "model.pt")
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_checkpoint_of_a_run(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        shutil.copytree(checkpoint, run / f"ckpt-{step}")
+    (run / "ckpt-2" / ".metadata").unlink()
+    (run / "ckpt-10").mkdir()
+    found = verify(run)
+    assert [(part.path.name, part.is_ok) for part in found] == [
+        ("ckpt-1", True),
+        ("ckpt-2", False),
+        ("ckpt-3", True),
+        ("ckpt-10", False),
+    ]
+
+
+def test_nothing_to_verify(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(NotACheckpoint):
+            verify(path)
+
+
+def test_bytes_read_are_told(checkpoint: Path) -> None:
+    told: list[tuple[int, int]] = []
+    verify(checkpoint, progress=lambda nbytes, total: told.append((nbytes, total)))
+    assert sum(nbytes for nbytes, _ in told) == told[0][1] == sum(p.stat().st_size for p in checkpoint.iterdir())
+
+
+@pytest.mark.parametrize("write", [consolidate, lambda src, dst: convert(src, dst, to="dcp", world_size=2)])
+def test_a_conversion_compares_safetensors_with_their_manifest(
+    write: Callable[[Path, Path], object], model: Path, tmp_path: Path
+) -> None:
+    assert getattr(write(model, tmp_path / "sound"), "unchecked_bytes", None) == 0
+    name, (path, offset, _) = min(places(model).items())
+    flip(path, offset)
+    with pytest.raises(Corrupt) as caught:
+        write(model, tmp_path / "out")
+    assert caught.value.tensor is not None
+    assert name in caught.value.tensor
+    assert caught.value.path == path
+    assert not (tmp_path / "out").exists()
