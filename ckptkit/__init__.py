@@ -9,7 +9,7 @@ from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.errors import CkptError
-    from ckptkit.estimate.estimate import Estimated, estimate
+    from ckptkit.estimates.estimate import Estimated, estimate
     from ckptkit.formats import open_layout
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.reshard import reshard
     from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.verify import Verified, verify
-    from ckptkit.report.report import Reported, report
+    from ckptkit.reports.report import Reported, report
     from ckptkit.train.saving.run import Run
 
 __all__ = [
@@ -80,7 +80,7 @@ _HOMES = {
     "CkptError": "ckptkit.errors",
     "Converted": "ckptkit.ops.conversion.result",
     "Diff": "ckptkit.ops.comparison.differences",
-    "Estimated": "ckptkit.estimate.estimate",
+    "Estimated": "ckptkit.estimates.estimate",
     "Inspected": "ckptkit.ops.inspect",
     "LazyCheckpoint": "ckptkit.ops.open",
     "LazyTensor": "ckptkit.ops.open",
@@ -89,7 +89,7 @@ _HOMES = {
     "Pruned": "ckptkit.ops.prune",
     "Pulled": "ckptkit.hub.pull",
     "Pushed": "ckptkit.hub.push",
-    "Reported": "ckptkit.report.report",
+    "Reported": "ckptkit.reports.report",
     "Run": "ckptkit.train.saving.run",
     "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
@@ -97,7 +97,7 @@ _HOMES = {
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
     "diff": "ckptkit.ops.diff",
-    "estimate": "ckptkit.estimate.estimate",
+    "estimate": "ckptkit.estimates.estimate",
     "finalize": "ckptkit.ops.finalize",
     "inspect": "ckptkit.ops.inspect",
     "list_run": "ckptkit.ops.ls",
@@ -109,7 +109,7 @@ _HOMES = {
     "prune": "ckptkit.ops.prune",
     "pull": "ckptkit.hub.pull",
     "push": "ckptkit.hub.push",
-    "report": "ckptkit.report.report",
+    "report": "ckptkit.reports.report",
     "reshard": "ckptkit.ops.reshard",
     "stats": "ckptkit.ops.stats",
     "unpin": "ckptkit.ops.pin",

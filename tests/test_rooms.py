@@ -51,7 +51,7 @@ LAYERS = (
     ("checkpoints", "checkpoints.*"),
     ("pictures.*", "pictures"),
     ("ops", "ops.*"),
-    ("estimate", "estimate.*", "hub", "hub.*", "report", "report.*"),
+    ("estimates", "estimates.*", "hub", "hub.*", "reports", "reports.*"),
     ("storage.*", "storage"),
     ("train.*", "train"),
     ("cli.*", "cli"),
@@ -61,7 +61,7 @@ LAYERS = (
 # Packages whose modules may also import each other, in one direction.
 FAMILIES = (
     *("tensors", "engine", "formats.torchfile", "formats.dcp", "formats.hf", "formats.pt", "checkpoints", "pictures"),
-    *("ops", "estimate", "hub", "report", "storage", "train", "cli"),
+    *("ops", "estimates", "hub", "reports", "storage", "train", "cli"),
 )
 
 # Pairs of rooms that never meet, in either direction.
@@ -82,7 +82,7 @@ TORCH_WHEN_USED = (
     "formats.torchfile.read_archive",
     "formats.dcp.format",
     "ops.conversion.torchrun",
-    "estimate.architecture",
+    "estimates.architecture",
     "ops.open",
     "cli.train",
 )

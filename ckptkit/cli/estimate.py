@@ -15,8 +15,8 @@ from ckptkit.pictures.numbers import format_bytes
 from ckptkit.train.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
-    from ckptkit.estimate.budget import Budget, Setup
-    from ckptkit.estimate.estimate import Estimated
+    from ckptkit.estimates.budget import Budget, Setup
+    from ckptkit.estimates.estimate import Estimated
 
 STATES = ("parameters", "gradients", "optimizer")
 UNITS = ("gathered", "reduced")
@@ -72,7 +72,7 @@ def estimate(
     Exit codes: 0 done; 1 no strategy fits into the `--gpu-memory`, or not the one asked for; 2 usage; 3 not the config
     of a model, or one that cannot be counted; 4 an I/O failure.
     """
-    from ckptkit.estimate.estimate import estimate as count_bytes
+    from ckptkit.estimates.estimate import estimate as count_bytes
 
     found = count_bytes(
         choose_config(model, vocab_size, untied=untied),

@@ -39,7 +39,7 @@ def report(
     Exit codes: 0 done; 2 usage; 3 no run is there, or its latest checkpoint is damaged; 4 an I/O failure; 5 the file is
     there already, and no report.
     """
-    from ckptkit.report.report import report as run_it
+    from ckptkit.reports.report import report as run_it
 
     with progress_bar("report") as progress:
         done = run_it(run, out, fast=fast, overwrite=overwrite, jobs=jobs, progress=progress)

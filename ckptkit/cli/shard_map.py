@@ -113,7 +113,7 @@ def paint(line: Line) -> str:
 
 def write_map(layout: Layout, path: Path) -> None:
     """Draw who holds what into an SVG file, and say so."""
-    from ckptkit.report.shard_map import write_shard_map
+    from ckptkit.reports.shard_map import write_shard_map
 
     write_shard_map(layout, path)
     note(f"wrote {path}")

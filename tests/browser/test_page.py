@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ckptkit.formats import open_layout
-from ckptkit.report.report import report
-from ckptkit.report.shard_map import write_shard_map
+from ckptkit.reports.report import report
+from ckptkit.reports.shard_map import write_shard_map
 from tests.browser.chromium import find_chromium, visit
 from tests.pictures.runs import make_run
 

@@ -33,7 +33,7 @@ def small_blocks() -> Iterator[None]:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptkit.engine.combine._NUMEL", 12)
-        for module in ("execute", "gather"):
+        for module in ("copy", "gather"):
             patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", 96)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", 48)
         yield

@@ -22,8 +22,8 @@ from tests.faults.verdicts import Verdict, judge_error
 
 _OURS = (
     *("ckptkit.cli", "ckptkit.ops.inspect", "ckptkit.ops.verify"),
-    *(f"ckptkit.ops.conversion.{verb}" for verb in ("consolidate", "reshard", "convert", "average")),
-    *(f"ckptkit.formats.{name}" for name in ("dcp", "hf", "pt")),
+    *(f"ckptkit.ops.{verb}" for verb in ("consolidate", "reshard", "convert", "average")),
+    *(f"ckptkit.formats.{name}.format" for name in ("dcp", "hf", "pt")),
     *filter(find_spec, ("typer._adapters",)),  # which it imports when first used, and takes most of the time of a run
 )
 _THEIRS = ("tests.faults.peers", "tests.faults.originals")

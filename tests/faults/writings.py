@@ -29,8 +29,8 @@ _HERE = "tests.faults.writings"
 MODULES = (
     _HERE,
     "ckptkit.cli",
-    *(f"ckptkit.ops.conversion.{verb}" for verb in ("consolidate", "reshard", "convert", "finalize")),
-    *(f"ckptkit.formats.{name}" for name in ("dcp", "hf", "pt")),
+    *(f"ckptkit.ops.{verb}" for verb in ("consolidate", "reshard", "convert", "finalize")),
+    *(f"ckptkit.formats.{name}.format" for name in ("dcp", "hf", "pt")),
     *("typer._adapters", "pydantic.type_adapter", "torch._dynamo", "fsspec.core", "accelerate.utils"),
     "torch.distributed.checkpoint._consolidate_hf_safetensors",
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.checkpoints.runs import Run
-from ckptkit.estimate.estimate import estimate
+from ckptkit.estimates.estimate import estimate
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
 from ckptkit.train.metrics import Step

@@ -18,9 +18,9 @@ from ckptkit.pictures.numbers import brief, format_bytes
 from ckptkit.pictures.page import GENERATOR, Fact, Section, draw_page
 from ckptkit.pictures.shards import map_shards
 from ckptkit.progress import Progress, telling
-from ckptkit.report import chapters
-from ckptkit.report.history import METRICS, History, read_history
-from ckptkit.report.norms import measure_norms, weights_of
+from ckptkit.reports import chapters
+from ckptkit.reports.history import METRICS, History, read_history
+from ckptkit.reports.norms import measure_norms, weights_of
 from ckptkit.version import __version__
 
 NAME = "report.html"

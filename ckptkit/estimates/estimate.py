@@ -11,8 +11,8 @@ from typing import Any
 
 from ckptkit.checkpoints.expected import is_known
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.estimate.architecture import Architecture, read_architecture
-from ckptkit.estimate.budget import STRATEGIES, Budget, Setup, make_budget
+from ckptkit.estimates.architecture import Architecture, read_architecture
+from ckptkit.estimates.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.files.file import read_small
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
 
@@ -73,7 +73,7 @@ def estimate(
 
     `model` is a parsed config.json, the path of one, a directory with one, or a Hub id. Without a `strategy` all are
     estimated; `replicas` are the copies of the model under hybrid_shard (2). `sequence_length` is by default the
-    longest that the model takes, 4096 at most. The rest is as in `ckptkit.estimate.budget.Setup`; `gpu_memory` is
+    longest that the model takes, 4096 at most. The rest is as in `ckptkit.estimates.budget.Setup`; `gpu_memory` is
     in bytes. Raises `Usage` for what does not go together, `Unsupported` for a model that cannot be counted.
     """
     config = model if isinstance(model, Mapping) else read_config(str(model))

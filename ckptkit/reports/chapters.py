@@ -15,8 +15,8 @@ from ckptkit.pictures.series import Series
 from ckptkit.pictures.shard_svg import draw_shards
 from ckptkit.pictures.shards import ShardMap, is_number
 from ckptkit.pictures.timeline import Stop, draw_timeline
-from ckptkit.report.history import History
-from ckptkit.report.norms import Norms
+from ckptkit.reports.history import History
+from ckptkit.reports.norms import Norms
 
 _CURVES = (
     ("Loss", ("loss", "eval_loss")),

@@ -11,9 +11,9 @@ import pytest
 
 import ckptkit
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, Usage
-from ckptkit.report import history
-from ckptkit.report.history import from_log, read_history
-from ckptkit.report.report import report
+from ckptkit.reports import history
+from ckptkit.reports.history import from_log, read_history
+from ckptkit.reports.report import report
 from tests import producers
 from tests.conftest import Produce
 from tests.pictures.runs import HOSTILE, LAYERS, make_run

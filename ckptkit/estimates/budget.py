@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptkit.errors import Usage
-from ckptkit.estimate.architecture import Architecture
+from ckptkit.estimates.architecture import Architecture
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "ddp")

@@ -23,9 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckptkit import estimate, open_layout
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported, Usage
-from ckptkit.estimate.architecture import read_architecture
-from ckptkit.estimate.budget import Budget, Setup, kept_bytes, make_budget, norm_bytes, shard_numel
-from ckptkit.estimate.estimate import Estimated
+from ckptkit.estimates.architecture import read_architecture
+from ckptkit.estimates.budget import Budget, Setup, kept_bytes, make_budget, norm_bytes, shard_numel
+from ckptkit.estimates.estimate import Estimated
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.models.config import ModelConfig
