@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
+    from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
     from ckptkit.errors import CkptError
     from ckptkit.estimates.estimate import Estimated, estimate
-    from ckptkit.formats import open_layout
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
     from ckptkit.ops.average import Averaged, average
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Averaged",
+    "Checkpoint",
     "CkptError",
     "Converted",
     "Diff",
@@ -77,6 +78,7 @@ __all__ = [
 
 _HOMES = {
     "Averaged": "ckptkit.ops.average",
+    "Checkpoint": "ckptkit.checkpoints.checkpoint",
     "CkptError": "ckptkit.errors",
     "Converted": "ckptkit.ops.conversion.result",
     "Diff": "ckptkit.ops.comparison.differences",
@@ -104,7 +106,7 @@ _HOMES = {
     "make_manifest": "ckptkit.ops.manifest",
     "moved": "ckptkit.ops.comparison.moved",
     "open": "ckptkit.ops.open",
-    "open_layout": "ckptkit.formats",
+    "open_layout": "ckptkit.checkpoints.checkpoint",
     "pin": "ckptkit.ops.pin",
     "prune": "ckptkit.ops.prune",
     "pull": "ckptkit.hub.pull",

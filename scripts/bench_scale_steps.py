@@ -20,9 +20,10 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.weights import find_weights
 from ckptkit.files.crc32 import crc32
-from ckptkit.formats import get_writer, open_layout
+from ckptkit.formats import get_writer
 from ckptkit.formats.dcp.shards import Item, Known, deal, end_of
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Spec, StoredTensor

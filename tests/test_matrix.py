@@ -23,9 +23,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Unsupported
 from ckptkit.files.origin import Origin
-from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, open_layout
+from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.ops.conversion.drafts import Draft, Drafts
 from ckptkit.ops.conversion.output import Output

@@ -29,7 +29,7 @@ LAYERS = (
     ("files.path",),
     ("files.ranges", "files.origin"),
     ("files.crc32", "files.file", "tensors.*"),
-    ("files.allocation", "files.hidden", "files.locks", "files.trees"),
+    ("files.allocation", "files.hidden", "files.folders", "files.locks", "files.trees"),
     ("files.exchange",),
     ("files.staging",),
     ("files.publish",),

@@ -1,18 +1,20 @@
-"""Companions: config, tokenizer and the other small files that make weights a model; found, and the config mended."""
+"""Find companions, the small files that make weights a model: config, tokenizer, chat templates; mend the config."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.runs import step_of
-from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.files.file import read_small
+from ckptkit.checkpoints.trainers import companion_folders, epoch_in, step_in
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage
+from ckptkit.files.file import is_there, read_small
+from ckptkit.files.folders import children
 from ckptkit.files.path import to_path
+from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Spec
 
 CONFIG = "config.json"
@@ -30,21 +32,31 @@ FILES = (
     "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
 )
+TEMPLATES = "additional_chat_templates"
 _LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The small files found in `found_in`, by name, as bytes; `config` parsed, None if there is none."""
+    """The small files found in `found_in`, by name, as bytes; `config` parsed, None if there is none.
+
+    `absent` are files with code that config.json names and that do not lie beside it.
+    """
 
     found_in: Path | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     config: dict[str, Any] | None = None
+    absent: tuple[str, ...] = ()
 
 
 def find_companions(checkpoint: Path, base: str | None) -> Companions:
-    """The companions in `base` (a directory, URL or Hub id) if given, else in the checkpoint or the run above."""
+    """Return the companions in `base`, a directory, URL or Hub id, if given; else in the checkpoint or the run."""
     if base is not None:
         found = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
         if found is None:
@@ -58,18 +70,20 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
 
 
 def places_of(checkpoint: Path) -> Iterator[Path]:
-    """Where companions are looked for: in the checkpoint and in the run above it, in verl's `huggingface/` of each."""
+    """Return where companions may lie: in the checkpoint, in the run above, in a trainer's folder in each."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     levels = [place, place.parent]
-    if step_of(place.parent) is not None:  # a part of a checkpoint: the run is one further up
+    if (
+        step_in(place.parent.name) is not None or epoch_in(place.parent.name) is not None
+    ):  # a part of a checkpoint: the run is one further up
         levels.append(place.parent.parent)
     for level in levels:
         yield level
-        yield level / "huggingface"
+        yield from (level / folder for folder in companion_folders())
 
 
 def read_companions(place: Path, *, follow_links: bool = False) -> Companions | None:
-    """The companions in one directory, None if it has no config.json that names a model.
+    """Return the companions in one directory, None if it has no config.json that names a model.
 
     Links are followed only in a directory that the user vouches for: a stranger's may lead to any file of ours.
     """
@@ -85,12 +99,50 @@ def read_companions(place: Path, *, follow_links: bool = False) -> Companions | 
         raise Corrupt(f"not valid JSON ({error})", path=place / CONFIG) from error
     if not isinstance(config, dict) or not ("model_type" in config or "architectures" in config):
         return None
-    files = {name: read(name) for name in FILES if (place / name).is_file()}
-    return Companions(place, files, config)
+    code = code_files(config)
+    names = [*FILES, *templates_in(place, follow_links=follow_links), *(python_in(place) if code else ())]
+    files = {name: read(name) for name in names if (place / name).is_file()}
+    return Companions(place, files, config, tuple(sorted(code - files.keys())))
+
+
+def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
+    """Return the config.json of the model in a checkpoint or in the run above; None if none there can be read."""
+    for place in places_of(checkpoint.absolute()):
+        try:
+            if is_there(place / CONFIG):
+                found = parse_json(read_small(place / CONFIG, _LIMIT), place / CONFIG)
+                return found if isinstance(found, dict) else None
+        except (Corrupt, IOFailure, Unsafe):
+            return None
+    return None
+
+
+def templates_in(place: Path, *, follow_links: bool) -> list[str]:
+    """Return the chat templates that transformers puts beside the main one, as names in directory `place`."""
+    folder = place / TEMPLATES
+    if not folder.is_dir() or (folder.is_symlink() and not follow_links):
+        return []
+    return [f"{TEMPLATES}/{child.name}" for child in children(folder) if child.suffix == ".jinja"]
+
+
+def python_in(place: Path) -> list[str]:
+    """Return the names of the files with Python code in a directory."""
+    return [child.name for child in children(place) if child.suffix == ".py"]
+
+
+def code_files(config: Mapping[str, Any]) -> set[str]:
+    """Return the files with a model's own code that `auto_map` in config.json names, which lie beside it.
+
+    Source: transformers/dynamic_module_utils.py. A class is `module.Class`, or `repository--module.Class` elsewhere.
+    """
+    found = config.get("auto_map")
+    values = found.values() if isinstance(found, dict) else ()
+    classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return {f"{name.split('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name}
 
 
 def resolve_base(base: str) -> Path:
-    """The directory that `base` names: itself, or the companions of a Hub repository, downloaded or from the cache."""
+    """Return the directory that `base` names: itself, or a Hub repository's companions, downloaded or cached."""
     if "://" in base:
         return to_path(base)
     if Path(base).is_dir():
@@ -100,13 +152,13 @@ def resolve_base(base: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(base, allow_patterns=list(FILES)))
+        return Path(snapshot_download(base, allow_patterns=[*FILES, f"{TEMPLATES}/*.jinja", "*.py"]))
     except Exception as error:  # the hub raises its own, its HTTP client's and the system's
         raise Usage(f"the Hub gave no `{base}`: {error}", hint="check the id, or give a local directory") from error
 
 
 def mend_config(config: dict[str, Any], specs: Iterable[Spec]) -> bytes:
-    """`config.json` with the dtype that the weights really have, and architectures without FSDP1's prefix."""
+    """Return `config.json` with the dtype that the weights really have, and architectures without FSDP1's prefix."""
     mended = dict(config)
     nbytes: Counter[str] = Counter()
     for spec in specs:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptkit.checkpoints.runs import children, step_of
+from ckptkit.checkpoints.checkpoint import may_be_step_name
 from ckptkit.errors import Occupied, translate_os_errors
+from ckptkit.files.folders import children
 from ckptkit.files.hidden import lock_path
 from ckptkit.files.locks import acquire, close, release, try_lock
 from ckptkit.files.system import again
@@ -62,7 +63,7 @@ def finish_deleting(root: Path) -> None:
 def is_hidden(path: Path) -> bool:
     """True for the name of a checkpoint that is being deleted."""
     name = path.name
-    return name.startswith(".") and name.endswith(_LEAVING) and step_of(Path(name[1 : -len(_LEAVING)])) is not None
+    return name.startswith(".") and name.endswith(_LEAVING) and may_be_step_name(name[1 : -len(_LEAVING)])
 
 
 def is_being_written(checkpoint: Path) -> bool:

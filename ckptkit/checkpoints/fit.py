@@ -24,6 +24,9 @@ def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, l
             "no config.json found: loaders need one beside the weights (--base takes it from another model)"
         ]
     notes = [f"{', '.join(companions.files)} from {companions.found_in}"]
+    if companions.absent:
+        missing = ", ".join(companions.absent)
+        notes.append(f"config.json needs {missing}, not found beside it: loaders with trust_remote_code will miss it")
     if is_tied(config):
         layout = drop_tied(layout, notes)
     shapes = expected_shapes(config)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckptkit.checkpoints.runs import children
 from ckptkit.errors import Unsafe, translate_os_errors
+from ckptkit.files.folders import children
 from ckptkit.files.system import again, close
 from ckptkit.files.trees import sync_path
 

@@ -7,19 +7,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ckptkit.checkpoints.pins import is_pinned
-from ckptkit.checkpoints.runs import Run, is_weights_only
+from ckptkit.checkpoints.run import Run
 from ckptkit.checkpoints.trackers import trackers_in
+from ckptkit.checkpoints.trainers import metrics_files
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.file import read_small
 
-METRICS = "metrics.json"
-_TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer
-_OF_SPEED = ("_runtime", "_per_second")
-_LIMIT = 1 << 20  # bytes of a file of metrics
-_STATE_LIMIT = 1 << 26  # the Trainer's has a line for every time that anything was logged
+_LIMIT = 1 << 26  # bytes of a file of metrics; some have a line for every time that anything was logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +129,10 @@ def find_holds(checkpoint: Path) -> tuple[str, ...]:
 def find_saved(run: Run) -> list[Saved]:
     """The complete checkpoints of a run that are its own: named as it names them, no links, and more than weights."""
     return [
-        Saved(found.path, found.step, read_metrics(found.path), find_holds(found.path))
+        Saved(found.path, step, read_metrics(found.path), find_holds(found.path))
         for found in run.checkpoints()
-        if found.path == run.checkpoint(found.step) and not found.path.is_symlink() and not is_weights_only(found.path)
+        if (step := found.own_step) is not None and found.path == run.checkpoint(step)
+        if not found.path.is_symlink() and not found.is_weights_only
     ]
 
 
@@ -145,33 +143,13 @@ def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
 
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:
-    """What was measured when a checkpoint was saved; nothing if it does not say. Raises `Corrupt`.
-
-    Of a checkpoint of transformers' Trainer, the losses and evaluations that it logged at that step.
-    """
-    for name, limit, understand in ((METRICS, _LIMIT, to_numbers), (_TRAINER_STATE, _STATE_LIMIT, logged_numbers)):
+    """Return what was measured when a checkpoint was saved, by its trainer; {} if it does not say. Raises `Corrupt`."""
+    for name, understand in metrics_files().items():
         path = checkpoint / name
         if not path.exists():
             continue
         try:
-            return understand(json.loads(read_small(path, limit)))
+            return understand(json.loads(read_small(path, _LIMIT)))
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
             raise Corrupt("not the metrics of a checkpoint", path=path, hint="remove the file") from error
     return {}
-
-
-def to_numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a file of metrics."""
-    return {str(name): float(value) for name, value in found.items()}
-
-
-def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers that a Trainer logged at the step of its state, but for those of its speed."""
-    entries = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"]]
-    numbers = {
-        str(name): float(value)
-        for entry in entries
-        for name, value in entry.items()
-        if name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_SPEED))
-    }
-    return {**numbers, "step": float(state["global_step"])} if numbers else {}

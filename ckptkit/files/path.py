@@ -145,13 +145,13 @@ class RemotePath(PosixPath):
         return 2
 
 
-def to_path(place: str | Path) -> Path:
+def to_path(place: str | os.PathLike[str]) -> Path:
     """The path that a user means by `place`: a local one, a URL, or the id of a model on the Hub.
 
     Something like `org/name` is an id if there is neither such a path here nor a directory `org`.
     """
-    if isinstance(place, Path):
-        return place
+    if not isinstance(place, str):
+        return place if isinstance(place, Path) else Path(place)
     if _URL.match(place):
         return parse_url(place)
     path = Path(place)
@@ -204,7 +204,7 @@ def parse_url(url: str) -> Path:
     return path
 
 
-def to_local(place: str | Path) -> Path:
+def to_local(place: str | os.PathLike[str]) -> Path:
     """The local path that a user means by `place`, where something is to be written. Raises `Usage` for a URL."""
     if isinstance(place, RemotePath) or (isinstance(place, str) and _URL.match(place)):
         hint = "write to a local directory; `ckptkit push` takes it to the Hub"

@@ -27,6 +27,7 @@ class Reader(Protocol):
 
     name: str
     is_sharded: bool
+    is_model_only: bool  # it has no place for anything but tensors of a model
 
     def owns(self, name: str) -> bool:
         """True if a file of this name, in a checkpoint's directory, can only be a part of it or of an older one."""
@@ -90,6 +91,11 @@ def get_writer(name: str) -> Writer:
     return found
 
 
+def describe_formats() -> str:
+    """Return what each format is known by, in words."""
+    return "DCP's `.metadata`, `*.safetensors` with its index, a file of torch.save"
+
+
 def detect_format(path: Path) -> Reader | None:
     """The first format that claims `path`, or None."""
     with translate_os_errors(path):
@@ -100,17 +106,9 @@ def find_format(path: Path) -> Reader:
     """The format of the checkpoint at `path`. Raises `NotACheckpoint` if none claims it."""
     reader = detect_format(path)
     if reader is None:
-        looked_for = "DCP's `.metadata`, `*.safetensors` with its index, a file of torch.save"
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
-        raise NotACheckpoint(what, path=path, hint=f"looked for: {looked_for}")
+        raise NotACheckpoint(what, path=path, hint=f"looked for: {describe_formats()}")
     return reader
-
-
-def open_layout(path: Path) -> Layout:
-    """The layout of the checkpoint at `path`, in whatever format. Raises `NotACheckpoint` if none claims it."""
-    reader = find_format(path)
-    with translate_os_errors(path):
-        return reader.read(path)
 
 
 def locate(layout: Layout) -> Layout:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.companions import read_companions
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.checkpoints.runs import TRAINING, children, find_checkpoint, find_whole
+from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.errors import Usage
 from ckptkit.files.file import file_size
-from ckptkit.formats import Reader, find_format
+from ckptkit.files.folders import children
+from ckptkit.formats import Reader
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
 from ckptkit.layout import Layout
@@ -52,17 +54,17 @@ class Parcel:
         return replace(self, contents=contents, left_out={**self.left_out, **kept})
 
 
-def pack(path: Path, repo_id: str) -> Parcel:
-    """What is to be pushed of the checkpoint at `path`, or of the latest of a run: of several parts the model's."""
-    root = find_checkpoint(path)
-    reader = find_format(root)
+def pack(source: Source, repo_id: str) -> Parcel:
+    """What is to be pushed of the checkpoint at `source`, or of the latest of a run: of several parts the model's."""
+    checkpoint = Checkpoint.open(source)
+    root, reader = checkpoint.model_part.path, checkpoint.model_part.reader
     if not root.is_dir():
         hint = "name the directory that the file is in, or one that `ckptkit consolidate` makes of it"
         raise Usage("only directories are pushed", path=root, hint=hint)
     layout, manifest = reader.read(root), read_manifest(root)
     needed = Subject(reader, root, layout, manifest).needed
     contents: dict[str, Path | bytes] = {}
-    left_out = left_beside(root, find_whole(path))
+    left_out = left_beside(root, checkpoint.path)
     for child in children(root):
         reason = None if child.name in needed else reason_to_stay(child)
         if reason is None:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptkit.checkpoints.checkpoint import step_of
 from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.runs import step_of
 from ckptkit.layout import Layout, Spec
 from ckptkit.version import __version__
 

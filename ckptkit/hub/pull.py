@@ -18,7 +18,7 @@ from huggingface_hub import constants, hf_hub_download, hf_hub_url
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers
 
-from ckptkit.checkpoints.runs import find_parts
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
 from ckptkit.files.allocation import check_room, missing_bytes
@@ -88,7 +88,7 @@ def pull(
                 fetch(found, files, stage, Transfers(telling(progress, sum(sizes.values()))), jobs)
             with bars("verifying") as progress:
                 check(stage.path, files, jobs, progress=telling(progress, sum(sizes.values())))
-            part = next(iter(find_parts(stage.path)), stage.path)
+            part = next((part.path for part in Checkpoint.at(stage.path).parts), stage.path)
             reader = detect_format(part)
             stage.commit()
     seconds = time.perf_counter() - began

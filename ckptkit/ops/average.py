@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 from math import fsum, isclose, isfinite
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of, step_of
 from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.fit import abridge
-from ckptkit.checkpoints.runs import Run, find_checkpoint, step_of
+from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.run import Run
 from ckptkit.engine.combine import Term, fill
 from ckptkit.engine.copy import Copied, settle
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.allocation import free_bytes
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_local, to_path
+from ckptkit.files.path import to_local
 from ckptkit.files.staging import check_destination
 from ckptkit.formats import get_writer, locate
 from ckptkit.layout import Chunk, Layout, Options, Place
@@ -47,7 +49,7 @@ class Averaged(Converted):
 
 
 def average(
-    sources: str | Path | Sequence[str | Path],
+    sources: Source | Sequence[Source],
     dst: str | Path,
     *,
     weights: Sequence[float] = (),
@@ -79,13 +81,14 @@ def average(
     dst = to_local(dst)
     output = Output(dst, overwrite, sync, jobs, progress, is_file=dst.suffix in writer.suffixes)
     check_destination(dst, overwrite, is_file=output.is_file)
-    paths = choose_sources(sources, last)
+    parts = choose_sources(sources, last)
+    paths = [part.path for part in parts]
     shares, notes = settle_weights(weights, len(paths))
     origins = [Origin.of(path) for path in paths]
     for path in paths:
         check_apart(path, dst)
     asked = Edits(include, exclude, (), [dtype] if isinstance(dtype, str) else dtype)
-    models = align([open_model(path, asked) for path in paths])
+    models = align([open_model(part, asked) for part in parts])
     companions = find_companions(paths[0], None) if to == "hf" else Companions()
     layouts, remarks = arrange(models, companions, to)
     first, casts = asked.cast(layouts[0], lambda _: True)
@@ -124,21 +127,22 @@ def average(
     )
 
 
-def choose_sources(sources: str | Path | Sequence[str | Path], last: int | None) -> list[Path]:
+def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list[Part]:
     """The checkpoints to be averaged: those given, or the last ones of the run given, oldest first."""
-    given = [to_path(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
+    given = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
     if last is None:
         if len(given) < 2:
             hint = "name another, or take the last of a run with --last"
-            raise Usage("at least two checkpoints make a mean", path=given[0] if given else None, hint=hint)
-        return [find_checkpoint(path) for path in given]
+            raise Usage("at least two checkpoints make a mean", path=path_of(given[0]) if given else None, hint=hint)
+        return [Checkpoint.open(source).model_part for source in given]
     if len(given) != 1:
         raise Usage(f"--last chooses from one run, {len(given)} paths are given")
-    complete = Run(given[0]).checkpoints()
+    run = path_of(given[0])
+    complete = Run(run).checkpoints()
     if not 0 < last <= len(complete):
         hint = "`ckptkit ls` shows the checkpoints of a run"
-        raise Usage(f"the run has {len(complete)} complete checkpoints, not {last}", path=given[0], hint=hint)
-    return [find_checkpoint(checkpoint.path) for checkpoint in complete[-last:]]
+        raise Usage(f"the run has {len(complete)} complete checkpoints, not {last}", path=run, hint=hint)
+    return [checkpoint.model_part for checkpoint in complete[-last:]]
 
 
 def settle_weights(weights: Sequence[float], count: int) -> tuple[tuple[float, ...], list[str]]:

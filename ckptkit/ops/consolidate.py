@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit import edits
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
 from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
 from ckptkit.checkpoints.fit import fit
-from ckptkit.checkpoints.known import open_known
-from ckptkit.checkpoints.runs import find_checkpoint
 from ckptkit.checkpoints.weights import find_weights
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_local, to_path
+from ckptkit.files.path import to_local
 from ckptkit.files.staging import check_destination
 from ckptkit.formats import get_writer
 from ckptkit.layout import Layout, Options
@@ -29,7 +28,7 @@ DEFAULT_SHARD_SIZE = 5 * 10**9
 
 
 def consolidate(
-    src: str | Path,
+    src: Source,
     dst: str | Path,
     *,
     dtype: str | Sequence[str] = (),
@@ -54,15 +53,16 @@ def consolidate(
     call for; without `sync` the result may not outlive a power cut; `workers` lets several processes share the work.
     Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
-    recipe = Recipe.of("consolidate", locals(), src=to_path(src), dst=to_local(dst), base=settle_base(base))
+    recipe = Recipe.of("consolidate", locals(), src=path_of(src), dst=to_local(dst), base=settle_base(base))
     began = time.perf_counter()
     dst = to_local(dst)
     check_destination(dst, overwrite)
-    source = find_checkpoint(to_path(src))
+    part = Checkpoint.open(src).model_part
+    source = part.path
     origin = Origin.of(source)
     check_apart(source, dst)
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
-    whole = open_known(source)
+    whole = part.layout
     asked.check_globs([whole])
     found = find_weights(edits.select(whole, asked.admit))
     new_name = asked.renaming()

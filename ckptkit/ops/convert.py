@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_local, to_path
+from ckptkit.files.path import to_local
 from ckptkit.formats import get_writer
 from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE, consolidate
 from ckptkit.ops.conversion.key import Recipe
@@ -18,7 +19,7 @@ from ckptkit.progress import Progress
 
 
 def convert(
-    src: str | Path,
+    src: Source,
     dst: str | Path,
     *,
     to: str,
@@ -45,7 +46,7 @@ def convert(
     the weights, or `GLOB=DTYPE` for whatever matches; `workers` lets several processes share the work. Raises a
     `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
-    recipe = Recipe.of("convert", locals(), src=to_path(src), dst=to_local(dst))
+    recipe = Recipe.of("convert", locals(), src=path_of(src), dst=to_local(dst))
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
     writer = get_writer(to)
     if world_size is not None and not writer.is_sharded:
@@ -54,7 +55,7 @@ def convert(
     output = Output(to_local(dst), overwrite, sync, jobs, progress, workers, is_file)
     if to != "hf":
         request = Request(writer, asked, max_shard_size, world_size, (under,) if under else ())
-        return rewrite(to_path(src), request, output, recipe, dry_run=dry_run)
+        return rewrite(Checkpoint.open(src), request, output, recipe, dry_run=dry_run)
     if under:
         raise Usage("the weights of a Hugging Face model lie under no key", hint="rename them with --rename '^=>KEY.'")
     return consolidate(

@@ -11,14 +11,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import read_manifest, replace_manifest, sum_files
-from ckptkit.checkpoints.retention import METRICS, read_metrics, write_metrics
-from ckptkit.checkpoints.runs import find_checkpoint, step_of
-from ckptkit.checkpoints.weights import find_weights
+from ckptkit.checkpoints.retention import read_metrics, write_metrics
+from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.files.allocation import create_file
 from ckptkit.files.staging import Stage
 from ckptkit.files.system import again
-from ckptkit.formats import open_layout
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.verify import verify_part
@@ -31,7 +30,7 @@ _MODEL = "model"  # the directory in the hidden one that the model is made in
 
 def demoted_bytes(checkpoint: Path) -> int:
     """Bytes of the tensors that would be left. Raises a `CkptError` if the model cannot be told from the rest."""
-    weights = find_weights(open_layout(find_checkpoint(checkpoint))).layout
+    weights = Checkpoint.open(checkpoint).weights.layout
     return sum(spec.numel * (_NARROW if is_wide(spec) else spec.dtype).itemsize for spec in weights.specs.values())
 
 
@@ -65,7 +64,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
 
 def make_model(checkpoint: Path, model: Path, jobs: int | None, progress: Told | None) -> None:
     """Write the weights of a checkpoint, with config and tokenizer, to directory `model`."""
-    weights = find_weights(open_layout(find_checkpoint(checkpoint))).layout
+    weights = Checkpoint.open(checkpoint).weights.layout
     tell = None if progress is None else lambda nbytes, _total: progress(nbytes)
     consolidate(checkpoint, model, dtype=dtypes_for(weights), jobs=jobs, progress=tell)
 
@@ -81,7 +80,7 @@ def keep_metrics(checkpoint: Path, model: Path) -> None:
     metrics = read_metrics(checkpoint)
     manifest = read_manifest(model)
     if metrics and manifest is not None:
-        content = write_metrics(step_of(checkpoint) or 0, metrics)
+        content = write_metrics(Checkpoint.at(checkpoint).own_step or 0, metrics)
         create_file(model / METRICS, len(content), [(0, content)])
         files = {**manifest.files, **sum_files(model, {METRICS}, ())}
         replace_manifest(model, replace(manifest, files=files))

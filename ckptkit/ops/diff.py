@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from operator import ne
-from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.checkpoints.known import open_known
-from ckptkit.checkpoints.runs import find_whole
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.engine.compare import Comparison, compare
-from ckptkit.files.path import to_path
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.comparison.differences import Diff, Difference, Reason
@@ -26,8 +23,8 @@ from ckptkit.tensors.dtypes import DType
 
 
 def diff(
-    a: str | Path,
-    b: str | Path,
+    a: Source,
+    b: Source,
     *,
     rtol: float | None = None,
     atol: float | None = None,
@@ -47,11 +44,11 @@ def diff(
     """
     asked = Edits(include, exclude)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
-    one, two = find_whole(to_path(a)), find_whole(to_path(b))
+    one, two = Checkpoint.open(a), Checkpoint.open(b)
     notes: list[str] = []
-    pairs = [match(open_known(part), open_known(other), notes) for part, other in pair_parts(one, two, notes)]
+    pairs = [match(part.layout, other.layout, notes) for part, other in pair_parts(one, two, notes)]
     asked.check_globs([side.layout for pair in pairs for side in pair])
-    found = Diff(one, two, notes=tuple(notes))
+    found = Diff(one.path, two.path, notes=tuple(notes))
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)
         found = found.merge(diff_sides(ours, theirs, Terms(tolerance, allow_cast), jobs, progress))

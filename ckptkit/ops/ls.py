@@ -6,26 +6,18 @@ is written last; whether every shard is there and undamaged is for `verify` to s
 
 from __future__ import annotations
 
-import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.pins import pinned_in
 from ckptkit.checkpoints.retention import read_metrics
-from ckptkit.checkpoints.runs import children, find_parts, is_complete, is_weights_only, no_checkpoint, step_of
 from ckptkit.checkpoints.trackers import Tracker, trackers_in
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, translate_os_errors
-from ckptkit.files.file import names_in
-from ckptkit.files.path import list_ahead, to_path
-from ckptkit.formats import detect_format
-
-_SUFFIXES = (".ckpt", ".pt", ".pth", ".safetensors")  # of a checkpoint that is one file
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_OF_RANK = re.compile(r"-rank[0-9]+")  # which of Composer's files is whose
-_RANK = re.compile(r"_rank_?([0-9]+)\.")  # whose file it is, in the names of Accelerate and verl
+from ckptkit.files.folders import children
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,83 +57,74 @@ class Listing:
     tracker: str | None
 
 
-def list_run(run: str | Path) -> Listing:
-    """List the checkpoints of the run at `run`, or the one that lies there. Reads no tensor and no metadata.
+def list_run(run: Source) -> Listing:
+    """List the checkpoints of the run at `run`, or of a folder of them, or the one that lies there.
 
-    Raises `NotACheckpoint` if there is none.
+    Reads no tensor and no metadata. Raises `NotACheckpoint` if there is none.
     """
-    root = to_path(run)
+    root = path_of(run)
     with translate_os_errors(root):
         if not root.exists():
             raise NotACheckpoint("no such file or directory", path=root)
-        found = find_in(root)
+        found = checkpoints_in(root)
         is_run = bool(found)
         if not is_run:
-            found, root = [one_at(root)], root.parent
+            found = checkpoints_at(root)
+            root = root if len(found) > 1 else root.parent
         pins, trackers = pinned_in(root), trackers_in(root)
-        listed = [look_at(path, pins, trackers) for path in found]
-    listed.sort(key=lambda one: (one.step is None, one.step or 0, one.path.name))
+        listed = [look_at(one, pins, trackers) for one in found]
     complete = [one.path for one in listed if is_run and one.is_complete and one.step is not None]
     tracker = say_tracked(trackers, listed) if is_run else None
     return Listing(root, tuple(listed), complete[-1] if complete else None, tracker)
 
 
-def find_in(root: Path) -> list[Path]:
-    """What is named like a checkpoint in a run, directory or file; and with these, other directories that are one."""
-    if not root.is_dir():
-        return []
-    there = [path for path in children(root) if not path.name.startswith(".") and not path.is_symlink()]
-    named = {path for path in there if step_in(path) is not None}
-    list_ahead(named)
-    return [path for path in there if path in named or (path.is_dir() and find_parts(path))] if named else []
+def checkpoints_at(path: Path) -> list[Checkpoint]:
+    """Return the checkpoint at a path that is no run; where several lie in a folder, each of them.
+
+    Raises `NotACheckpoint` if there is none.
+    """
+    here = Checkpoint.at(path)
+    models = [part.path for part in here.parts if part.is_model]
+    if not here.is_direct and here.own_step is None and len(models) > 1:
+        return [Checkpoint.at(model) for model in models]
+    if not here.parts and here.unreadable is None:
+        raise no_checkpoint(path)
+    return [here]
 
 
-def one_at(path: Path) -> Path:
-    """The path itself, if it is a checkpoint and no run. Raises `NotACheckpoint` if it is not."""
-    if not (find_parts(path) if path.is_dir() else detect_format(path)):
-        raise no_checkpoint(path) if path.is_dir() else NotACheckpoint("no checkpoint in any known format", path=path)
-    return path
-
-
-def step_in(path: Path) -> int | None:
-    """The step in the name of a checkpoint's directory or file. A mere number will do if a checkpoint is in there."""
-    if path.is_dir():
-        is_step = _NUMBER.fullmatch(path.name) and find_parts(path)
-        return int(path.name) if is_step else step_of(path)
-    return step_of(path.with_name(_OF_RANK.sub("", path.stem))) if path.suffix in _SUFFIXES else None
-
-
-def look_at(path: Path, pins: frozenset[str], trackers: Sequence[Tracker]) -> Listed:
-    """What can be told of one checkpoint by the names and sizes of its files, and by small ones."""
-    parts = find_parts(path) if path.is_dir() else [path]
-    formats = {part: reader for part in parts if (reader := detect_format(part))}
-    fault = fault_of(path, [part for part in parts if part in formats])
-    metrics, unreadable = metrics_of(path)
-    nbytes, saved_at = measure(path)
+def look_at(checkpoint: Checkpoint, pins: frozenset[str], trackers: Sequence[Tracker]) -> Listed:
+    """Return what can be told of one checkpoint by the names and sizes of its files, and by small ones."""
+    fault = fault_of(checkpoint)
+    metrics, unreadable = metrics_of(checkpoint.path)
+    nbytes, saved_at = measure(checkpoint.path)
     return Listed(
-        path,
-        step_in(path),
-        next((reader.name for reader in formats.values()), None),
+        checkpoint.path,
+        checkpoint.own_step,
+        next((part.reader.name for part in checkpoint.parts), None),
         fault is None,
-        count_ranks(path, parts),
+        checkpoint.world_size,
         nbytes,
         saved_at,
         metrics,
-        path.name in pins,
+        checkpoint.name in pins,
         fault or unreadable,
-        tuple(tracker.name for tracker in trackers if tracker.means(path)),
-        is_weights_only(path),
+        tuple(tracker.name for tracker in trackers if tracker.means(checkpoint.path)),
+        checkpoint.is_weights_only,
     )
 
 
-def fault_of(path: Path, parts: Sequence[Path]) -> str | None:
-    """Why a checkpoint of these parts does not count as complete, in few words."""
-    if not parts:
-        return "no known format" if not path.is_dir() or children(path) else "empty"
-    unfinished = [part for part in parts if not is_complete(part)]
-    if not unfinished:
+def fault_of(checkpoint: Checkpoint) -> str | None:
+    """Return why a checkpoint does not count as complete, in few words."""
+    try:
+        problem = next(iter(checkpoint.problems()), None)
+    except IOFailure:
+        if checkpoint.path.exists():
+            raise
+        return "deleted meanwhile"
+    if problem is None:
         return None
-    return "unfinished" if unfinished[0] == path else f"{unfinished[0].name} unfinished"
+    place = problem.path
+    return problem.message if place in (None, checkpoint.path) else f"{place.name} {problem.message}"
 
 
 def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
@@ -153,24 +136,6 @@ def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return {}, "unreadable metrics"
     return {name: value for name, value in metrics.items() if name != "step"}, None
-
-
-def count_ranks(path: Path, parts: Sequence[Path]) -> int | None:
-    """How many ranks have files of their own in a checkpoint, None if none has."""
-    places = parts or [path, *(child for child in children(path) if child.is_dir())]
-    ranks = {rank for place in places if place.is_dir() for rank in ranks_in(place)}
-    return len(ranks) or None
-
-
-def ranks_in(place: Path) -> Iterator[int]:
-    """The ranks of which there are files in a directory."""
-    reader = detect_format(place)
-    for name in names_in(place):
-        rank = reader.rank_of(name) if reader else None
-        if rank is not None:
-            yield rank
-        elif match := _RANK.search(name):
-            yield int(match[1])
 
 
 def measure(path: Path) -> tuple[int, float]:

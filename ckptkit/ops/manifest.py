@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.manifest import NAME, Manifest, files_in, replace_manifest, sum_files
-from ckptkit.checkpoints.runs import find_parts, find_whole
 from ckptkit.errors import Corrupt, Occupied, Usage
 from ckptkit.files.path import to_local
 from ckptkit.ops.verify import Verified, size_of, verify_part
@@ -13,17 +13,17 @@ from ckptkit.progress import Progress, Told, telling
 
 
 def make_manifest(
-    path: str | Path, *, overwrite: bool = False, jobs: int | None = None, progress: Progress | None = None
+    source: Source, *, overwrite: bool = False, jobs: int | None = None, progress: Progress | None = None
 ) -> list[Verified]:
-    """Write `ckptkit.json` into each directory of the checkpoint at `path`, or of the latest one of a run.
+    """Write `ckptkit.json` into each directory of the checkpoint at `source`, or of the latest one of a run.
 
     Raises `Corrupt` if verifying finds a problem, and `Occupied` if there is a manifest, unless it shall be replaced:
     then it is not asked what the checkpoint was.
     """
-    whole = find_whole(to_local(path))
-    if not whole.is_dir():
-        raise Usage("a manifest is of a directory", path=whole, hint="name the directory that the file is in")
-    parts = find_parts(whole)
+    checkpoint = Checkpoint.open(source if isinstance(source, Checkpoint) else to_local(source))
+    if not checkpoint.path.is_dir():
+        raise Usage("a manifest is of a directory", path=checkpoint.path, hint="name the directory that the file is in")
+    parts = [*(part.path for part in checkpoint.parts), *checkpoint.strange]
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"

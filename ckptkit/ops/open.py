@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptkit.checkpoints.known import open_known
-from ckptkit.checkpoints.parts import Parts, open_parts
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.edits import select
 from ckptkit.engine.read import read
 from ckptkit.errors import CkptError
-from ckptkit.files.path import to_path
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.inspection.notebook import describe, html_of
@@ -25,12 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def open(path: str | Path) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name
-    """The tensors of the checkpoint at `path`, or of the latest of the run at `path`, by name, in whatever format.
+def open(source: Source) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name
+    """Return the tensors of the checkpoint at `source`, or of the latest of the run there, by name, in any format.
 
     Reads where they are, and none of them. No code of the checkpoint's runs, and torch is not imported.
     """
-    return LazyCheckpoint(open_parts(to_path(path), open_known))
+    return LazyCheckpoint(Checkpoint.open(source).layout)
 
 
 Made = TypeVar("Made")
@@ -43,13 +41,8 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     Holds no file open, so that there is nothing to close, and any number of threads may read at once.
     """
 
-    parts: Parts
+    layout: Layout
     _located: dict[str, Layout] = field(default_factory=dict, init=False)
-
-    @cached_property
-    def layout(self) -> Layout:
-        """All of it."""
-        return self.parts.join()
 
     @property
     def path(self) -> Path:
@@ -68,7 +61,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
 
     def select(self, glob: str) -> LazyCheckpoint:
         """Those of the tensors whose names match, such as `model.layers.*.weight`."""
-        return LazyCheckpoint(self.parts.select(lambda name: fnmatchcase(name, glob)))
+        return LazyCheckpoint(select(self.layout, lambda name: fnmatchcase(name, glob)))
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self.layout.tensors:
@@ -92,7 +85,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     def located(self, name: str) -> Layout:
         """The layout of one tensor, its bytes found; that is done once."""
         if name not in self._located:
-            self._located[name] = self.parts.only(name).change(locate).join()
+            self._located[name] = locate(select(replace(self.layout, blobs={}), lambda other: other == name))
         return self._located[name]
 
 

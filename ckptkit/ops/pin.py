@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint, step_of
 from ckptkit.checkpoints.deletion import deleting
 from ckptkit.checkpoints.pins import clear_pin, is_pinned, set_pin
-from ckptkit.checkpoints.runs import Checkpoint, find_whole, step_of
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.files.path import to_local
 
@@ -46,7 +46,7 @@ def choose(path: Path) -> Path:
     """The checkpoint that a user means, where it really lies. Raises `NotACheckpoint` if it is not complete."""
     if not path.exists():
         raise NotACheckpoint("no such file or directory", path=path)
-    found = find_whole(path).resolve()
+    found = Checkpoint.open(path).path.resolve()
     if step_of(found) is None and step_of(found.parent) is not None:
         raise Usage("this is a part of a checkpoint", path=path, hint=f"pin all of it: {found.parent}")
     require_complete(found)
@@ -55,6 +55,6 @@ def choose(path: Path) -> Path:
 
 def require_complete(path: Path) -> None:
     """Raise `NotACheckpoint` if a path is no complete checkpoint."""
-    if not (path.is_dir() and Checkpoint(path, 0).is_complete):
+    if not (path.is_dir() and Checkpoint.at(path).is_complete):
         hint = f"`ckptkit verify {path}` says what is wrong with it; `ckptkit ls {path.parent}` lists the others"
         raise NotACheckpoint("no complete checkpoint", path=path, hint=hint)

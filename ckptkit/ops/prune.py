@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint, is_epoch, named_in, no_checkpoint
 from ckptkit.checkpoints.deletion import delete, deleting, is_being_written
 from ckptkit.checkpoints.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
-from ckptkit.checkpoints.runs import Run, find_parts, folders, is_weights_only, no_checkpoint, says_step, step_of
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -23,11 +23,12 @@ from ckptkit.errors import (
     Usage,
     translate_os_errors,
 )
+from ckptkit.files.folders import folders
 from ckptkit.files.path import to_local
 from ckptkit.files.staging import clear_dead
 from ckptkit.ops.demote import demote, demoted_bytes
 from ckptkit.ops.ls import measure
-from ckptkit.ops.verify import verify_part
+from ckptkit.ops.verify import paths_in, verify_part
 from ckptkit.progress import Progress, Told, telling
 
 
@@ -90,7 +91,7 @@ def prune(
     with translate_os_errors(root):
         if not root.is_dir():
             raise NotACheckpoint("no such directory", path=root)
-        if not Run(root).directories():
+        if not named_in(root):
             raise no_checkpoint(root)
     with deleting(root) if yes else nullcontext():
         if yes:
@@ -104,7 +105,9 @@ def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
     paths = [path for path in folders(root) if not path.name.startswith(".")]
     found = {path: examine(path) for path in paths}
     other = [
-        Entry(path, step_of(path), measure(path)[0], fault) for path, fault in found.items() if isinstance(fault, str)
+        Entry(path, Checkpoint.at(path).own_step, measure(path)[0], fault)
+        for path, fault in found.items()
+        if isinstance(fault, str)
     ]
     complete = [saved for saved in found.values() if isinstance(saved, Saved)]
     check_metric(root, complete, policy)
@@ -174,19 +177,19 @@ def make_smaller(entry: Entry, jobs: int | None, tell: Told | None) -> Entry:
 
 def examine(path: Path) -> Saved | str:
     """The checkpoint in a directory, or why that is none that counts. Reads no tensor."""
-    step = step_of(path)
+    checkpoint = Checkpoint.at(path)
+    step = checkpoint.own_step
     if path.is_symlink():
         return "a symbolic link"
-    if step is None or not says_step(path):
+    if step is None or is_epoch(path):
         return "its name says no step"
-    parts = find_parts(path)
-    if not parts:
+    if not checkpoint.parts:
         return "no checkpoint in any known format"
-    problems = [problem for part in parts for problem in verify_part(part, fast=True).problems]
+    problems = [problem for part in paths_in(checkpoint) for problem in verify_part(part, fast=True).problems]
     if problems:
         return f"not whole: {describe(problems[0], path)}"
     try:
-        return Saved(path, step, read_metrics(path), find_holds(path), is_weights_only(path))
+        return Saved(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
     except (Corrupt, Unsafe) as error:
         return f"not whole: {describe(error, path)}"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptkit.checkpoints.runs import find_whole
-from ckptkit.files.path import RemotePath, to_local, to_path
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.files.path import RemotePath, to_local
 from ckptkit.formats import get_writer
 from ckptkit.ops.conversion.key import Recipe
 from ckptkit.ops.conversion.output import ALONE, Output, Workers
@@ -20,7 +20,7 @@ UNLIMITED = 1 << 62
 
 
 def reshard(
-    src: str | Path | None = None,
+    src: Source | None = None,
     dst: str | Path | None = None,
     *,
     to: int,
@@ -42,9 +42,9 @@ def reshard(
     beside an optimizer in shards, are copied as they are. For the edits, and the errors, see `convert`.
     """
     given = dict(locals())
-    source = find_whole(to_path(src) if src is not None else default_source())
-    path = to_local(dst) if dst is not None else default_output(source, to)
-    recipe = Recipe.of("reshard", given, src=source, dst=path)
+    source = Checkpoint.open(src if src is not None else default_source())
+    path = to_local(dst) if dst is not None else default_output(source.path, to)
+    recipe = Recipe.of("reshard", given, src=source.path, dst=path)
     asked = Edits(include, exclude, rename, [dtype] if isinstance(dtype, str) else dtype)
     request = Request(get_writer("dcp"), asked, UNLIMITED, to, only_sharded=True)
     output = Output(path, overwrite, sync, jobs, progress, workers)

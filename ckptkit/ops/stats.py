@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Self
 
-from ckptkit.checkpoints.parts import open_parts
+from ckptkit import edits
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.engine.survey import survey
-from ckptkit.files.path import to_path
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
 from ckptkit.ops.inspection.tree import Branch, fold
@@ -59,29 +59,28 @@ def merge(counts: Sequence[Count]) -> Count:
 
 
 def stats(
-    path: str | Path,
+    source: Source,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Stats:
-    """Look at every number of the checkpoint at `path`, or of the latest of the run at `path`, with `jobs` threads.
+    """Look at every number of the checkpoint at `source`, or of the latest of the run there, with `jobs` threads.
 
     `include` and `exclude` are globs of names. Compares no checksums. Raises `Corrupt` where bytes are missing, naming
     the tensor.
     """
-    parts = open_parts(to_path(path))
-    whole = parts.join()
+    checkpoint = Checkpoint.open(source)
+    whole = checkpoint.layout
     asked = Edits(include, exclude)
     asked.check_globs([whole])
-    wanted = parts.select(lambda name: name in whole.tensors and asked.admit(name))
-    layout = wanted.change(locate).join()
+    layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
     found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
     tensors = tuple(TensorStats.of(name, spec, found[name]) for name, spec in layout.specs.items())
-    return Stats(parts.whole, layout.format, tensors)
+    return Stats(checkpoint.path, layout.format, tensors)
 
 
-def scan(path: str | Path, *, jobs: int | None = None, progress: Progress | None = None) -> tuple[TensorStats, ...]:
+def scan(source: Source, *, jobs: int | None = None, progress: Progress | None = None) -> tuple[TensorStats, ...]:
     """What numbers each tensor of a checkpoint has."""
-    return stats(path, jobs=jobs, progress=progress).tensors
+    return stats(source, jobs=jobs, progress=progress).tensors

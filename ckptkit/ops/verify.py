@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Checkpoint, named_in, no_checkpoint
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest, sum_files
-from ckptkit.checkpoints.runs import Run, children, find_parts
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.file import file_size, is_there
+from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path
 from ckptkit.formats import find_format
@@ -86,12 +87,18 @@ def verify(
 
 def find_all(path: Path) -> list[Path]:
     """The parts of the checkpoint at `path`, or of all checkpoints of a run, whether complete or not, oldest first."""
-    if path.is_dir() and (parts := find_parts(path)):
-        return parts
-    if path.is_dir() and (steps := Run(path).directories()):
-        return [part for step in steps for part in find_parts(step.path) or [step.path]]
-    find_format(path)
-    return [path]
+    here = Checkpoint.at(path)
+    if here.parts:
+        return paths_in(here)
+    steps = named_in(path)
+    if not steps:
+        raise here.unreadable or no_checkpoint(path)
+    return [part for step in steps for part in paths_in(step) or [step.path]]
+
+
+def paths_in(checkpoint: Checkpoint) -> list[Path]:
+    """Return where the parts of a checkpoint lie, also those that no format claims."""
+    return [*(part.path for part in checkpoint.parts), *checkpoint.strange]
 
 
 def size_of(part: Path) -> int:

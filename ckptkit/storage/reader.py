@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptkit import edits
-from ckptkit.checkpoints.companions import find_companions
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.fit import restore_tied
-from ckptkit.checkpoints.known import open_known
 from ckptkit.engine.copy import fill
 from ckptkit.engine.gather import Gatherer
 from ckptkit.engine.ledger import Ledger
@@ -147,7 +146,8 @@ class Reader(LayoutReader):
 
     def open(self) -> Layout:
         """What the checkpoint holds, by the names under which it is read."""
-        layout = restore_tied(open_known(self.path), find_companions(self.path, None).config or {})
+        checkpoint = Checkpoint.open(self.path)
+        layout = restore_tied(checkpoint.layout, checkpoint.companions.config or {})
         return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checkpoints.known import open_known
-from ckptkit.checkpoints.weights import find_weights
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
 from ckptkit.storage.memory import part_of
@@ -49,7 +48,7 @@ def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 def find_fitting(path: Path, tensors: Mapping[str, Tensor]) -> Layout:
     """The weights of the checkpoint at `path`. Raises `Mismatch` unless they have the names and shapes of `tensors`."""
-    layout = find_weights(open_known(path)).layout
+    layout = Checkpoint.open(path).weights.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
     if missing:

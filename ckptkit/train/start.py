@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoints.runs import find_checkpoint, is_complete, require_resumable
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.train.config import SETTINGS, TrainConfig
 from ckptkit.train.data.corpus import open_corpus
@@ -80,11 +80,11 @@ def find_resume(config: TrainConfig) -> Path | None:
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
     if config.resume is None or (config.resume == "auto" and latest is None):
         return None
-    path = latest.path if config.resume == "auto" and latest else find_checkpoint(Path(config.resume))
-    require_resumable(path)
-    if not is_complete(path):
-        raise NotACheckpoint("no complete checkpoint to go on from", path=path)
-    return path
+    chosen = latest if config.resume == "auto" and latest else Checkpoint.open(config.resume)
+    chosen.require_resumable()
+    if not chosen.is_complete:
+        raise NotACheckpoint("no complete checkpoint to go on from", path=chosen.path)
+    return chosen.path
 
 
 def require_fit(config: TrainConfig, blueprint: Blueprint, ground: Ground) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ckptkit import storage
-from ckptkit.checkpoints.runs import find_checkpoint
 from ckptkit.errors import Mismatch
 from ckptkit.train.parallel.shard import Sharded
 
@@ -24,7 +23,7 @@ def load_weights(sharded: Sharded, path: Path) -> None:
     """
     state: dict[str, Any] = get_model_state_dict(sharded.model)
     tied = {name: state[sharded.first_names[name]] for name in state}
-    unused = storage.load_weights(find_checkpoint(path), tied)
+    unused = storage.load_weights(path, tied)
     require_used(unused, path)
     set_model_state_dict(sharded.model, tied)
 

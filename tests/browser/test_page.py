@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.formats import open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.reports.report import report
 from ckptkit.reports.shard_map import write_shard_map
 from tests.browser.chromium import find_chromium, visit

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ckptkit
-from ckptkit.checkpoints.parts import open_parts
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt
 from ckptkit.ops.stats import stats
 from tests.producers import save_alone
@@ -31,7 +31,7 @@ def test_names_that_two_parts_have_are_told_apart(tmp_path: Path) -> None:
     assert opened.path == tmp_path
     assert {name: lazy.torch().tolist() for name, lazy in opened.items()} == {n: t.tolist() for n, t in truth.items()}
     assert list(opened.select("optimizer_1.*")) == ["optimizer_1.optimizer.state.w"]
-    layout = open_parts(tmp_path).join()
+    layout = Checkpoint.open(tmp_path).layout
     assert set(layout.blobs) == {"optimizer.lr", "optimizer_1.optimizer.lr"}
     assert all((tmp_path / blob.path).is_file() for blob in layout.blobs.values())
     assert all((tmp_path / path).is_file() for path in layout.descriptions)
@@ -59,7 +59,7 @@ def test_a_part_that_cannot_be_read_is_an_error_unless_asked_for(tmp_path: Path)
     save(tmp_path)
     (tmp_path / "optimizer_1" / "__0_0.distcp").unlink()
     with pytest.raises(Corrupt, match="missing"):
-        open_parts(tmp_path)
-    unread: list[str] = []
-    assert list(open_parts(tmp_path, unread=unread).layouts) == ["pytorch_model_fsdp_0", "optimizer_0"]
+        _ = Checkpoint.open(tmp_path).layout
+    readable, unread = Checkpoint.open(tmp_path).readable()
+    assert [part.place for part in readable.parts] == ["pytorch_model_fsdp_0", "optimizer_0"]
     assert [fault.partition(":")[0] for fault in unread] == ["optimizer_1"]

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.checkpoints.retention import (
-    METRICS,
     Best,
     Policy,
     Saved,
@@ -21,7 +20,8 @@ from ckptkit.checkpoints.retention import (
     read_metrics,
     write_metrics,
 )
-from ckptkit.checkpoints.runs import Run
+from ckptkit.checkpoints.run import Run
+from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.errors import Corrupt, Usage
 from tests import producers
 from tests.conftest import Produce

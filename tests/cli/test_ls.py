@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.checkpoints.retention import METRICS, write_metrics
+from ckptkit.checkpoints.retention import write_metrics
+from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.cli.inspect import count_parameters, share
 from ckptkit.cli.ls import age
 from tests import producers

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from ckptkit.formats import get_writer, locate, open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.formats import get_writer, locate
 from ckptkit.layout import Chunk, Layout, NewFile, Options, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES

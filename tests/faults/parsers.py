@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints import companions, expected, manifest, retention, runs
+from ckptkit.checkpoints import checkpoint, companions, expected, manifest, retention
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
@@ -130,7 +130,7 @@ def parse_journal(place: Path) -> object:
 
 def parse_name(data: bytes, _: Path) -> object:
     """The name of a checkpoint's directory."""
-    return runs.step_of(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
+    return checkpoint.step_of(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
 
 
 # -- sound input -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from ckptkit.checkpoints.runs import Run as Directory
+from ckptkit.checkpoints.run import Run as Directory
 from ckptkit.train.saving.run import Run
 from tests.faults.cases import Seen
 from tests.faults.verdicts import Verdict
@@ -42,7 +42,7 @@ def save_on(root: str, rank: str, meeting: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
     run = Run(root, keep_last=1)
     latest = run.latest()
-    first = 1 if latest is None else latest.step + 1
+    first = 1 if latest is None else (latest.step or 0) + 1
     for step in range(first, first + 10_000):
         run.save(step, Counting(step), rest={"step": step})
         sys.stdout.write(f"{step}\n")

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.engine.copy import execute
 from ckptkit.errors import CkptError
 from ckptkit.files.allocation import create_file, write_parts
-from ckptkit.formats import detect_format, get_writer, locate, open_layout
+from ckptkit.formats import detect_format, get_writer, locate
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.plan import make_plan
 from ckptkit.tensors.box import whole

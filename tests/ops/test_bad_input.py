@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit import consolidate
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, NoRoom, NotACheckpoint, Unsafe, Unsupported
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from tests import producers
 from tests.conftest import Produce
 

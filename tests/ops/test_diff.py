@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit import Diff, consolidate, convert, diff, reshard
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import Producer, Truth, save_alone

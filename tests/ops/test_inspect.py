@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ckptkit import consolidate, inspect, make_manifest
-from ckptkit.formats import open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.train.saving.run import Run
 from tests import producers
 from tests.conftest import Produce

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.checkpoints.pins import set_pin
-from ckptkit.checkpoints.retention import METRICS, write_metrics
+from ckptkit.checkpoints.retention import write_metrics
+from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.errors import NotACheckpoint
 from ckptkit.ops.ls import Listed, Listing, list_run
 from tests import producers

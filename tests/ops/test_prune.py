@@ -17,7 +17,8 @@ from torch import nn
 
 from ckptkit.checkpoints.deletion import delete, deleting
 from ckptkit.checkpoints.pins import set_pin
-from ckptkit.checkpoints.retention import METRICS, write_metrics
+from ckptkit.checkpoints.retention import write_metrics
+from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
 from ckptkit.files.hidden import lock_path, staging_path
 from ckptkit.files.locks import acquire, release

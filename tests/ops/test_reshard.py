@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptkit import reshard
-from ckptkit.checkpoints.runs import Run
+from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.checkpoints.run import Run
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported
-from ckptkit.formats import open_layout
 from tests import producers
 from tests.conftest import Produce
 from tests.ops.judges import (

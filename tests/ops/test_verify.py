@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import consolidate, convert, make_manifest, reshard, verify
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.files.crc32 import crc32
-from ckptkit.formats import find_format, locate, open_layout
+from ckptkit.formats import find_format, locate
 from ckptkit.ops.verify import Verified
 from tests import producers
 from tests.conftest import Produce

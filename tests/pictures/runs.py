@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.checkpoints.retention import METRICS, write_metrics
+from ckptkit.checkpoints.retention import write_metrics
+from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.ops.pin import pin
 from ckptkit.ops.reshard import reshard
 from tests.producers import save_alone

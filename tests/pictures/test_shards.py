@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.formats import open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.pictures.shard_text import Line, bars, draw
 from ckptkit.pictures.shards import Row, ShardMap, label, map_shards, ranges
 from tests import producers

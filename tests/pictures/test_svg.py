@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ckptkit.formats import open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.pictures.curves import draw_curves
 from ckptkit.pictures.layers import Kind, draw_layers, spread
 from ckptkit.pictures.markup import Markup

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ckptkit.formats import locate, open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.formats import locate
 from tests.formats.contract import SHAPES, raw_bytes
 from tests.producers import DTYPES, Truth, bits
 

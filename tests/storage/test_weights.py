@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.weights import find_weights
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported
-from ckptkit.formats import open_layout
 from ckptkit.storage import LayoutReader, load_weights
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.checkpoints.runs import Run
+from ckptkit.checkpoints.run import Run
 from ckptkit.train.config import settings
 from ckptkit.train.smoke.checks import CHECKS
 

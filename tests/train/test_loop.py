@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit.checkpoints.runs import Run
+from ckptkit.checkpoints.run import Run
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.train.config import TrainConfig, read_settings

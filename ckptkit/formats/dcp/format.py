@@ -35,6 +35,7 @@ class Dcp:
 
     name = "dcp"
     is_sharded = True
+    is_model_only = False
     suffixes = ()
 
     def owns(self, name: str) -> bool:

@@ -34,6 +34,7 @@ class HuggingFace:
 
     name = "hf"
     is_sharded = False
+    is_model_only = True
     suffixes = ()
 
     def owns(self, name: str) -> bool:

@@ -45,6 +45,7 @@ class Pt:
 
     name = "pt"
     is_sharded = False
+    is_model_only = False
     suffixes = _SUFFIXES
 
     def owns(self, name: str) -> bool:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.checkpoints.known import open_known
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.part import Part
 from ckptkit.engine.compare import compare
 from ckptkit.errors import CkptError, Mismatch
-from ckptkit.files.path import to_path
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.comparison.matching import match, pair_parts
 from ckptkit.progress import Progress, telling
@@ -31,8 +31,8 @@ class Compared:
 
 
 def compare_with(
-    path: str | Path,
-    other: str | Path,
+    path: Source,
+    other: Source,
     *,
     allow_cast: bool = False,
     jobs: int | None = None,
@@ -45,16 +45,17 @@ def compare_with(
     of them cannot be read.
     """
     notes: list[str] = []
-    pairs = pair_parts(to_path(path), to_path(other), notes)
+    pairs = pair_parts(Checkpoint.open(path), Checkpoint.open(other), notes)
     return [compare_parts(*pair, notes, allow_cast=allow_cast, jobs=jobs, progress=progress) for pair in pairs]
 
 
 def compare_parts(
-    path: Path, other: Path, known: Sequence[str], *, allow_cast: bool, jobs: int | None, progress: Progress | None
+    one: Part, two: Part, known: Sequence[str], *, allow_cast: bool, jobs: int | None, progress: Progress | None
 ) -> Compared:
     """Hold one directory or file against another."""
     notes = list(known)
-    here, there = (side.layout for side in match(open_layout(path), open_known(other), notes))
+    path, other = one.path, two.path
+    here, there = (side.layout for side in match(one.layout, two.layout, notes))
     problems = list(find_differences(here, there, allow_cast=allow_cast))
     at_fault = {problem.tensor for problem in problems}
     names = {name for name in here.tensors if name in there.tensors and name not in at_fault}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 from ckptkit import edits
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.expected import HEAD
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.parameters import NewName, is_list_of_parameters, rename_in, rename_list
-from ckptkit.checkpoints.runs import find_checkpoint, find_parts, find_whole
+from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import LeftOut, Weights, find_prefix, find_weights, has_weights, model_name
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import KeyPath, Layout
@@ -48,19 +48,16 @@ class Side:
         return replace(self, layout=with_keys(self.layout, keys, new_name), weights=weights)
 
 
-def pair_parts(path: Path, other: Path, notes: list[str]) -> list[tuple[Path, Path]]:
-    """The directories that are to be compared: all of both if they have the same parts, or else those of the model."""
-    one, two = (
-        {"" if part == root else part.name: part for part in (find_parts(root) if root.is_dir() else [root])}
-        for root in map(find_whole, (path, other))
-    )
-    if len(one) > 1 and one.keys() == two.keys():
-        return [(one[name], two[name]) for name in one]
-    pair = find_checkpoint(path), find_checkpoint(other)
-    for chosen, parts in zip(pair, (one, two), strict=True):
-        rest = [part.name for part in parts.values() if part != chosen]
-        notes += [f"of {chosen.parent} only {chosen.name} was compared, not {', '.join(rest)}"] if rest else []
-    return [pair]
+def pair_parts(one: Checkpoint, two: Checkpoint, notes: list[str]) -> list[tuple[Part, Part]]:
+    """Return the parts to be compared: all of both if they have the same parts, or else those with the model."""
+    ours, theirs = ({part.place: part for part in checkpoint.parts} for checkpoint in (one, two))
+    if len(ours) > 1 and ours.keys() == theirs.keys():
+        return [(ours[place], theirs[place]) for place in ours]
+    for checkpoint in (one, two):
+        model = checkpoint.model_part
+        rest = ", ".join(part.path.name for part in checkpoint.parts if part is not model)
+        notes += [f"of {model.path.parent} only {model.path.name} was compared, not {rest}"] if rest else []
+    return [(one.model_part, two.model_part)]
 
 
 def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:

@@ -8,11 +8,9 @@ from functools import reduce
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.checkpoints.known import open_known
-from ckptkit.checkpoints.runs import find_checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch
-from ckptkit.files.path import to_path
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
 from ckptkit.ops.comparison.matching import by_own_names
@@ -67,14 +65,15 @@ class Moved:
         return reduce(Movement.merge, self.tensors)
 
 
-def moved(a: str | Path, b: str | Path, *, jobs: int | None = None, progress: Progress | None = None) -> Moved:
+def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress | None = None) -> Moved:
     """How far each parameter of the model went from checkpoint `a` to `b`, or from the latest of the run at `a`.
 
     Parameters that only one has, or in another shape, are left out and said. Raises `Mismatch` if they share none, and
     any `CkptError` if one of them cannot be read or is damaged.
     """
-    one, two = find_checkpoint(to_path(a)), find_checkpoint(to_path(b))
-    sides = [by_own_names(open_known(path)) for path in (one, two)]
+    parts = [Checkpoint.open(source).model_part for source in (a, b)]
+    one, two = (part.path for part in parts)
+    sides = [by_own_names(part.layout) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
     specs = theirs.specs
     shared = {name for name, spec in ours.specs.items() if name in specs and can_move(spec, specs[name])}

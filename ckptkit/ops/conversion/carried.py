@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.runs import children
 from ckptkit.errors import translate_os_errors
+from ckptkit.files.folders import children
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit import edits
 from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.fit import drop_tied, fit, restore_tied
-from ckptkit.checkpoints.known import open_known
+from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import LeftOut, find_weights
 from ckptkit.errors import Mismatch
 from ckptkit.layout import Layout, Spec
@@ -32,13 +32,13 @@ class Model:
     left_out: Sequence[LeftOut]
 
 
-def open_model(path: Path, asked: Edits) -> Model:
+def open_model(part: Part, asked: Edits) -> Model:
     """The weights of a checkpoint, as far as they are asked for."""
-    whole = open_known(path)
+    whole = part.layout
     asked.check_globs([whole])
     chosen = edits.select(whole, asked.admit)
     found = find_weights(chosen)
-    return Model(path, chosen, found.layout, found.came_from, found.wrapper, found.left_out)
+    return Model(part.path, chosen, found.layout, found.came_from, found.wrapper, found.left_out)
 
 
 def align(models: Sequence[Model]) -> list[Model]:

@@ -180,6 +180,8 @@ def finish(drafts: Drafts, plans: Sequence[Plan], ledgers: Sequence[Ledger], sta
     """Check that all was done, write what had to wait for the data, and let the destination appear."""
     copied = [settle(plan, ledger, jobs=output.jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     for name, content in drafts.given.items():
+        with translate_os_errors(stage.path / name):
+            again((stage.path / name).parent.mkdir, parents=True, exist_ok=True)
         create_file(stage.path / name, len(content), [(0, content)], anew=False)
     for name, path in drafts.copied.items():
         copy_file(path, stage.path / name)

@@ -6,19 +6,16 @@ out, and whoever loads the checkpoint learns that it is missing instead of takin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from ckptkit import edits
-from ckptkit.layout import KeyPath, Layout
-
-_LOADER = re.compile(r"dp_rank_(\d+)")  # torchtitan's `dataloader.dp_rank_3`
-_FILE = re.compile(r"(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)")  # transformers' and accelerate's
+from ckptkit.checkpoints.trainers import owner_of_file, owner_of_key
+from ckptkit.layout import Layout
 
 
 def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
     """The checkpoint without the state of single ranks if they were not `world_size`; and what was dropped."""
-    owners = {name: owner for name in layout.names if (owner := owner_of(layout.key(name))) is not None}
+    owners = {name: owner for name in layout.names if (owner := owner_of_key(layout.key(name))) is not None}
     groups = sorted({str(layout.key(name)[0]) for name in owners})
     dropped: set[str] = set()
     notes = []
@@ -31,17 +28,9 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
     return edits.select(layout, lambda name: name not in dropped), notes
 
 
-def owner_of(key: KeyPath) -> int | None:
-    """The rank whose own state lies at a key path: a loader's in torchtitan, a generator's in Composer."""
-    if key[0] == "rng" and len(key) > 1 and isinstance(key[1], int):
-        return key[1]
-    match = _LOADER.match(str(key[1])) if key[0] == "dataloader" and len(key) > 1 else None
-    return int(match[1]) if match else None
-
-
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
     """Those of some file names that hold the state of single ranks, if they were not `world_size`; and in words."""
-    owners = {name: int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
+    owners = {name: owner for name in names if (owner := owner_of_file(name)) is not None}
     if not owners or 1 + max(owners.values()) == world_size:
         return set(), []
     count = 1 + max(owners.values())

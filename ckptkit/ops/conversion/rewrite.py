@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit import edits
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.fit import restore_tied
-from ckptkit.checkpoints.known import open_known
 from ckptkit.checkpoints.parameters import rename_parameters
-from ckptkit.checkpoints.runs import find_parts, find_whole
 from ckptkit.checkpoints.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
@@ -57,14 +56,14 @@ class Changes:
     notes: list[str] = field(default_factory=list)
 
 
-def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_run: bool) -> Converted:
-    """Write the checkpoint at `src`, or the latest of a run, as `request` says: all of its parts, or nothing."""
+def rewrite(checkpoint: Checkpoint, request: Request, output: Output, recipe: Recipe, *, dry_run: bool) -> Converted:
+    """Write a checkpoint as `request` says: all of its parts, or nothing."""
     began = time.perf_counter()
     check_destination(output.path, output.overwrite, is_file=output.is_file)
-    source = find_whole(src)
+    source = checkpoint.path
     origin = Origin.of(source)
     check_apart(source, output.path)
-    parts = open_parts(source, request)
+    parts = open_parts(checkpoint, request)
     world_size = request.world_size or max((layout.world_size or 1 for layout in parts.values()), default=1)
     options = Options(request.max_shard_size, world_size)
     request.edits.check_globs(list(parts.values()))
@@ -96,9 +95,9 @@ def rewrite(src: Path, request: Request, output: Output, recipe: Recipe, *, dry_
     return carry_out(whole, output, recipe, report, began)
 
 
-def open_parts(source: Path, request: Request) -> dict[Path, Layout]:
-    """The layout of each part of the checkpoint that is to be rewritten."""
-    parts = {path: open_known(path) for path in (find_parts(source) if source.is_dir() else [source])}
+def open_parts(checkpoint: Checkpoint, request: Request) -> dict[Path, Layout]:
+    """Return the layout of each part of the checkpoint that is to be rewritten."""
+    parts = {part.path: part.layout for part in checkpoint.parts}
     sharded = {path: layout for path, layout in parts.items() if get_format(layout.format).is_sharded}
     return sharded if request.only_sharded and sharded else parts
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.expected import HEAD, find_embedding, is_tied
-from ckptkit.checkpoints.runs import TRAINING
+from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.errors import Mismatch
 from ckptkit.storage import Reader, RoomWriter
 from ckptkit.train.saving.full import FILE, FullForm

@@ -19,10 +19,12 @@ from typing import Any, Protocol, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.checkpoints import runs
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.deletion import delete, deleting
 from ckptkit.checkpoints.manifest import record_manifest
-from ckptkit.checkpoints.retention import METRICS, Best, Policy, decide, find_holds, find_saved, write_metrics
+from ckptkit.checkpoints.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
+from ckptkit.checkpoints.run import Run as Directory
+from ckptkit.checkpoints.trainers.ckptkit import METRICS, TRAINING
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.allocation import create_file
 from ckptkit.files.file import check_name
@@ -103,15 +105,15 @@ class Run:
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of `step` lies or will lie."""
-        return runs.Run(self.root).checkpoint(step)
+        return Directory(self.root).checkpoint(step)
 
-    def checkpoints(self) -> list[runs.Checkpoint]:
+    def checkpoints(self) -> list[Checkpoint]:
         """The complete checkpoints, oldest first."""
-        return runs.Run(self.root).checkpoints()
+        return Directory(self.root).checkpoints()
 
-    def latest(self) -> runs.Checkpoint | None:
+    def latest(self) -> Checkpoint | None:
         """The complete checkpoint with the highest step, or None."""
-        return runs.Run(self.root).latest()
+        return Directory(self.root).latest()
 
     @quiet()
     def save(
@@ -167,7 +169,7 @@ class Run:
         try:
             with translate_os_errors(self.root), deleting(self.root):
                 clear_dead(self.root)
-                found = [] if self._policy.keeps_all else find_saved(runs.Run(self.root))
+                found = [] if self._policy.keeps_all else find_saved(Directory(self.root))
                 for verdict in decide(found, self._policy):
                     path = verdict.saved.path
                     # what was saved just now is not the newest where a run was resumed from an older checkpoint;
@@ -212,9 +214,10 @@ class Run:
             if latest is None:
                 raise NotACheckpoint("no complete checkpoint in the run", path=self.root)
             path = latest.path
-        chosen = Path(path)
-        runs.require_resumable(chosen)
-        marks = {"hf": chosen / runs.TRAINING, "full": chosen / FILE}
+        checkpoint = Checkpoint.open(path)
+        checkpoint.require_resumable()
+        chosen = checkpoint.path
+        marks = {"hf": chosen / TRAINING, "full": chosen / FILE}
         return chosen, next((name for name, mark in marks.items() if mark.exists()), "sharded")
 
     def wait(self) -> None:
@@ -240,6 +243,6 @@ def commit(stage: Stage, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         create_file(stage.path / name, len(content), [(0, content)])  # none of the state's own
     with translate_os_errors(stage.path):
-        for part in runs.find_parts(stage.path):
-            record_manifest(part)
+        for part in Checkpoint.at(stage.path).parts:
+            record_manifest(part.path)
     stage.commit()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.checkpoints.runs import Run
+from ckptkit.checkpoints.run import Run
 from ckptkit.estimates.estimate import estimate
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckptkit.checkpoints.runs import Run
+from ckptkit.checkpoints.run import Run
 from ckptkit.ops.reshard import reshard
 from ckptkit.train.config import Device, TrainConfig
 from ckptkit.train.launch import launch

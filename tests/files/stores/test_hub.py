@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit.formats import locate, open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.formats import locate
 from ckptkit.ops.consolidate import consolidate
 from tests import producers
 from tests.conftest import Produce

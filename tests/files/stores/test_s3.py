@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit.checkpoints.runs import find_checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Usage
 from ckptkit.files.path import to_path
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
 from ckptkit.ops.inspect import inspect
@@ -52,7 +52,7 @@ def test_it_becomes_what_a_local_one_becomes(
     shutil.copytree(local, bucket.root / "run/ckpt-5")
     url = f"{bucket.url}/run/ckpt-5"
     assert inspect(url).layout.specs == inspect(local).layout.specs
-    remote, here = (locate(open_layout(find_checkpoint(path))) for path in (to_path(url), local))
+    remote, here = (locate(Checkpoint.open(path).model_part.layout) for path in (to_path(url), local))
     assert remote.tensors == here.tensors
     assert all(part.is_ok for part in verify(url))
     made = consolidate(url, tmp_path / "from-s3")

@@ -34,8 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.layout import Layout
 from tests import producers
 from tests.conftest import Produce
@@ -510,7 +511,8 @@ READ = """
 import sys
 from pathlib import Path
 from ckptkit.errors import CkptError
-from ckptkit.formats import locate, open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.formats import locate
 try:
     locate(open_layout(Path(sys.argv[1])))
 except CkptError as error:

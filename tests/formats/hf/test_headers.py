@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats import open_layout
 from ckptkit.formats.hf.headers import read_header
 from tests.formats.contract import assert_holds
 from tests.producers import counted

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt, Unsafe, Unsupported
-from ckptkit.formats import open_layout
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.tensors.dtypes import DTYPES

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats import open_layout
 from tests import producers
 from tests.conftest import Produce
 from tests.formats.contract import assert_holds

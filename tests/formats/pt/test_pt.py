@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckptkit import consolidate
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckptkit.formats import detect_format, open_layout
+from ckptkit.formats import detect_format
 from ckptkit.formats.pt.format import Pt
 from tests import producers
 from tests.conftest import Produce

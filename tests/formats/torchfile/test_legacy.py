@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats import open_layout
 from ckptkit.formats.pt.format import Pt
 from ckptkit.formats.torchfile.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.torchfile.legacy import read_legacy

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit import edits, storage
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.engine.copy import execute
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.allocation import create_file, write_parts
-from ckptkit.formats import get_writer, locate, open_layout
+from ckptkit.formats import get_writer, locate
 from ckptkit.formats.torchfile.inert_pickle import PersistentId
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, Layout, NewFile, Options

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit import consolidate, convert, reshard
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.ops.comparison.against import Compared, compare_with
 from tests import producers
 from tests.conftest import Produce

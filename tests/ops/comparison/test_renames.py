@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptkit import edits
-from ckptkit.formats import open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.layout import Layout
 from ckptkit.ops.comparison.renames import Explained, explain, find_renames
 

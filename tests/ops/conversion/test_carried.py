@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ckptkit.formats import open_layout
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.ops.conversion.carried import files_beside, own_files
 from tests import producers
 from tests.conftest import Produce

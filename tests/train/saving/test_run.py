@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
-from ckptkit.checkpoints import runs
 from ckptkit.checkpoints.deletion import delete, deleting
 from ckptkit.checkpoints.pins import set_pin
+from ckptkit.checkpoints.run import Run as Directory
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
 from ckptkit.train.launch import Report, launch
@@ -115,7 +115,7 @@ def test_four_ranks_and_one(tmp_path: Path) -> None:
 def test_others_open_the_checkpoints(saved_by_two: tuple[Path, Heard], tmp_path: Path) -> None:
     plain = trained("plain").model
     for run in saved_by_two[0].iterdir():
-        assert [found.step for found in runs.Run(run).checkpoints()] == [STEPS]
+        assert [found.step for found in Directory(run).checkpoints()] == [STEPS]
         consolidate(run, tmp_path / run.name)
         exported = load_file(tmp_path / run.name / "model.safetensors")
         missing = plain.state_dict().keys() - exported.keys()

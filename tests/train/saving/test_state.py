@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from ckptkit.checkpoints.runs import Run as Found
+from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.checkpoints.run import Run as Found
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
-from ckptkit.formats import locate, open_layout
+from ckptkit.formats import locate
 from ckptkit.train.launch import Report, launch
 from ckptkit.train.parallel.ranks import Place, process_group
 from ckptkit.train.saving.run import Run

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit.checkpoints.runs import Run
+from ckptkit.checkpoints.run import Run
 from ckptkit.errors import Occupied
 from ckptkit.train.config import TrainConfig
 from ckptkit.train.metrics import Step

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit.checkpoints.runs import Run, find_checkpoint, find_parts, says_step, step_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, is_epoch, step_of
+from ckptkit.checkpoints.run import Run
 from ckptkit.errors import NotACheckpoint, Unsupported
 from tests import producers
 from tests.conftest import Produce
@@ -42,26 +43,28 @@ def test_a_run_that_is_not_there_has_none(tmp_path: Path) -> None:
 
 
 def test_a_path_means_the_checkpoint_or_the_latest_of_the_run(run: Path) -> None:
-    assert find_checkpoint(run / "ckpt-5") == run / "ckpt-5"
-    assert find_checkpoint(run) == run / "ckpt-10"
+    assert Checkpoint.open(run / "ckpt-5").model_part.path == run / "ckpt-5"
+    assert Checkpoint.open(run).model_part.path == run / "ckpt-10"
 
 
 def test_of_several_parts_the_model_is_meant(produce: Produce, tmp_path: Path) -> None:
     root = produce(producers.accelerate).root
-    assert find_checkpoint(root).name == "pytorch_model_fsdp_0"
+    assert Checkpoint.open(root).model_part.path.name == "pytorch_model_fsdp_0"
     shutil.copytree(root, tmp_path / "run" / "checkpoint-7")
-    assert find_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-7" / "pytorch_model_fsdp_0"
+    assert (
+        Checkpoint.open(tmp_path / "run").model_part.path == tmp_path / "run" / "checkpoint-7" / "pytorch_model_fsdp_0"
+    )
     shutil.copytree(root / "pytorch_model_fsdp_0", tmp_path / "run" / "checkpoint-7" / "ema")
     with pytest.raises(Unsupported, match="ema, pytorch_model_fsdp_0"):
-        find_checkpoint(tmp_path / "run")
+        _ = Checkpoint.open(tmp_path / "run").model_part.path
 
 
 def test_a_model_and_the_rest_of_its_training_are_one_checkpoint(produce: Produce, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "ckpt-7"
     shutil.copytree(produce(producers.fsdp2).root, checkpoint / "training")
     save_file({"w": torch.ones(2)}, checkpoint / "model.safetensors")
-    assert find_checkpoint(tmp_path / "run") == checkpoint
-    assert find_parts(checkpoint) == [checkpoint, checkpoint / "training"]
+    assert Checkpoint.open(tmp_path / "run").model_part.path == checkpoint
+    assert [part.path for part in Checkpoint.at(checkpoint).parts] == [checkpoint, checkpoint / "training"]
     (checkpoint / "training" / ".metadata").unlink()
     assert Run(tmp_path / "run").latest() is None
 
@@ -74,11 +77,11 @@ def test_an_unfinished_part_makes_the_whole_incomplete(produce: Produce, tmp_pat
 
 def test_nothing_to_be_found(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="no run with one"):
-        find_checkpoint(run / "logs")
+        _ = Checkpoint.open(run / "logs").model_part.path
     for step in (5, 9, 10):
         shutil.rmtree(run / f"ckpt-{step}")
     with pytest.raises(NotACheckpoint, match="unfinished: ckpt-11, ckpt-12"):
-        find_checkpoint(run)
+        _ = Checkpoint.open(run).model_part.path
 
 
 @pytest.mark.parametrize(
@@ -98,13 +101,13 @@ def test_directory_names_of_trainers(name: str, step: int) -> None:
 )
 def test_directory_names_with_a_step_among_others(name: str, step: int) -> None:
     assert step_of(Path(name)) == step
-    assert says_step(Path(name))
+    assert not is_epoch(Path(name))
 
 
 @pytest.mark.parametrize(("name", "epoch"), [("epoch-3", 3), ("epoch_3", 3), ("epoch=3.ckpt", 3)])
 def test_an_epoch_is_no_step(name: str, epoch: int) -> None:
     assert step_of(Path(name)) == epoch
-    assert not says_step(Path(name))
+    assert is_epoch(Path(name))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""Gather the names that a checkpoint shows, for its trainer to be told by. Opens small files only when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.trainers.trainer import Evidence
+from ckptkit.errors import Corrupt, IOFailure, Unsafe
+from ckptkit.files.file import names_in, read_small
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Layout
+
+_LIMIT = 1 << 28  # bytes of a small file
+
+
+def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
+    """Return the evidence at `place`, a directory or file, of which the first layout is, and those of other parts."""
+    model, *others = layouts
+    below: dict[str, set[str]] = {}
+    for layout in (model, *others):
+        for name in layout.names:
+            key = layout.key(name)
+            below.setdefault(str(key[0]), set()).update(map(str, key[1:2]))
+    files = frozenset(names_in(model.root)) if place.is_dir() else frozenset({place.name})
+
+    def read_json(name: str) -> Mapping[str, Any]:
+        return read_object(place / name) if name in files else {}
+
+    return Evidence(
+        place,
+        model.format,
+        model.world_size,
+        files,
+        frozenset(below),
+        {key: frozenset(names) for key, names in below.items()},
+        read_json,
+    )
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a small file, {} where it holds none that can be read."""
+    try:
+        found = parse_json(read_small(path, _LIMIT), path)
+    except (Corrupt, IOFailure, Unsafe):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,92 @@
+"""Hold one directory or file of a checkpoint, in one format: its layout and its manifest, read when first asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import Manifest, read_manifest
+from ckptkit.checkpoints.trainers import is_other_part
+from ckptkit.errors import CkptError, Corrupt, translate_os_errors
+from ckptkit.formats import Reader
+from ckptkit.layout import Blob, Layout, StoredTensor
+from ckptkit.tensors.box import whole
+
+
+@dataclass(frozen=True)
+class Part:
+    """A directory or file of a checkpoint in one format. `place` is its name in the checkpoint, "" for all of it."""
+
+    place: str
+    path: Path
+    reader: Reader
+
+    @property
+    def is_model(self) -> bool:
+        """Return whether it may hold the model, by its name."""
+        return not is_other_part(self.path.name)
+
+    @property
+    def problem(self) -> CkptError | None:
+        """Return what shows without reading metadata that it was not written to its end, None if nothing does."""
+        with translate_os_errors(self.path):
+            return None if self.reader.is_complete(self.path) else Corrupt("unfinished", path=self.path)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Return where its chunks lie, with the checksums that its manifest has for tensors in one piece.
+
+        Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
+        """
+        with translate_os_errors(self.path):
+            layout = self.reader.read(self.path)
+        if self.manifest is None:
+            return layout
+        sums = self.manifest.tensors
+        return replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Return its manifest, None if it has none."""
+        return read_manifest(self.path if self.path.is_dir() else self.path.parent)
+
+    @property
+    def has_manifest(self) -> bool:
+        """Return whether a manifest lies in its directory; a file by itself has none."""
+        return self.path.is_dir() and (self.path / MANIFEST).exists()
+
+    @cached_property
+    def in_whole(self) -> Layout:
+        """Return its layout with files named as they are seen from the checkpoint's directory."""
+        if not self.place:
+            return self.layout
+        layout = self.layout
+        return replace(
+            layout,
+            root=self.path.parent,
+            tensors={name: self._move_tensor(tensor) for name, tensor in layout.tensors.items()},
+            blobs={name: self._move_blob(blob) for name, blob in layout.blobs.items()},
+            descriptions=tuple(map(self._move, layout.descriptions)),
+        )
+
+    def _move(self, file: str) -> str:
+        return str(PurePosixPath(self.place, file))
+
+    def _move_tensor(self, tensor: StoredTensor) -> StoredTensor:
+        return replace(tensor, chunks=tuple(replace(chunk, path=self._move(chunk.path)) for chunk in tensor.chunks))
+
+    def _move_blob(self, blob: Blob) -> Blob:
+        return replace(blob, path=self._move(blob.path))
+
+
+def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
+    """Return the tensor with the CRC-32 of its row-major bytes, if they lie in one piece and have none recorded."""
+    if crc is None or len(tensor.chunks) != 1:
+        return tensor
+    (chunk,) = tensor.chunks
+    is_plain = chunk.wrapper is None and chunk.strides is None and chunk.dtype == tensor.spec.dtype
+    if chunk.crc32 is not None or not is_plain or chunk.box != whole(tensor.spec.shape):
+        return tensor
+    return replace(tensor, chunks=(replace(chunk, crc32=crc),))

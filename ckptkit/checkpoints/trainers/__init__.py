@@ -1,0 +1,114 @@
+"""List the trainers that are known, and answer from their tables what a name means. Each is one file and one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from ckptkit.checkpoints.trainers.accelerate import ACCELERATE
+from ckptkit.checkpoints.trainers.ckptkit import CKPTKIT
+from ckptkit.checkpoints.trainers.composer import COMPOSER
+from ckptkit.checkpoints.trainers.deepspeed import DEEPSPEED
+from ckptkit.checkpoints.trainers.diffusers import DIFFUSERS
+from ckptkit.checkpoints.trainers.dlrover import DLROVER
+from ckptkit.checkpoints.trainers.lightning import LIGHTNING
+from ckptkit.checkpoints.trainers.megatron import MEGATRON
+from ckptkit.checkpoints.trainers.nanotron import NANOTRON
+from ckptkit.checkpoints.trainers.nemo import NEMO
+from ckptkit.checkpoints.trainers.olmo import OLMO
+from ckptkit.checkpoints.trainers.peft import PEFT
+from ckptkit.checkpoints.trainers.plain import PLAIN
+from ckptkit.checkpoints.trainers.torchtitan import TORCHTITAN
+from ckptkit.checkpoints.trainers.torchtune import TORCHTUNE
+from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.checkpoints.trainers.transformers import TRANSFORMERS
+from ckptkit.checkpoints.trainers.verl import VERL
+from ckptkit.layout import KeyPath
+
+# Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
+# libraries whose files lie beside its own.
+TRAINERS: tuple[Trainer, ...] = (
+    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
+    *(DLROVER, NANOTRON, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
+)
+
+
+def step_in(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's directory or file, None if it says none."""
+    return number_in(name, "steps")
+
+
+def epoch_in(name: str) -> int | None:
+    """Return the epoch in a checkpoint's name, None if it says none. Epochs cannot be compared with steps."""
+    return number_in(name, "epochs")
+
+
+def number_in(name: str, table: str) -> int | None:
+    """Return the number that the first pattern of a table finds in a whole name."""
+    match = next(matches(table, name), None)
+    return int(match[1]) if match else None
+
+
+def rank_in(name: str) -> int | None:
+    """Return the rank in the name of a file of which each rank has one, None for other files."""
+    return number_in(name, "ranks")
+
+
+def owner_of_file(name: str) -> int | None:
+    """Return the rank whose own state a file holds by its name, None for other files."""
+    return number_in(name, "own_state")
+
+
+def owner_of_key(key: KeyPath) -> int | None:
+    """Return the rank whose own state lies at a key path, None for what all ranks share."""
+    owners = (trainer.rank_of_key(key) for trainer in TRAINERS)
+    return next((rank for rank in owners if rank is not None), None)
+
+
+def is_model_part(name: str) -> bool:
+    """Return whether a directory of this name in a checkpoint holds the model, by a trainer's custom."""
+    return any(matches("models", name))
+
+
+def is_other_part(name: str) -> bool:
+    """Return whether a directory of this name in a checkpoint holds anything but the model."""
+    return name.startswith("optim") or any(matches("others", name))
+
+
+def is_tracker(name: str) -> bool:
+    """Return whether a file of this name in a run says which checkpoint is meant."""
+    return any(name in trainer.trackers for trainer in TRAINERS)
+
+
+def companion_folders() -> tuple[str, ...]:
+    """Return the names of directories in a checkpoint in which some trainer puts config and tokenizer."""
+    return tuple(folder for trainer in TRAINERS for folder in trainer.companions)
+
+
+def metrics_files() -> dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]:
+    """Return, by the name of a file, how what was measured is understood; ours comes first."""
+    return {name: understand for trainer in TRAINERS for name, understand in trainer.metrics.items()}
+
+
+def say_unread(names: Iterable[str]) -> str | None:
+    """Return what files of these names are, if some trainer's that ckptkit does not read is among them."""
+    known = [(re.compile(pattern), words) for trainer in TRAINERS for pattern, words in trainer.unread.items()]
+    return next((words for name in sorted(names) for pattern, words in known if pattern.fullmatch(name)), None)
+
+
+def who_wrote(seen: Evidence) -> str | None:
+    """Return the name of who wrote a checkpoint, None if nothing tells. Nothing is guessed."""
+    return next((name for trainer in TRAINERS if (name := trainer.wrote(seen))), None)
+
+
+def matches(table: str, name: str) -> Iterator[re.Match[str]]:
+    """Match a whole name with all patterns of a table, those of every trainer in turn."""
+    return (match for pattern in patterns(table) if (match := pattern.fullmatch(name)))
+
+
+@cache
+def patterns(table: str) -> tuple[re.Pattern[str], ...]:
+    """Return the patterns of one table, of every trainer in turn."""
+    return tuple(re.compile(pattern) for trainer in TRAINERS for pattern in getattr(trainer, table))

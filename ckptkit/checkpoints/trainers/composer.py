@@ -1,0 +1,29 @@
+"""Know the checkpoints of MosaicML Composer.
+
+Source: composer/utils/checkpoint.py: directories `ep0-ba5`, files `ep0-ba5-rank0.pt`, all under `state`, and the
+generators of ranks under `rng`.
+"""
+
+from __future__ import annotations
+
+from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.layout import KeyPath
+
+
+def wrote(seen: Evidence) -> str | None:
+    """Return the name by the model under `state`, and generators beside that."""
+    has_both = "state" in seen.keys and "rng" in seen.keys
+    return "Composer" if has_both and "model" in seen.below["state"] else None
+
+
+def rank_of_key(key: KeyPath) -> int | None:
+    """Return the rank whose random state lies at a key path."""
+    return key[1] if key[0] == "rng" and len(key) > 1 and isinstance(key[1], int) else None
+
+
+COMPOSER = Trainer(
+    name="composer",
+    wrote=wrote,
+    steps=(r"ep[0-9]+-ba([0-9]{1,18})(?:-rank[0-9]+)?",),
+    rank_of_key=rank_of_key,
+)

@@ -1,0 +1,18 @@
+"""Know the checkpoints of OLMo-core.
+
+Source: olmo_core/train/checkpoint.py: `stepN` with DCP in `model_and_optim`, and the state of each rank in `train`.
+"""
+
+from __future__ import annotations
+
+from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+
+_DCP = "model_and_optim"
+
+
+def wrote(seen: Evidence) -> str | None:
+    """Return the name by what the directory with model and optimizer is called."""
+    return "OLMo-core" if seen.place.name == _DCP else None
+
+
+OLMO = Trainer(name="olmo", wrote=wrote, steps=("step([0-9]{1,18})",), models=(_DCP,))

@@ -1,0 +1,28 @@
+"""Know the checkpoints of torchtitan.
+
+Source: torchtitan/components/checkpoint.py: DCP directories `step-N`, model names at the top level beside `optimizer.`,
+`lr_scheduler`, `dataloader` and `train_state`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.layout import KeyPath
+
+_LOADER = re.compile(r"dp_rank_(\d+)")  # `dataloader.dp_rank_3`
+
+
+def wrote(seen: Evidence) -> str | None:
+    """Return the name by the key of the training's own state."""
+    return "torchtitan" if "train_state" in seen.keys else None
+
+
+def rank_of_key(key: KeyPath) -> int | None:
+    """Return the rank whose data loader's state lies at a key path."""
+    match = _LOADER.match(str(key[1])) if key[0] == "dataloader" and len(key) > 1 else None
+    return int(match[1]) if match else None
+
+
+TORCHTITAN = Trainer(name="torchtitan", wrote=wrote, steps=("step-([0-9]{1,18})",), rank_of_key=rank_of_key)

@@ -1,0 +1,54 @@
+"""Describe a trainer by what it leaves on disk: tables of names. Opens nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptkit.layout import KeyPath
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The names that a checkpoint shows: of its place, format and files, and of the keys recorded in it.
+
+    `keys` are the first steps of the key paths, `below` the second steps under each. `read_json` gives a small file of
+    the checkpoint, {} where it has none that can be read.
+    """
+
+    place: Path
+    format: str | None
+    world_size: int | None
+    files: frozenset[str]
+    keys: frozenset[str] = frozenset()
+    below: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    read_json: Callable[[str], Mapping[str, Any]] = lambda _: {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """A program that saves checkpoints, and the names that it gives. Patterns are of whole names.
+
+    `steps` and `epochs` are of a checkpoint's directory or file, the group is the number; `trackers` are files in a run
+    that say which checkpoint is meant. Inside a checkpoint `models` and `others` are directories with the model and
+    with all else, `companions` those with config and tokenizer, `ranks` files of which each rank has one (the group is
+    the rank), `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a
+    key path. `unread` says, by pattern, what files are that ckptkit does not read. `metrics` gives, by file, what was
+    measured. `wrote` says the name to show, or None, by what only this trainer leaves.
+    """
+
+    name: str
+    wrote: Callable[[Evidence], str | None] = lambda _: None
+    steps: tuple[str, ...] = ()
+    epochs: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
+    ranks: tuple[str, ...] = ()
+    own_state: tuple[str, ...] = ()
+    rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
+    unread: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, Callable[[Mapping[str, Any]], dict[str, float]]] = field(default_factory=dict)

@@ -1,0 +1,27 @@
+"""List what lies in a directory, by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptkit.errors import translate_os_errors
+from ckptkit.files.file import names_in
+
+
+def children(path: Path) -> list[Path]:
+    """Return everything that lies in a directory, by name."""
+    with translate_os_errors(path):
+        return sorted(path / name for name in names_in(path))
+
+
+def folders(path: Path) -> list[Path]:
+    """Return the directories in a directory, and links to some, by name."""
+    with translate_os_errors(path):
+        return [child for child in children(path) if child.is_dir()]
+
+
+def entry_of(root: Path, target: str) -> str | None:
+    """Return the entry of directory `root` that a link in it leads to or into, None if it leads elsewhere."""
+    place = Path(os.path.normpath(root.absolute() / target))
+    return place.relative_to(root.absolute()).parts[0] if root.absolute() in place.parents else None
