@@ -1,4 +1,6 @@
-"""The fault matrix: `scripts/faults [GROUP ...]` runs the cases of `tests/faults` and prints what came of them.
+"""Run the fault matrix: `scripts/faults [GROUP ...]` runs the cases of `tests/faults` and prints what came of them.
+
+`--write` puts a table of all families into docs/reliability.md.
 
 Ends with status 1 if a run of ckptkit's came to anything but the right result or a clean error.
 """
@@ -17,16 +19,19 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
 import tests.faults
+from scripts.markdown import ROOT, paragraph, table, write_part
 from tests.faults.cases import Case, Seen
-from tests.faults.tables import FAMILIES, Tally, print_family
+from tests.faults.tables import FAMILIES, Tally, rows_of
 
 _WORKERS = 2
+_PAGE = ROOT / "docs" / "reliability.md"
 _NOTE = (
     "Rows in italics are of what nothing in a checkpoint shows, unless it has a manifest. Case 21 is not here: ckptkit "
     "reads no ZeRO yet. A peer raises exceptions; their messages are taken for the error that a program would print."
@@ -35,7 +40,7 @@ _NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A case, and where it is to be found again by another process: a module, and the place in its list."""
+    """A case, and where another process finds it again: a module, and the place in its list."""
 
     case: Case
     module: str
@@ -44,7 +49,7 @@ class Listed:
 
 @cache
 def list_cases() -> list[Listed]:
-    """Every case of every module of the fault matrix that has any."""
+    """Return every case of every module of the fault matrix that has any."""
     home = Path(tests.faults.__path__[0])
     names = [name for _, name, _ in pkgutil.iter_modules([str(home)]) if not name.startswith("test_")]
     modules = [f"tests.faults.{name}" for name in names if "\nCASES" in (home / f"{name}.py").read_text()]
@@ -52,7 +57,7 @@ def list_cases() -> list[Listed]:
 
 
 def run_case(module: str, place: int, whole: bool) -> list[Seen]:
-    """Run one case in a directory of its own; in a worker."""
+    """Run one case in a directory of its own, in a worker."""
     home = Path(tempfile.mkdtemp(prefix="case-"))
     try:
         return list(import_module(module).CASES[place].run(home, whole))
@@ -61,7 +66,7 @@ def run_case(module: str, place: int, whole: bool) -> list[Seen]:
 
 
 def run_all(cases: Sequence[Listed], *, whole: bool) -> Iterator[tuple[Case, list[Seen]]]:
-    """Each case with what was seen, in the order in which they end."""
+    """Yield each case with what was seen, in the order in which they end."""
     with ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn")) as workers:
         waiting: dict[Future[list[Seen]], Case] = {
             workers.submit(run_case, listed.module, listed.place, whole): listed.case for listed in cases
@@ -71,7 +76,7 @@ def run_all(cases: Sequence[Listed], *, whole: bool) -> Iterator[tuple[Case, lis
 
 
 def tell(text: str) -> None:
-    """The line that says how far it has got, on a terminal."""
+    """Write the line that says how far it has got, on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
@@ -90,23 +95,32 @@ def count(cases: Sequence[Listed], *, whole: bool, by_case: bool) -> Tally:
 
 
 def describe(case: Case) -> str:
-    """The name of a case's row."""
+    """Return the name of a case's row."""
     return f"{case.numbers} {case.name}"
 
 
 def show(tally: Tally, seconds: float) -> None:
-    """The tables, and what of ours went wrong."""
+    """Print the tables, and what of ours went wrong."""
     for family in FAMILIES:
         if tally.has(family):
-            print("\n".join(print_family(family, tally)), end="\n\n")
+            print(table(rows_of(family, tally)), end="\n\n")
     for case, seen in tally.bad:
         print(f"- {seen.subject}: {seen.verdict}: {describe(case)}: {seen.what}")
     print(_NOTE)
     print(f"{tally.runs:,} runs in {seconds / 60:.1f} minutes.")
 
 
+def write(tally: Tally, seconds: float, arguments: Sequence[str]) -> None:
+    """Write the tables into their part of the page on reliability."""
+    command = " ".join(["scripts/faults", *arguments])
+    head = f"""`{command}` on {datetime.now(UTC):%Y-%m-%d}: {tally.runs:,} runs in {seconds / 60:.1f} minutes on
+        {len(os.sched_getaffinity(0))} cores. {_NOTE}"""
+    tables = [table(rows_of(family, tally)) for family in FAMILIES if tally.has(family)]
+    write_part(_PAGE, "faults", "\n\n".join([paragraph(head).strip(), *tables]))
+
+
 def to_json(tally: Tally, seconds: float) -> dict[str, object]:
-    """The same for programs."""
+    """Return the same for programs."""
     bad = [
         {"subject": seen.subject, "verdict": seen.verdict, "case": describe(case), "what": seen.what}
         for case, seen in tally.bad
@@ -125,6 +139,7 @@ def main() -> None:
     much.add_argument("--fast", action="store_true", help="the share of it that the tests run, without the peers")
     parser.add_argument("--cases", action="store_true", help="a row for each case, not for each group")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {_PAGE.relative_to(ROOT)} too")
     options = parser.parse_args()
     if unknown := set(options.groups) - set(groups):
         parser.error(f"no such group: {', '.join(sorted(unknown))}")
@@ -137,6 +152,8 @@ def main() -> None:
         finally:
             tempfile.tempdir = None
     seconds = time.perf_counter() - began
+    if options.write:
+        write(tally, seconds, [word for word in sys.argv[1:] if word != "--write"])
     if options.json:
         print(json.dumps(to_json(tally, seconds)))
     else:

@@ -1,9 +1,9 @@
-"""Tables: what was seen, counted by group or case and by whose program it was, in Markdown. Runs nothing."""
+"""Count what was seen by group or case and by whose program it was, as rows of tables. Runs nothing."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tests.faults.cases import Case, Seen
 from tests.faults.verdicts import GOOD, Verdict
@@ -14,7 +14,7 @@ COLUMNS = [verdict for verdict in Verdict if verdict is not Verdict.UNFIRED]
 
 
 class Tally:
-    """Runs of each family's programs, in each row by what they came to; and those of ours that came to no good."""
+    """The runs of each family's programs, in each row by what they came to; and those of ours that came to no good."""
 
     def __init__(self, rows: Sequence[str]) -> None:
         self.counts: dict[str, dict[str, Counter[Verdict]]] = {
@@ -25,11 +25,11 @@ class Tally:
 
     @property
     def runs(self) -> int:
-        """How many there were."""
+        """Return how many there were."""
         return sum(sum(counted(found)) for families in self.counts.values() for found in families.values())
 
     def has(self, family: str) -> bool:
-        """True if any program of this family was tried."""
+        """Return True if any program of this family was tried."""
         return any(sum(counted(families[family])) for families in self.counts.values())
 
     def add(self, row: str, case: Case, seen: Seen) -> None:
@@ -42,32 +42,24 @@ class Tally:
             self.bad.append((case, seen))
 
 
-def print_family(family: str, tally: Tally) -> Iterator[str]:
-    """The table of one family's programs: the rows that it was tried in, and the sum of those that can be told."""
+def rows_of(family: str, tally: Tally) -> list[list[str]]:
+    """Return the table of one family's programs: head, the rows that it was tried in, the sum of what can be told."""
     rows = {row: found[family] for row, found in tally.counts.items() if sum(counted(found[family]))}
-    total: Counter[Verdict] = Counter()
-    yield line([family, "runs", *COLUMNS])
-    yield line(["---", *["---:"] * (1 + len(COLUMNS))])
-    for row, found in rows.items():
-        if row not in tally.untold:
-            yield line([row, *cells(found)])
-            total += found
-    yield line(["**all**", *cells(total)])
-    for row, found in rows.items():
-        if row in tally.untold:
-            yield line([f"*{row}*", *cells(found)])
+    told = {row: found for row, found in rows.items() if row not in tally.untold}
+    untold = {row: found for row, found in rows.items() if row in tally.untold}
+    return [
+        [family, "runs", *COLUMNS],
+        *([row, *cells(found)] for row, found in told.items()),
+        ["**all**", *cells(sum(told.values(), Counter()))],
+        *([f"*{row}*", *cells(found)] for row, found in untold.items()),
+    ]
 
 
 def counted(found: Counter[Verdict]) -> list[int]:
-    """How often each verdict was given; a fault that never happened is no run."""
+    """Return how often each verdict was given; a fault that never happened is no run."""
     return [found[column] for column in COLUMNS]
 
 
 def cells(found: Counter[Verdict]) -> list[str]:
-    """The numbers of a row."""
+    """Return the numbers of a row."""
     return [f"{number:,}" for number in (sum(counted(found)), *counted(found))]
-
-
-def line(cells: Sequence[str]) -> str:
-    """A row of a table."""
-    return f"| {' | '.join(cells)} |"

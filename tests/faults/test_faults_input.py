@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from scripts.markdown import table
 from tests.faults import bad_inputs, flips, forged, hostile_paths, hostile_pickles, hostile_sizes, prunes, zips
 from tests.faults.cases import Case, Seen
 from tests.faults.mutations import changed
 from tests.faults.parsers import PARSERS, Parser, is_total
 from tests.faults.server import Ended
-from tests.faults.tables import UNTOLD, Tally, print_family
+from tests.faults.tables import UNTOLD, Tally, rows_of
 from tests.faults.verdicts import GOOD, Verdict, judge_error
 
 MODULES = (bad_inputs, forged, hostile_pickles, hostile_paths, hostile_sizes, zips, flips, prunes)
@@ -68,7 +69,7 @@ def test_a_table_counts_ours_apart_from_others() -> None:
     tally.add(UNTOLD, Case("18", UNTOLD, "mixed", case.run), Seen("ckptkit convert", Verdict.SILENT, "a shard"))
     assert tally.runs == 4
     assert [seen.verdict for _, seen in tally.bad] == [Verdict.SILENT]
-    rows = list(print_family("ckptkit", tally))
+    rows = table(rows_of("ckptkit", tally)).splitlines()
     assert rows[2:] == [
         "| data | 2 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |",
         "| **all** | 2 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |",

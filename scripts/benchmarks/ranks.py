@@ -1,4 +1,4 @@
-"""What ranks do in `scripts/bench load`, `save` and `reshard`: run by torchrun, a rank each, in calls of torch's.
+"""Load, save and reshard in calls of torch's, by several ranks: for `scripts/bench load`, `save` and `reshard`.
 
 Only the calls are measured, from when all ranks begin until the last is done.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
 from torch.distributed.checkpoint import HuggingFaceStorageWriter as HuggingFaceWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ckptkit import storage
-from scripts.bench_inputs import make_model, make_training
+from ckptkit.train.launch import Report, launch
+from ckptkit.train.parallel.ranks import Place, process_group
+from scripts.benchmarks.inputs import make_model, make_training
 
 READERS: dict[str, Callable[[str], Any]] = {
     "dcp": FileSystemReader,
@@ -35,9 +36,9 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def load(options: argparse.Namespace) -> float:
+def load(mesh: DeviceMesh, options: argparse.Namespace) -> float:
     """Load a DCP checkpoint, or a Hugging Face model, into a model sharded over the ranks."""
-    model = empty(make_model, options)
+    model = empty(make_model, mesh, options)
     state = {"model": model} if (options.src / ".metadata").exists() else model
     reader = READERS[options.by](str(options.src))
     seconds = timed(lambda: dcp.load(state, storage_reader=reader))
@@ -45,9 +46,9 @@ def load(options: argparse.Namespace) -> float:
     return seconds
 
 
-def save(options: argparse.Namespace) -> float:
+def save(mesh: DeviceMesh, options: argparse.Namespace) -> float:
     """Save a model, loaded from a DCP checkpoint, that is sharded over the ranks."""
-    model = empty(make_model, options)
+    model = empty(make_model, mesh, options)
     dcp.load({"model": model}, storage_reader=storage.Reader(options.src))
     require_loaded(model)
     out, sync = options.out, not options.no_sync
@@ -68,9 +69,9 @@ def save_then_consolidate(model: dict[str, Any], out: Path) -> None:
     consolidate_safetensors_files_on_every_rank(str(out / "shards"), str(out), files)
 
 
-def reshard(options: argparse.Namespace) -> float:
+def reshard(mesh: DeviceMesh, options: argparse.Namespace) -> float:
     """Load a checkpoint with an optimizer's state on these ranks, and save it again."""
-    state = empty(make_training, options)
+    state = empty(make_training, mesh, options)
 
     def load_and_save() -> None:
         dcp.load(state, checkpoint_id=options.src)
@@ -81,9 +82,8 @@ def reshard(options: argparse.Namespace) -> float:
     return seconds
 
 
-def empty(make: Callable[..., dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """A state without any number in it, sharded over all ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def empty(make: Callable[..., dict[str, Any]], mesh: DeviceMesh, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a state without any number in it, sharded over all ranks."""
     dtype = getattr(torch, options.dtype)
     return make(options.size_gb, dtype, mesh, lambda shape: torch.full(shape, torch.nan, dtype=dtype))
 
@@ -96,12 +96,12 @@ def require_loaded(model: dict[str, DTensor]) -> None:
 
 
 def finite(tensor: Tensor) -> bool:
-    """True if every element is a number."""
+    """Return True if every element is a number."""
     return all(bool(part.isfinite().all()) for part in torch.split(tensor, 1 << 10))
 
 
 def timed(work: Callable[[], None]) -> float:
-    """Seconds from when all ranks begin until the last of them is done."""
+    """Return the seconds from when all ranks begin until the last of them is done."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -109,31 +109,32 @@ def timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def tell(seconds: float) -> None:
-    """Let rank 0 say how long it took, and how much memory all ranks together had at most."""
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    dist.all_reduce(peak)
-    if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, "peak": peak.item()}))
+WORKS = {"load": load, "save": save, "reshard": reshard}
+
+
+def work(options: argparse.Namespace, place: Place, report: Report) -> None:
+    """Do the work of one rank; rank 0 reports its seconds, and the memory of all ranks together in MiB."""
+    with process_group(place, "cpu") as mesh:
+        seconds = WORKS[options.what](mesh, options)
+        peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        dist.all_reduce(peak)
+        if place.rank == 0:
+            report({"seconds": seconds, "peak": peak.item()})
 
 
 def main() -> None:
-    """Do the work of one of torchrun's ranks."""
+    """Parse the command line, start the ranks and print what they report."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["load", "save", "reshard"])
+    parser.add_argument("what", choices=WORKS)
     parser.add_argument("src", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--ranks", type=int)
     parser.add_argument("--by", choices=["dcp", "ckptkit", "hf", "hf-later"])
     parser.add_argument("--size-gb", type=float)
     parser.add_argument("--dtype")
     parser.add_argument("--no-sync", action="store_true")
     options = parser.parse_args()
-    dist.init_process_group("gloo")
-    tell({"load": load, "save": save, "reshard": reshard}[options.what](options))
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads, which DTensor keeps alive, now and then abort a process that ends by itself
+    launch(partial(work, options), options.ranks, lambda facts: print(json.dumps(facts)))
 
 
 if __name__ == "__main__":

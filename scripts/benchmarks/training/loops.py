@@ -1,4 +1,4 @@
-"""Two loops around ckptkit's Llama: ckptkit's own, and a plain one without FSDP; and what all loops begin with."""
+"""Train ckptkit's Llama in its own loop, or in a plain one without FSDP; prepare what all loops begin with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from ckptkit.train.parallel.recompute import compile_blocks
 from ckptkit.train.parallel.shard import count_multiplied
 from ckptkit.train.start import start
 from ckptkit.train.trainer import make_scheduler
-from scripts.bench_train_watch import Watch
+from scripts.benchmarks.training.watch import Watch
 
 FACTS = "facts.json"
 
@@ -57,7 +56,7 @@ def prepare(home: Path, config: TrainConfig) -> None:
 
 
 def describe(config: TrainConfig, blueprint: Blueprint, model: nn.Module) -> dict[str, object]:
-    """What a table is to be read with."""
+    """Return the facts that a table is to be read with."""
     multiplied = count_multiplied(model)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -66,7 +65,6 @@ def describe(config: TrainConfig, blueprint: Blueprint, model: nn.Module) -> dic
         ),
         "peak_flops": peak_flops(config.device, param_dtype(config, config.device)),
         "gpu": torch.cuda.get_device_name() if config.device == "cuda" else None,
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
     }
 
 
@@ -111,7 +109,7 @@ def plain(home: Path, config: TrainConfig) -> None:
 
 
 def make_optimizer(config: TrainConfig, weights: list[Tensor]) -> AdamW:
-    """AdamW as ckptkit's loop has it: matrices decay, norms do not."""
+    """Return AdamW as ckptkit's loop has it: matrices decay, norms do not."""
     groups = [
         {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
@@ -120,7 +118,7 @@ def make_optimizer(config: TrainConfig, weights: list[Tensor]) -> AdamW:
 
 
 def learn(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
-    """Forward and backward; gives the mean loss. Waits for a GPU where ckptkit's loop does, before the optimizer."""
+    """Go forward and backward; wait for a GPU where ckptkit's loop does, before the optimizer. Return the mean loss."""
     logits = model(inputs)
     loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     loss.backward()  # type: ignore[no-untyped-call]
@@ -135,7 +133,7 @@ def hand_over(model: nn.Module, weights: list[Tensor]) -> None:
 
 
 def batches(home: Path, config: TrainConfig) -> Iterator[tuple[Tensor, Tensor]]:
-    """The global batches of inputs and targets, each int64 [batch_size, sequence_length]."""
+    """Yield the global batches of inputs and targets, each int64 [batch_size, sequence_length]."""
     inputs, targets = torch.load(home / "sequences.pt")
     return zip(inputs.split(config.batch_size), targets.split(config.batch_size), strict=True)
 

@@ -1,4 +1,4 @@
-"""Training measured: ckptkit's loop beside a plain one and Hugging Face's Trainer, its options, and its saves.
+"""Measure training: ckptkit's loop beside a plain one and Hugging Face's Trainer, its options, and its saves.
 
 Every loop runs in processes of its own, from the same weights, on the same tokens in the same order; that its losses
 are those of the plain loop is part of the result. Imports no torch: the cores are for the loops.
@@ -6,7 +6,6 @@ are those of the plain loop is part of the result. Imports no torch: the cores a
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import shutil
@@ -20,12 +19,22 @@ from typing import Any
 from ckptkit.train.config import TrainConfig
 from ckptkit.train.data.documents import stdlib_modules
 from ckptkit.train.models.config import ModelConfig
-from scripts.bench_train_tables import WARM_UP, Loop, Measured, cpu_table, describe, gpu_table, saves_table, speed
+from scripts.benchmarks.training.tables import (
+    WARM_UP,
+    Loop,
+    Measured,
+    cpu_table,
+    describe,
+    gpu_table,
+    saves_table,
+    speed,
+)
+from scripts.benchmarks.workplace import workplace
 
-PLAIN = "OMP_NUM_THREADS={ranks} python -m scripts.bench_train_loops plain {settings}"
-OURS = "OMP_NUM_THREADS=1 python -m scripts.bench_train_loops ours {settings} --ranks {ranks}"
-TRAINER = "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node {ranks} -m scripts.bench_train_trainer"
-SAVES = "OMP_NUM_THREADS=1 python -m scripts.bench_train_saves {settings} --ranks {ranks} --runs {runs}"
+PLAIN = "OMP_NUM_THREADS={ranks} python -m scripts.benchmarks.training.loops plain {settings}"
+OURS = "OMP_NUM_THREADS=1 python -m scripts.benchmarks.training.loops ours {settings} --ranks {ranks}"
+TRAINER = "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node {ranks} -m scripts.benchmarks.training.hf_trainer"
+SAVES = "OMP_NUM_THREADS=1 python -m scripts.benchmarks.training.saves {settings} --ranks {ranks} --runs {runs}"
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"model": "3m", "sequence_length": 256, "batch_size": 16, "steps": 12, "ranks": 2, "runs": 3},
@@ -43,7 +52,7 @@ OPTIONS = {
 
 
 def ours(**changes: Any) -> Loop:
-    """The loop of ckptkit with some of its options."""
+    """Return the loop of ckptkit with some of its options."""
     options = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in changes.items()
     ]
@@ -76,46 +85,36 @@ LOOPS = {
 
 
 class Failed(SystemExit):
-    """A program ended badly, and so does this one, unless it makes a row of it; the message is what it said."""
+    """The end of a program that failed, with what it said; it ends this one too, unless that makes a row of it."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `scripts/bench train`."""
-    for name, text in OPTIONS.items():
-        cpu, cuda = (DEFAULTS[device][name] for device in ("cpu", "cuda"))
-        defaults = f"; by default {cpu} on the CPU and {cuda} on a GPU"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(cpu), help=text + defaults)
-    parser.add_argument("--only", action="append", help="only rows with this in their name, or `saves`; several times")
-
-
-def train(home: Path, options: argparse.Namespace) -> None:
-    """Tokens per second, memory and the cost of saves of ckptkit's training loop, beside other loops."""
+def train(only: Sequence[str] | None, **given: Any) -> None:
+    """Measure tokens per second, memory and the cost of saves of ckptkit's training loop, beside other loops."""
     gpus = int(run("python -c 'import torch; print(torch.cuda.device_count())'"))
     device = "cuda" if gpus else "cpu"
-    values = {
-        name: default if (own := getattr(options, name)) is None else own for name, default in DEFAULTS[device].items()
-    }
+    values = DEFAULTS[device] | {name: value for name, value in given.items() if value is not None}
     if values["steps"] <= WARM_UP or values["batch_size"] % values["ranks"]:
         raise SystemExit(f"there must be more than {WARM_UP} steps, and as many sequences for each rank")
-    config = make_room(home, device, values)
-    run(f"python -m scripts.bench_train_loops prepare {write(home, config)}")
-    facts = json.loads((home / "facts.json").read_text()) | values | {"only": options.only or []}
-    chosen = [loop for loop in LOOPS[device] if wanted(loop.name, options.only)]
-    results = take_turns(home, config, chosen, runs=values["runs"], ranks=values["ranks"])
-    print(describe(facts, config))
-    if results:
-        print((cpu_table if device == "cpu" else gpu_table)(results, config, facts), flush=True)
-    if wanted("saves", options.only):
-        print(saves_table(run_once(home, config, Loop("saves", SAVES), ranks=values["ranks"], runs=values["runs"])))
+    with workplace() as home:
+        config = make_room(home, device, values)
+        run(f"python -m scripts.benchmarks.training.loops prepare {write(home, config)}")
+        facts = json.loads((home / "facts.json").read_text()) | values
+        chosen = [loop for loop in LOOPS[device] if wanted(loop.name, only)]
+        results = take_turns(home, config, chosen, runs=values["runs"], ranks=values["ranks"])
+        print(describe(facts, config))
+        if results:
+            print((cpu_table if device == "cpu" else gpu_table)(results, config, facts))
+        if wanted("saves", only):
+            print(saves_table(run_once(home, config, Loop("saves", SAVES), ranks=values["ranks"], runs=values["runs"])))
 
 
 def wanted(name: str, only: Sequence[str] | None) -> bool:
-    """True if a row is asked for."""
+    """Return True if a row is asked for."""
     return only is None or any(word in name for word in only)
 
 
 def make_room(home: Path, device: str, values: dict[str, Any]) -> TrainConfig:
-    """Write the model's config.json and a text of whole sequences; gives the settings that all loops share.
+    """Write the model's config.json and a text of whole sequences; return the settings that all loops share.
 
     The text is one document, so that no sequence has parts of two: that is packing, which each loop does in its way.
     """
@@ -139,14 +138,14 @@ def make_room(home: Path, device: str, values: dict[str, Any]) -> TrainConfig:
 
 
 def write(home: Path, config: TrainConfig) -> str:
-    """Write the settings of a run to a file; its name for a shell."""
+    """Write the settings of a run to a file, and return its name for a shell."""
     path = home / "settings.toml"
     path.write_text(config.to_toml())
     return shlex.quote(str(path))
 
 
 def run(command: str) -> str:
-    """Run a shell command; what it said on stdout. Raises `Failed`."""
+    """Run a shell command and return what it said on stdout. Raises `Failed`."""
     done = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{command}\n{done.stderr}", file=sys.stderr)
@@ -155,7 +154,7 @@ def run(command: str) -> str:
 
 
 def first_error(lines: Sequence[str]) -> str:
-    """The line that the first traceback ends in, or the last line where there is none."""
+    """Return the line that the first traceback ends in, or the last line where there is none."""
     inside = False
     for line in lines:
         if inside and line and not line.startswith(" "):
@@ -176,7 +175,7 @@ def take_turns(home: Path, config: TrainConfig, loops: Sequence[Loop], *, runs: 
 
 
 def add_run(home: Path, config: TrainConfig, result: Measured, ranks: int) -> None:
-    """Run a loop once more. One that fails is a result too."""
+    """Run a loop once more; one that fails is a result too."""
     try:
         result.reports.append(run_once(home, config, result.loop, ranks=ranks))
     except Failed as failure:
@@ -186,7 +185,7 @@ def add_run(home: Path, config: TrainConfig, result: Measured, ranks: int) -> No
 
 
 def run_once(home: Path, config: TrainConfig, loop: Loop, *, ranks: int, runs: int = 1) -> dict[str, Any]:
-    """What one run of a loop reports. Its directory is removed."""
+    """Run a loop once, remove its directory and return its report."""
     settings = write(home, replace(config, **loop.changes))
     report = home / "report.json"
     report.unlink(missing_ok=True)

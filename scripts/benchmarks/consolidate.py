@@ -1,12 +1,12 @@
-"""Consolidating and inspecting, beside other tools. Imports no torch, as a child would inherit its memory."""
+"""Measure consolidating and inspecting beside other tools. Imports no torch: a child would inherit its memory."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from scripts.bench_place import floors, make, size_of, workplace
-from scripts.bench_runs import Contender, measure, table
+from scripts.benchmarks.runs import Contender, measure, table
+from scripts.benchmarks.workplace import floors, make, size_of, workplace
+from scripts.markdown import paragraph
 
 TORCH_TO_PT = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {src} {out}/model.pt"
 TORCH_TO_SAFETENSORS = """python -c '
@@ -26,7 +26,7 @@ FileSystemReader(sys.argv[1]).read_metadata()
 
 
 def consolidate(size_gb: float, runs: int) -> None:
-    """Consolidation of an 8-rank checkpoint against copying its bytes, and against other tools."""
+    """Measure consolidating an 8-rank checkpoint against copying its bytes, and against other tools."""
     with workplace() as home:
         bf16, fp32, shards = (home / name for name in ("bf16", "fp32", "shards"))
         make(8, f"sharded --size-gb {size_gb} --dtype bfloat16", bf16)
@@ -48,21 +48,26 @@ def consolidate(size_gb: float, runs: int) -> None:
             runs=runs,
             modes=("warm", "cold"),
         )
-        nbytes = size_of(bf16)
-    print(f"{nbytes / 1e9:.2f} GB from 8 ranks on {os.cpu_count()} cores; medians of {runs} runs, taken in turns.")
-    print("In brackets: times what cat took, with sync where the program syncs. Warm: the input was in the page cache;")
-    print("cold: its pages were dropped (posix_fadvise DONTNEED) before each run. Peak RSS of the largest process.\n")
+        size = size_of(bf16)
+    print(
+        paragraph(
+            f"""{size} from 8 ranks; medians of {runs} runs, taken in turns. In brackets: times what cat took, with sync
+            where the program syncs. Warm: the input was in the page cache; cold: its pages were dropped (posix_fadvise
+            DONTNEED) before each run. Peak RSS of the largest process. ckptkit compares every CRC-32 on the way; the
+            others compare nothing, and of them only `cat, sync` syncs."""
+        )
+    )
     print(table(results))
 
 
 def ours(name: str, src: Path, options: str = "") -> Contender:
-    """`ckptkit consolidate`, held against the floor that makes the same promise."""
+    """Return `ckptkit consolidate`, to be compared with the floor that makes the same promise."""
     floor = f"{name}: cat" if "--no-sync" in options else f"{name}: cat, sync"
     return Contender(f"ckptkit consolidate{options}", "ckptkit consolidate {src} {out}/model" + options, src, floor)
 
 
 def inspect(runs: int) -> None:
-    """The time to look at a checkpoint, interpreter and imports included."""
+    """Measure looking at a checkpoint, interpreter and imports included."""
     with workplace() as home:
         small, large = home / "small", home / "large"
         make(1, "sharded --size-gb 0.01", small)
@@ -79,5 +84,5 @@ def inspect(runs: int) -> None:
             runs=runs,
             modes=("warm",),
         )
-    print(f"Medians of {runs} runs, taken in turns; interpreter start and imports included.\n")
+    print(paragraph(f"Medians of {runs} runs, taken in turns; interpreter start and imports included."))
     print(table(results))

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face on the benchmark's model and tokens, with FSDP2 or DDP. Run by torchrun, a rank each.
+"""Train the benchmark's model with the Trainer of Hugging Face, by FSDP2 or DDP. Run by torchrun, a rank each.
 
 `TrainingArguments(fsdp=True)` is not what shards here: Accelerate (1.15) knows FSDP on accelerators only, and makes DDP
 of it on the CPU without a word. Models of transformers (5.23) can be sharded by FSDP2 as they are loaded, which the
@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from scripts.bench_train_watch import Watch
+from scripts.benchmarks.training.watch import Watch
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
@@ -56,13 +56,13 @@ class Watched(Trainer):  # type: ignore[misc]
 
 
 class Ends(TrainerCallback):  # type: ignore[misc]
-    """Tells a watch when a step has ended, its optimizer's part too."""
+    """A callback that tells a watch when a step has ended, its optimizer's part too."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """A step has ended."""
+        """Tell the watch."""
         self.watch.note(0.0)
 
 

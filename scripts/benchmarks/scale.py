@@ -1,16 +1,18 @@
-"""Growth measured: the first layers of a 405B Llama as 16,384 ranks would save them. Imports no torch."""
+"""Measure growth: the first layers of a 405B Llama as 16,384 ranks would save them. Imports no torch."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from scripts.bench_place import workplace
-from scripts.bench_runs import Ended, paragraph, run
+from scripts.benchmarks.runs import Ended, run
+from scripts.benchmarks.workplace import workplace
+from scripts.markdown import paragraph, table
 
 RANKS, FEWER = 16384, 8192
 STEPS = {
-    "read": "python -m scripts.bench_scale_steps read {src}",
-    "plan": "python -m scripts.bench_scale_steps consolidate {src}",
+    "read": "python -m scripts.benchmarks.scale_steps read {src}",
+    "plan": "python -m scripts.benchmarks.scale_steps consolidate {src}",
     "consolidate --dry-run": "ckptkit consolidate {src} {out} --dry-run",
     f"reshard --to {FEWER} --dry-run": f"ckptkit reshard {{src}} {{out}} --to {FEWER} --dry-run",
 }
@@ -22,29 +24,31 @@ HEAD = f"""The first layers of Llama 3.1 405B in bf16 as {RANKS:,} ranks would s
 
 
 def scale(layers: list[int]) -> None:
-    """Reading, planning and dry runs of a 405B model saved by 16,384 ranks, by its number of layers: 15 minutes."""
+    """Measure reading, planning and dry runs of a 405B model of 16,384 ranks by its number of layers: 15 minutes."""
     print(paragraph(HEAD))
-    print("\n".join(f"| {' | '.join(row)} |" for row in (["layers", "chunks", *STEPS], ["---:"] * (2 + len(STEPS)))))
+    rows = [["layers", "chunks", *STEPS]]
     for count in layers:
         with workplace() as home:
-            print(f"| {' | '.join(measure(home, count))} |", flush=True)
+            rows.append(measure(home, count))
+            print(*rows[-1], sep="  ", file=sys.stderr)
+    print(table(rows))
 
 
 def measure(home: Path, layers: int) -> list[str]:
-    """The row of a model with so many layers."""
+    """Return the row of a model with so many layers."""
     src, out = home / "src", home / "out"
-    run(f"python -m scripts.bench_scale_steps make {{src}} --layers {layers} --ranks {RANKS}", src, out)
+    run(f"python -m scripts.benchmarks.scale_steps make {{src}} --layers {layers} --ranks {RANKS}", src, out)
     chunks = int(run(STEPS["read"], src, out).told["chunks"])  # and the files' ends are in the page cache from now on
     cells = [describe(take(command, src, out), chunks) for command in STEPS.values()]
     return [str(layers), f"{chunks:,}", *cells]
 
 
 def take(command: str, src: Path, out: Path) -> Ended:
-    """Take a step; of ours what it tells counts, and of a command all."""
+    """Take a step: of ours count what it tells, of a command all."""
     ended = run(command, src, out)
-    return Ended(ended.told["seconds"], ended.told["peak"]) if "bench_scale_steps" in command else ended
+    return Ended(ended.told["seconds"], ended.told["peak"]) if "scale_steps" in command else ended
 
 
 def describe(ended: Ended, chunks: int) -> str:
-    """What a step took, as a cell of the table."""
+    """Return what a step took, as a cell of the table."""
     return f"{ended.seconds:.1f} s ({ended.seconds / chunks * 1e6:.0f}), {ended.peak:,.0f} MiB"

@@ -1,16 +1,14 @@
-"""Tables of the training benchmark, from the reports that its loops left. Runs nothing, imports no torch."""
+"""Make the tables of the training benchmark from the reports that its loops left. Imports no torch."""
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from textwrap import fill
 from typing import Any
 
 from ckptkit.train.config import TrainConfig
+from scripts.markdown import paragraph, table
 
 WARM_UP = 3  # steps that are not counted: caches fill, and code is compiled
 SAME = {"cpu": 1e-3, "cuda": 3e-2}  # how far losses of the same training lie apart at most: in fp32, and in bf16
@@ -40,33 +38,28 @@ class Measured:
     failure: str | None = None
 
     def speed(self, config: TrainConfig) -> float:
-        """The median of its tokens per second."""
+        """Return the median of its tokens per second."""
         return median(speed(report, config) for report in self.reports)
 
     def most(self, name: str) -> float:
-        """The most of one kind of memory that any run took, in MiB."""
+        """Return the most of one kind of memory that any run took, in MiB."""
         return float(max(report[name] for report in self.reports) / 2**20)
 
     def losses(self, step: int) -> list[float]:
-        """The losses of a step in all runs; steps count from 1."""
+        """Return the losses of a step in all runs; steps count from 1."""
         return [report["losses"][step - 1] for report in self.reports]
 
 
 def speed(report: dict[str, Any], config: TrainConfig) -> float:
-    """Tokens per second of a run, from the end of the last step that is not counted to the end of the last one."""
+    """Return tokens per second from the end of the last step that is not counted to the end of the last one."""
     ends = report["ends"][: config.steps - 1]
     tokens = config.batch_size * config.sequence_length * (len(ends) - WARM_UP)
     return float(tokens / (ends[-1] - ends[WARM_UP - 1]))
 
 
 def describe(facts: Facts, config: TrainConfig) -> str:
-    """The command, the machine, and what the tables are to be read with."""
-    names = ("model", "sequence_length", "batch_size", "steps", "ranks", "runs")
-    words = [f"--{name.replace('_', '-')} {facts[name]}" for name in names]
-    words += [f"--only {shlex.quote(word)}" for word in facts["only"]]
+    """Return the text that the tables are to be read with."""
     runs = "One run" if facts["runs"] == 1 else f"Medians of {facts['runs']} runs, taken in turns"
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    where = facts["gpu"] or f"{len(os.sched_getaffinity(0))} CPU cores"
     if config.device == "cpu":
         own = f"""fp32; each of {facts["ranks"]} ranks has one thread, and the plain loop is one process of as many. RSS
             is that of the largest process, and what its imports take of it is no loop's."""
@@ -77,15 +70,16 @@ def describe(facts: Facts, config: TrainConfig) -> str:
             token: 6 per parameter that it is multiplied with, 12 per layer, channel and position of attention (PaLM,
             appendix B: causal attention counts in full, recomputation not at all)."""
     tokens = config.batch_size * config.sequence_length
-    text = f"""`scripts/bench train {" ".join(words)}`, on {where}, {versions}: a Llama of
-        {facts["parameters"] / 1e6:,.1f} M parameters, {facts["steps"]} steps of {tokens:,} tokens, of which the first
+    return paragraph(
+        f"""On {facts["gpu"] or "the CPU"}: a Llama of {facts["parameters"] / 1e6:,.1f} M parameters, {facts["steps"]}
+        steps of {tokens:,} tokens (sequences of {config.sequence_length}, {facts["ranks"]} ranks), of which the first
         {WARM_UP} are not counted; fused AdamW, gradients clipped, the same weights and tokens for all. {runs}. A loss
         that is more than {SAME[config.device]} off the first row's has a mark (!). {own}"""
-    return fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
+    )
 
 
 def cpu_table(results: Sequence[Measured], config: TrainConfig, _: Facts) -> str:
-    """Tokens per second, memory and losses."""
+    """Return the table of tokens per second, memory and losses."""
     head = ["", "tokens/s", "of the first", "peak RSS", "of it imports", "loss, first step", "loss, last step"]
     rows = [head]
     for result in results:
@@ -98,7 +92,7 @@ def cpu_table(results: Sequence[Measured], config: TrainConfig, _: Facts) -> str
 
 
 def gpu_table(results: Sequence[Measured], config: TrainConfig, facts: Facts) -> str:
-    """Tokens per second, MFU, memory of the GPU and losses."""
+    """Return the table of tokens per second, MFU, memory of the GPU and losses."""
     head = ["", "tokens/s", "of the first", "MFU", "allocated", "reserved", "loss, first step", "loss, last step"]
     rows = [head]
     for result in results:
@@ -112,13 +106,13 @@ def gpu_table(results: Sequence[Measured], config: TrainConfig, facts: Facts) ->
 
 
 def begin(result: Measured, first: Measured, config: TrainConfig) -> list[str]:
-    """A row's first cells: name, speed, and its ratio to the first row's."""
+    """Return a row's first cells: name, speed, and its ratio to the first row's."""
     ratio = "" if first.failure else f"{result.speed(config) / first.speed(config):.2f}"
     return [result.loop.name, f"{result.speed(config):,.0f}", ratio]
 
 
 def losses(result: Measured, first: Measured, config: TrainConfig) -> list[str]:
-    """The losses of the first and the last step; marked where any run's is another than the first row's."""
+    """Return the losses of the first and the last step; marked where any run's is another than the first row's."""
     cells = []
     for step in (1, config.steps - 1):
         every = result.losses(step)
@@ -129,12 +123,12 @@ def losses(result: Measured, first: Measured, config: TrainConfig) -> list[str]:
 
 
 def failure(result: Measured) -> list[str]:
-    """The row of a loop that did not end well."""
+    """Return the row of a loop that did not end well."""
     return [result.loop.name, f"failed: {result.failure}"[:100]]
 
 
 def mfu(result: Measured, config: TrainConfig, facts: Facts) -> str:
-    """The share of the GPUs' peak that the model's own operations make up, where the peak is known."""
+    """Return the share of the GPUs' peak that the model's own operations make up, where the peak is known."""
     if not facts["peak_flops"]:
         return ""
     gpus = 1 if result.loop.alone else facts["ranks"]
@@ -142,7 +136,7 @@ def mfu(result: Measured, config: TrainConfig, facts: Facts) -> str:
 
 
 def saves_table(report: dict[str, Any]) -> str:
-    """What each kind of save costs: seconds, and shares of a step."""
+    """Return the table of what each kind of save costs: seconds, and shares of a step."""
     step = report["step"]
     rows = [["save", "the loop waits", "of a step", "costs, of a step", "there after", "MB", "MB/s"]]
     for kind, saves in report["kinds"].items():
@@ -152,11 +146,4 @@ def saves_table(report: dict[str, Any]) -> str:
         rows.append([kind, *times, f"{size:,.1f}", f"{size / visible:,.0f}"])
     text = f"""Saves of the model, its optimizer and progress, synced to the disk; a step takes {step:.3f} s. They cost
         the wait and what the steps until the checkpoint is there take longer."""
-    return f"\n{fill(' '.join(text.split()), 120)}\n\n{table(rows)}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table, the first of them its head; short ones are filled up."""
-    width = len(rows[0])
-    lines = [rows[0], ["---", *["---:"] * (width - 1)], *rows[1:]]
-    return "\n".join(f"| {' | '.join([*line, *[''] * (width - len(line))])} |" for line in lines)
+    return f"\n{paragraph(text)}\n{table(rows)}"

@@ -1,4 +1,4 @@
-"""What people write where they have no tool: safetensors loaded whole, compared, looked at and averaged with torch."""
+"""Do what people do where they have no tool: load safetensors whole; compare, survey and average them with torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def load(root: str) -> dict[str, Tensor]:
-    """Every tensor of a directory of safetensors."""
+    """Return every tensor of a directory of safetensors."""
     return {
         name: tensor for path in sorted(Path(root).glob("*.safetensors")) for name, tensor in load_file(path).items()
     }
 
 
 def diff(one: str, other: str) -> None:
-    """The largest difference and the relative one of each tensor."""
+    """Print the largest difference and the relative one of each tensor."""
     ours, theirs = load(one), load(other)
     for name in ours.keys() | theirs.keys():
         a, b = ours[name].float(), theirs[name].float()
@@ -27,7 +27,7 @@ def diff(one: str, other: str) -> None:
 
 
 def stats(root: str) -> None:
-    """Norm, mean, deviation, extremes, and how many numbers are NaN, infinite or zero."""
+    """Print norm, mean, deviation, extremes, and how many numbers are NaN, infinite or zero."""
     for name, tensor in load(root).items():
         wide = tensor.float()
         extremes = wide.min().item(), wide.max().item()
@@ -36,7 +36,7 @@ def stats(root: str) -> None:
 
 
 def average(*roots: str) -> None:
-    """The mean of all but the last, accumulated in fp32, written there."""
+    """Write the mean of all but the last, accumulated in fp32, there."""
     *sources, out = roots
     first = load(sources[0])
     total = {name: tensor.float() for name, tensor in first.items()}

@@ -1,4 +1,4 @@
-"""Runs of a benchmark: programs timed in turns, with their memory. Knows nothing of what they do."""
+"""Time programs in turns, with their memory. Knows nothing of what they do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from textwrap import fill
+
+from scripts import markdown
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Contender:
 
 @dataclass
 class Result:
-    """What was measured of a contender: seconds by mode, and peak memory in MiB."""
+    """The measurements of a contender: seconds by mode, and peak memory in MiB."""
 
     contender: Contender
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a program took: seconds of wall clock, and the peak memory of the largest of its processes in MiB."""
+    """The cost of a program: seconds of wall clock, and the peak memory of the largest of its processes in MiB."""
 
     seconds: float
     peak: float
@@ -52,7 +53,7 @@ class Ended:
 
     @property
     def told(self) -> dict[str, float]:
-        """What it says of itself: the last line of its output that is JSON, with `seconds`, `peak` and more."""
+        """Return what it says of itself: the last line of its output that is JSON, with `seconds`, `peak` and more."""
         line = next(line for line in reversed(self.said.splitlines()) if line.startswith("{"))
         facts: dict[str, float] = json.loads(line)
         return facts
@@ -100,7 +101,7 @@ def measure(contenders: Sequence[Contender], out: Path, *, runs: int, modes: Seq
 
 
 def run_once(contender: Contender, out: Path, mode: str) -> Ended:
-    """One run, on a quiet disk, with the input in the page cache or out of it. The output is checked and removed."""
+    """Run a program once on a quiet disk, its input in the page cache or out of it; check and remove its output."""
     out.mkdir()
     os.sync()
     for path in contender.src.iterdir():
@@ -127,16 +128,11 @@ def warm(path: Path) -> None:
             pass
 
 
-def paragraph(text: str) -> str:
-    """A text in lines of 120 characters, and an empty line."""
-    return fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
 def table(results: Sequence[Result]) -> str:
-    """The results as a Markdown table: medians, and their ratios to each contender's floor where it has one."""
+    """Return the results as a Markdown table: medians, and their ratios to each contender's floor where it has one."""
     modes = list(results[0].seconds)
     medians = {(result.contender.name, mode): median(result.seconds[mode]) for result in results for mode in modes}
-    rows = [["", *modes, "peak RSS"], ["---", *("---:" for _ in modes), "---:"]]
+    rows = [["", *modes, "peak RSS"]]
     for result in results:
         name, floor = result.contender.name, result.contender.floor
         cells = [f"{medians[name, mode]:.2f} s" for mode in modes]
@@ -146,4 +142,4 @@ def table(results: Sequence[Result]) -> str:
                 for cell, mode in zip(cells, modes, strict=True)
             ]
         rows.append([name, *cells, f"{result.peak:.0f} MiB"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown.table(rows)

@@ -1,4 +1,4 @@
-"""What saving costs ckptkit's loop: sharded and full checkpoints, while it waits and in the background."""
+"""Measure what saving costs ckptkit's loop: sharded and full checkpoints, while it waits and in the background."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ckptkit.train.parallel.ranks import Place, on_rank_0, process_group
 from ckptkit.train.saving.run import Run
 from ckptkit.train.start import make_run, start
 from ckptkit.train.trainer import Trainer
-from scripts.bench_train_tables import WARM_UP
-from scripts.bench_train_watch import REPORT
+from scripts.benchmarks.training.tables import WARM_UP
+from scripts.benchmarks.training.watch import REPORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def saves(home: Path, config: TrainConfig, runs: int, place: Place, _: Report) -
 
 
 def take_step(trainer: Trainer) -> float:
-    """Take a step; its seconds."""
+    """Take a step and return its seconds."""
     began = time.perf_counter()
     trainer.step()
     return time.perf_counter() - began

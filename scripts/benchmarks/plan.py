@@ -1,4 +1,4 @@
-"""Planning measured by itself: a checkpoint of many chunks, joined with the one file that it is to become."""
+"""Measure planning by itself: a checkpoint of many chunks, joined with the one file that it is to become."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, check_cover
 from ckptkit.plan import make_plan
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DTYPES
+from scripts.markdown import paragraph, table
 
 RANKS, ROWS, COLUMNS = 1000, 8, 64
 
 
 def plan(runs: int) -> None:
-    """Seconds to check, plan and cut checkpoints of 100,000 chunks and more."""
-    print(f"Medians of {runs} runs: cover checked, plan made and cut into blocks, of bf16 chunks from {RANKS} ranks.\n")
-    print("| chunks | seconds | microseconds a chunk |\n| ---: | ---: | ---: |")
+    """Measure checking, planning and cutting checkpoints of 100,000 chunks and more."""
+    rows = [["chunks", "seconds", "microseconds a chunk"]]
     for tensors in (100, 200, 400, 800):
         seconds = median(plan_once(tensors) for _ in range(runs))
-        print(f"| {tensors * RANKS:,} | {seconds:.2f} | {seconds / tensors / RANKS * 1e6:.1f} |")
+        rows.append([f"{tensors * RANKS:,}", f"{seconds:.2f}", f"{seconds / tensors / RANKS * 1e6:.1f}"])
+    text = f"Medians of {runs} runs: cover checked, plan made and cut into blocks, of bf16 chunks from {RANKS} ranks."
+    print(paragraph(text))
+    print(table(rows))
 
 
 def plan_once(tensors: int) -> float:
-    """Seconds to plan a checkpoint of so many tensors, sharded over all ranks."""
+    """Return the seconds to plan a checkpoint of so many tensors, sharded over all ranks."""
     source, target = sharded(tensors), whole(tensors)
     began = time.perf_counter()
     check_cover(source)
@@ -37,7 +40,7 @@ def plan_once(tensors: int) -> float:
 
 
 def sharded(tensors: int) -> Layout:
-    """A layout in which each rank has its rows of each tensor."""
+    """Return a layout in which each rank has its rows of each tensor."""
     dtype, length = DTYPES["bfloat16"], ROWS * COLUMNS * 2
     found = {}
     for i in range(tensors):
@@ -48,7 +51,7 @@ def sharded(tensors: int) -> Layout:
 
 
 def whole(tensors: int) -> Layout:
-    """A layout in which each tensor is one chunk of one file."""
+    """Return a layout in which each tensor is one chunk of one file."""
     spec = Spec(DTYPES["bfloat16"], (RANKS * ROWS, COLUMNS))
     box = Box((0, 0), spec.shape)
     chunks = ((Chunk(box, "all", i * spec.nbytes, spec.nbytes, spec.dtype),) for i in range(tensors))

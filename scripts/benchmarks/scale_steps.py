@@ -1,4 +1,4 @@
-"""What `scripts/bench scale` measures, each in a process of its own: a checkpoint made, read and planned.
+"""Take the steps of `scripts/bench scale`, each in a process of its own: make a checkpoint, read it, plan.
 
 The model is Llama 3.1 405B, or its first layers. No tensor has any data: files are sparse, so that each reads as zeros.
 All else is there: every shard in an archive of torch.save's with its CRC-32, and `.metadata` pickled by torch, each
@@ -32,20 +32,9 @@ from ckptkit.ops.conversion.drafts import make_draft
 from ckptkit.ops.conversion.pipeline import plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
+from scripts.benchmarks import shapes
 
-HIDDEN, INNER, KEYS, VOCABULARY = 16384, 53248, 8 * 128, 128256
-LAYER = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (KEYS, HIDDEN),
-    "self_attn.v_proj": (KEYS, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INNER, HIDDEN),
-    "mlp.up_proj": (INNER, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INNER),
-    "input_layernorm": (HIDDEN,),
-    "post_attention_layernorm": (HIDDEN,),
-}
-ENDS = {"model.embed_tokens": (VOCABULARY, HIDDEN), "model.norm": (HIDDEN,), "lm_head": (VOCABULARY, HIDDEN)}
+WIDTHS = {"hidden": 16384, "inner": 53248, "keys": 8 * 128, "vocabulary": 128256}  # of Llama 3.1 405B
 
 
 def make(root: Path, layers: int, ranks: int) -> None:
@@ -60,19 +49,18 @@ def make(root: Path, layers: int, ranks: int) -> None:
 
 
 def llama(layers: int) -> Layout:
-    """The model with so many of its layers, under the key `model`."""
-    names = ENDS | {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in LAYER.items()}
+    """Return the model with so many of its layers, under the key `model`."""
     tensors, keys = {}, {}
-    for name, shape in names.items():
+    for name, shape in shapes.llama(layers, **WIDTHS).items():
         spec = Spec(DTYPES["bfloat16"], shape)
         chunk = Chunk(whole(shape), "", 0, spec.nbytes, spec.dtype)
-        tensors[f"model.{name}.weight"] = StoredTensor(spec, (chunk,))
-        keys[f"model.{name}.weight"] = ("model", f"{name}.weight")
+        tensors[f"model.{name}"] = StoredTensor(spec, (chunk,))
+        keys[f"model.{name}"] = ("model", name)
     return Layout(Path(), "made", tensors, keys=keys)
 
 
 def seals(items: list[Item]) -> Iterator[Part]:
-    """The checksums of items whose data is zeros."""
+    """Yield the checksums of items whose data is zeros."""
     for item in items:
         if item.envelope is not None:
             for key, hole in item.envelope.holes.items():
@@ -82,7 +70,7 @@ def seals(items: list[Item]) -> Iterator[Part]:
 
 @cache
 def crc32_of_zeros(length: int) -> int:
-    """The CRC-32 of so many zeros."""
+    """Return the CRC-32 of so many zeros."""
     return crc32(bytes(length))
 
 

@@ -1,4 +1,4 @@
-"""Inputs of the benchmarks: checkpoints as plain torch writes them. Run by torchrun; knows nothing of ckptkit."""
+"""Write the inputs of the benchmarks, as plain torch writes checkpoints. Run by torchrun; knows nothing of ckptkit."""
 
 from __future__ import annotations
 
@@ -25,44 +25,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-Shapes = dict[str, tuple[int, ...]]
+from scripts.benchmarks.shapes import llama_of
+
 Fill = Callable[[tuple[int, ...]], Tensor]
 
 
-def llama_shapes(nbytes: float, itemsize: int) -> Shapes:
-    """Names and shapes of a Llama with as many layers as `nbytes` give room for, and at least one."""
-    hidden, inner, vocabulary = (2048, 5632, 32000) if nbytes >= 5e8 else (256, 704, 4096)
-    layer = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden // 4, hidden),
-        "self_attn.v_proj": (hidden // 4, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    ends = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "model.norm": (hidden,)}
-    left = nbytes / itemsize - count(ends)
-    layers = max(1, round(left / count(layer)))
-    names = ends | {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
-    return {f"{name}.weight": shape for name, shape in names.items()}
-
-
-def count(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Elements of all tensors."""
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
-
-
 def make_model(size_gb: float, dtype: torch.dtype, mesh: DeviceMesh, fill: Fill) -> dict[str, DTensor]:
-    """A model of about that size, sharded along dim 0 as FSDP2 does it; each rank fills only its own rows."""
-    shapes = llama_shapes(size_gb * 1e9, dtype.itemsize)
+    """Return a model of about that size, sharded along dim 0 as FSDP2 does it; each rank fills only its own rows."""
+    shapes = llama_of(size_gb * 1e9 / dtype.itemsize)
     return {name: shard(shape, dtype, mesh, fill) for name, shape in shapes.items()}
 
 
 def make_training(size_gb: float, dtype: torch.dtype, mesh: DeviceMesh, fill: Fill) -> dict[str, Any]:
-    """A model with the state of AdamW, of about that size together."""
+    """Return a model with the state of AdamW, of about that size together."""
     model = make_model(size_gb / 3, dtype, mesh, fill)
 
     def moments(name: str) -> dict[str, Tensor]:
@@ -74,7 +49,7 @@ def make_training(size_gb: float, dtype: torch.dtype, mesh: DeviceMesh, fill: Fi
 
 
 def shard(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, fill: Fill) -> DTensor:
-    """A tensor of which this rank has its rows."""
+    """Return a tensor of which this rank has its rows."""
     local = fill((shape[0] // mesh.size(), *shape[1:])).to(dtype)
     return DTensor.from_local(local, mesh, [Shard(0)])
 
@@ -94,7 +69,7 @@ def save(what: str, root: Path, size_gb: float, dtype: torch.dtype, seed: int) -
 
 
 def write_many_chunks(root: Path, chunks: int) -> None:
-    """The metadata of a checkpoint of `chunks` chunks from 1,000 ranks, and empty files of the right size."""
+    """Write the metadata of a checkpoint of `chunks` chunks from 1,000 ranks, and empty files of the right size."""
     ranks, length = min(1000, chunks), 4096
     metadata = Metadata({}, {}, {})
     for i in range(chunks // ranks):

@@ -1,4 +1,4 @@
-"""What is measured of any training loop: when its steps ended, their losses, its memory. Knows no loop, no ckptkit."""
+"""Measure any training loop: when its steps ended, their losses, its memory. Knows no loop and no ckptkit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ REPORT = "report.json"
 
 
 def peak_rss() -> int:
-    """The most memory that this process has had, in bytes."""
+    """Return the most memory that this process has had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass
 class Watch:
-    """Made when everything is imported and the ranks have met, before there is a model; told the end of each step.
+    """A watch on a loop: made when all is imported and the ranks have met, before there is a model; told of each step.
 
     `ends` are seconds of a clock that began anywhere, `losses` the means per token over all ranks, memory is in bytes.
     """
@@ -34,7 +34,7 @@ class Watch:
     reserved: int = 0
 
     def note(self, loss: float, allocated: int | None = None, reserved: int | None = None) -> None:
-        """A step has ended; memory is the GPU's highest since the last one."""
+        """Note that a step has ended; memory is the GPU's highest since the last one."""
         self.ends.append(time.perf_counter())
         self.losses.append(loss)
         self.allocated = max(self.allocated, allocated or 0)
