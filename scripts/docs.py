@@ -1,0 +1,146 @@
+"""Write what the documentation takes from the program: the help of every command, the public functions.
+
+`scripts/docs --write` writes docs/options.md and the functions in docs/python.md; without it they are only compared,
+and the exit status is 1 if either is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import ckptkit
+from scripts.markdown import ROOT, WIDTH, fill_part, paragraph
+
+DOCS = ROOT / "docs"
+OPTIONS, PYTHON = DOCS / "options.md", DOCS / "python.md"
+HEAD = """# Options
+
+The help of every command, as its `--help` prints it. Written by `scripts/docs --write`.
+"""
+_ASK = """
+import contextlib, io, json, sys
+from ckptkit.cli import main
+answers = []
+for line in json.load(sys.stdin):
+    sys.argv = ["ckptkit", *line]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    answers.append((code, out.getvalue(), err.getvalue()))
+json.dump(answers, sys.stdout)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of the command line: its exit code, and what it said on stdout and stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+def ask(lines: Sequence[Sequence[str]]) -> list[Answer]:
+    """Ask the real command line for the help of each of `lines`, which it gives where it knows command and options.
+
+    One process answers all, so that a hundred lines take a second or two. `--help` comes first: as the value of an
+    option that lacks one it would not stop the command.
+    """
+    env = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
+    asked = json.dumps([[*line[:1], "--help", *line[1:]] if is_command(line) else ["--help", *line] for line in lines])
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK], input=asked, capture_output=True, text=True, env=env, check=True
+    )
+    return [Answer(*answer) for answer in json.loads(done.stdout)]
+
+
+def is_command(line: Sequence[str]) -> bool:
+    """Return True if a line begins with a command, and not with an option of all."""
+    return bool(line) and not line[0].startswith("-")
+
+
+def list_commands() -> list[str]:
+    """Return the names of all commands, in the order of `ckptkit --help`."""
+    _, _, commands = ask([[]])[0].out.partition("Commands:\n")
+    return re.findall(r"^  ([a-z-]+)", commands, re.MULTILINE)
+
+
+def write_options() -> str:
+    """Return docs/options.md: the help of every command."""
+    commands = list_commands()
+    contents = paragraph(" ".join(f"[{command}](#{command})" for command in commands))
+    pages = [
+        f"## {command}\n\n```text\n{answer.out.strip()}\n```\n"
+        for command, answer in zip(commands, ask([[command] for command in commands]), strict=True)
+    ]
+    return "\n".join([HEAD, contents, *pages])
+
+
+def write_functions() -> str:
+    """Return the public functions with their signatures and the first line of what each says of itself."""
+    functions = [(name, getattr(ckptkit, name)) for name in ckptkit.__all__]
+    return "\n\n".join(
+        f"### {name}\n\n{(inspect.getdoc(thing) or '').partition(chr(10))[0]}\n\n```python\n{sign(name, thing)}\n```"
+        for name, thing in functions
+        if inspect.isfunction(thing)
+    )
+
+
+def sign(name: str, function: object) -> str:
+    """Return the signature of a function, on one line if that fits."""
+    assert callable(function)
+    signature = inspect.signature(function)
+    shown = [spell(parameter) for parameter in signature.parameters.values()]
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        shown.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    end = f") -> {signature.return_annotation}"
+    line = f"ckptkit.{name}({', '.join(shown)}{end}"
+    return line if len(line) <= WIDTH else "\n".join([f"ckptkit.{name}(", *(f"    {text}," for text in shown), end])
+
+
+def spell(parameter: inspect.Parameter) -> str:
+    """Return a parameter as it is written; a default that is no plain value is dots."""
+    star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+    text = f"{star}{parameter.name}: {parameter.annotation}"
+    if parameter.default is parameter.empty:
+        return text
+    default = parameter.default
+    is_plain = isinstance(default, int | float | str | tuple | None)
+    return f"{text} = {json.dumps(default) if isinstance(default, str) else default if is_plain else '...'}"
+
+
+@cache
+def pages() -> dict[Path, str]:
+    """Return what each page should be, by its path."""
+    return {OPTIONS: write_options(), PYTHON: fill_part(PYTHON.read_text(), "functions", write_functions())}
+
+
+def main() -> None:
+    """Parse the command line; write the pages, or say which are stale."""
+    parser = argparse.ArgumentParser(prog="scripts/docs", description="Write docs/options.md and docs/python.md anew.")
+    parser.add_argument("--write", action="store_true", help="write them; without it they are only compared")
+    write = parser.parse_args().write
+    stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
+    for path, text in stale.items():
+        if write:
+            path.write_text(text)
+        print(f"{'written' if write else 'stale'}: {path.relative_to(ROOT)}")
+    sys.exit(bool(stale) and not write)
+
+
+if __name__ == "__main__":
+    main()
