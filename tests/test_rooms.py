@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+import ckptkit
+
 PACKAGE = Path(__file__).parents[1] / "ckptkit"
 
 # From the bottom up. A module imports only from layers below its own.
@@ -345,3 +347,8 @@ def test_layers_are_told_apart() -> None:
         < layer_of("formats.dcp.format")
         < layer_of("formats")
     )
+
+
+def test_public_names_are_no_modules() -> None:
+    """A module that was imported would stand in the place of the function of its name."""
+    assert not set(ckptkit.__all__) & MODULES.keys()

@@ -1,1 +1,1 @@
-"""Pictures: layouts and numbers as text for a terminal, as SVG and as a page. Opens no file and writes none."""
+"""Draw layouts and numbers as text for a terminal, and as SVG. Opens no checkpoint and writes no file."""

@@ -1,4 +1,4 @@
-"""Axes: where numbers lie in a picture, linear or by powers of ten, and the lines and labels that say so."""
+"""Place numbers in a picture, linearly or by powers of ten, and draw the lines and labels of an axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MANY_TIMES = 50  # the highest of numbers is that many times the lowest: then p
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From `low` at place `start` to `high` at place `end`."""
+    """An axis from `low` at place `start` to `high` at place `end`."""
 
     low: float
     high: float
@@ -23,7 +23,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, number: float) -> float:
-        """Where a number lies."""
+        """Return the place of a number."""
         low, high, at = self.low, self.high, number
         if self.is_log:
             low, high, at = math.log10(low), math.log10(high), math.log10(max(number, low))
@@ -32,12 +32,12 @@ class Axis:
 
     @property
     def labels(self) -> list[float]:
-        """The numbers to write along it."""
+        """Return the numbers to write along it."""
         return powers(self.low, self.high) if self.is_log else ticks(self.low, self.high)
 
 
 def upright(low: float, high: float, start: float, end: float, *, may_be_log: bool = False) -> Axis:
-    """The axis for values between two: from zero where that is near, or by powers of ten where they differ much."""
+    """Return the axis for values between two: from zero if that is near, or by powers of ten if they differ much."""
     if may_be_log and low > 0 and high / low > _MANY_TIMES:
         return Axis(low, high, start, end, is_log=True)
     if 0 <= low < 0.4 * high or low == high > 0:
@@ -47,7 +47,7 @@ def upright(low: float, high: float, start: float, end: float, *, may_be_log: bo
 
 
 def across(axis: Axis, y: float) -> Iterator[Markup]:
-    """The labels of steps, below a picture whose lower edge is at `y`."""
+    """Draw the labels of steps, below a picture whose lower edge is at `y`."""
     yield element("line", x1=axis.start, x2=axis.end, y1=y, y2=y, class_="axis")
     for number in axis.labels:
         x = axis.place(number)
@@ -57,7 +57,7 @@ def across(axis: Axis, y: float) -> Iterator[Markup]:
 
 
 def lines(axis: Axis, left: float, right: float) -> Iterator[Markup]:
-    """A line with a label at each round value."""
+    """Draw a line with a label at each round value."""
     for number in axis.labels:
         y = axis.place(number)
         yield element("line", x1=left, x2=right, y1=y, y2=y, class_="grid")

@@ -1,4 +1,4 @@
-"""Curves: metrics by step as SVG; the mean as a line, and around it what lies between the lowest and the highest."""
+"""Draw metrics by step as SVG: the mean as a line, and around it a band from the lowest to the highest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ckptkit.pictures.axes import Axis, across, lines, upright
-from ckptkit.pictures.markup import Markup, element
+from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import brief
 from ckptkit.pictures.series import Series, Stretch
 
@@ -18,15 +18,15 @@ _CLASSES = "ab"
 
 
 def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = False) -> Markup:
-    """One picture with up to two metrics by step, at least one of which has numbers; by powers of ten if need be."""
+    """Draw up to two metrics by step, at least one of which has numbers; by powers of ten if they differ much."""
     drawn = [one for one in series if one.stretches]
     stretches = [stretch for one in drawn for stretch in one.stretches]
     x = Axis(min(s.first for s in stretches), max(s.last for s in stretches), _LEFT, _RIGHT)
     y = upright(min(one.low for one in drawn), max(one.high for one in drawn), _BOTTOM, _TOP, may_be_log=may_be_log)
     summary = "; ".join(summarise(one) for one in drawn)
-    return element(
-        "svg",
-        element("title", f"{title} by step: {summary}"),
+    return picture(
+        f"{title} by step: {summary}",
+        f"0 0 {_WIDTH} {_HEIGHT}",
         element("text", title, x=2, y=14, class_="title"),
         header(drawn),
         lines(y, _LEFT, _RIGHT),
@@ -35,21 +35,17 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
         (curve(one, x, y, _CLASSES[i]) for i, one in enumerate(drawn)),
         (marks(one, x) for one in drawn),
         spots(drawn, x, y),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
-        role="img",
-        aria_label=f"{title}: {summary}",
     )
 
 
 def summarise(series: Series) -> str:
-    """A metric in words."""
+    """Return a metric in words."""
     bad = f", not finite at {series.bad_count:,} steps" if series.bad_count else ""
     return f"{series.name} from {brief(series.low)} to {brief(series.high)}, last {brief(series.latest or 0.0)}{bad}"
 
 
 def header(drawn: Sequence[Series]) -> Iterator[Markup]:
-    """The last number of each metric, and what its line looks like."""
+    """Draw the last number of each metric, and a sample of its line."""
     right = float(_RIGHT)
     for i, one in reversed(list(enumerate(drawn))):
         what = one.name.replace("_", " ") if len(drawn) > 1 else "last"
@@ -62,7 +58,7 @@ def header(drawn: Sequence[Series]) -> Iterator[Markup]:
 
 
 def curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
-    """The line of a metric, broken where numbers are missing, and the band around it."""
+    """Draw the line of a metric, broken where numbers are missing, and the band around it."""
     paths, bands = [], []
     for piece in pieces(series.stretches):
         middle = [(x.place((s.first + s.last) / 2), y.place(s.mean)) for s in piece]
@@ -80,7 +76,7 @@ def curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
 
 
 def pieces(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
-    """The stretches between which the line is not broken."""
+    """Return the stretches in groups; the line is broken between two groups."""
     found: list[list[Stretch]] = []
     for stretch in stretches:
         if stretch.is_apart or not found:
@@ -90,12 +86,12 @@ def pieces(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
 
 
 def path(points: Sequence[tuple[float, float]]) -> str:
-    """A line through points."""
+    """Return a line through points, as the attribute `d` of a path."""
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
 def marks(series: Series, x: Axis) -> Iterator[Markup]:
-    """A short line at each step where a metric was no finite number."""
+    """Draw a short line at each step where a metric was no finite number."""
     for step in series.bad:
         at = min(max(x.place(step), _LEFT), _RIGHT)
         tip = element("title", f"{series.name} is not finite at {step:,.0f}")
@@ -106,7 +102,7 @@ def marks(series: Series, x: Axis) -> Iterator[Markup]:
 
 
 def spots(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
-    """Narrow upright fields that tell the numbers at their step when pointed at, with no script."""
+    """Draw narrow upright fields that show the numbers at their step when pointed at, without a script."""
     stretches = drawn[0].stretches
     every = -(-len(stretches) // _MOST_SPOTS)
     chosen = stretches[::every]
@@ -128,7 +124,7 @@ def spots(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
 
 
 def tell(drawn: Sequence[Series], stretch: Stretch) -> str:
-    """The numbers of a stretch, in words."""
+    """Return the numbers of a stretch in words."""
     first = f"{stretch.first:,.0f}"
     where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"
     spread = f" ({brief(stretch.low)} to {brief(stretch.high)})" if stretch.low != stretch.high else ""

@@ -1,4 +1,4 @@
-"""Cuts: how the chunks of a tensor divide it, as rectangles of a unit square. Integers in, fractions out."""
+"""Draw how the chunks of a tensor divide it, as rectangles of a unit square. Integers in, fractions out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.tensors.box import Box, Shape
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A part of the unit square; the whole of it unless said otherwise."""
+    """A part of the unit square; by default the whole of it."""
 
     left: float = 0.0
     right: float = 1.0
@@ -30,14 +30,14 @@ class Cut:
 
     @property
     def is_grid(self) -> bool:
-        """True if it is drawn along two axes."""
+        """Return True if it is drawn along two axes."""
         return len(self.axes) == 2 and not self.is_flat
 
 
 def cut(shape: Shape, boxes: Sequence[Box]) -> Cut:
     """Draw boxes that tile a tensor: along the axis that is cut, in the order of its bytes, or along two axes.
 
-    Boxes cut along more axes than can be drawn are put side by side, each as wide as its share.
+    Boxes cut along more axes than two lie side by side, each as wide as its share.
     """
     axes = tuple(axis for axis, extent in enumerate(shape) if any(box.size[axis] != extent for box in boxes))
     if not axes:
@@ -56,17 +56,17 @@ def cut(shape: Shape, boxes: Sequence[Box]) -> Cut:
 
 
 def span(box: Box, shape: Shape, axis: int) -> tuple[float, float]:
-    """Where a box lies along an axis."""
+    """Return the start and the end of a box along an axis, as fractions."""
     return box.start[axis] / shape[axis], (box.start[axis] + box.size[axis]) / shape[axis]
 
 
 def is_run(box: Box, shape: Shape) -> bool:
-    """True if the elements of a box follow one another in row-major order, as those of a flat shard do."""
+    """Return True if the elements of a box follow one another in row-major order, as those of a flat shard do."""
     first = next((axis for axis, extent in enumerate(box.size) if extent != 1), len(shape))
     return box.size[first + 1 :] == shape[first + 1 :]
 
 
 def run(box: Box, shape: Shape) -> tuple[float, float]:
-    """Where the elements of a run lie among all, in row-major order."""
+    """Return the start and the end of a run's elements among all, in row-major order, as fractions."""
     start = sum(index * prod(shape[axis + 1 :]) for axis, index in enumerate(box.start))
     return start / prod(shape), (start + box.numel) / prod(shape)

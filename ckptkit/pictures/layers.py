@@ -1,4 +1,4 @@
-"""Layers: one number of each tensor, by the number of its layer, as lines of SVG; a line for the tensors of a kind."""
+"""Draw one number of each tensor by the number of its layer as SVG, with a line for the tensors of a kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.pictures.axes import Axis, across, lines, upright
 from ckptkit.pictures.curves import path
-from ckptkit.pictures.markup import Markup, element
+from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import brief
 from ckptkit.pictures.style import OWNERS
 
@@ -19,36 +19,31 @@ _LETTERS = 42
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The tensors of one name in layers that are alike, with a number of each layer's."""
+    """The tensors of one name in layers that are alike, with a number of each layer."""
 
     name: str
     by_layer: dict[int, float]
 
 
 def draw_layers(title: str, kinds: Sequence[Kind]) -> Markup:
-    """The picture of some kinds, at least one, each with one layer at least. Not finite numbers are left out."""
+    """Draw some kinds, at least one, each with at least one layer; their numbers are finite."""
     numbers = [value for kind in kinds for value in kind.by_layer.values()]
     layers = [layer for kind in kinds for layer in kind.by_layer]
     x = Axis(min(layers), max(layers), _LEFT, _RIGHT)
     y = upright(min(numbers), max(numbers), _BOTTOM, _TOP, may_be_log=True)
-    return element(
-        "svg",
-        element("title", title),
+    return picture(
+        title,
+        f"0 0 {_WIDTH} {_HEIGHT}",
         lines(y, _LEFT, _RIGHT),
         across(x, _BOTTOM),
         element("text", "layer", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
         (draw_kind(kind, x, y, OWNERS[i % len(OWNERS)]) for i, kind in enumerate(kinds)),
         names(kinds, y),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
-        role="img",
-        aria_label=title,
-        class_="map",
     )
 
 
 def draw_kind(kind: Kind, x: Axis, y: Axis, fill: str) -> Markup:
-    """The line of a kind, with a dot for each layer that tells its number."""
+    """Draw the line of a kind, with a dot for each layer that tells its number."""
     places = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
     dots = [
         element("circle", element("title", f"{kind.name}, layer {layer}: {brief(value)}"), cx=at, cy=height, r=2.6)
@@ -59,7 +54,7 @@ def draw_kind(kind: Kind, x: Axis, y: Axis, fill: str) -> Markup:
 
 
 def names(kinds: Sequence[Kind], y: Axis) -> Iterator[Markup]:
-    """The names beside the ends of the lines, moved apart where they would lie on each other."""
+    """Draw the names beside the ends of the lines, moved apart where they would overlap."""
     ends = sorted((y.place(kind.by_layer[max(kind.by_layer)]), i, kind.name) for i, kind in enumerate(kinds))
     wanted = [height for height, _, _ in ends]
     for (height, i, name), at in zip(ends, spread(wanted, _TOP, _BOTTOM), strict=True):
@@ -70,7 +65,7 @@ def names(kinds: Sequence[Kind], y: Axis) -> Iterator[Markup]:
 
 
 def spread(wanted: Sequence[float], low: float, high: float) -> list[float]:
-    """Places near those wanted, in their order, `_APART` from each other, and between two if there is room."""
+    """Return places near the wanted ones, in their order, `_APART` from each other, between two if there is room."""
     places: list[float] = []
     for place in wanted:
         places.append(max(place, places[-1] + _APART if places else low))

@@ -1,12 +1,11 @@
-"""Markup: elements of SVG and HTML. Whatever is not `Markup` is text, and escaped: names are not trusted."""
+"""Make elements of SVG and HTML. A string that is not `Markup` is text and is escaped: names are not trusted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
 
-_WITHOUT_END = frozenset({"meta", "br"})  # of HTML; a `/>` means nothing there
-_ALONE = frozenset({"rect", "line", "circle", "path"})  # of SVG
+_ALONE = frozenset({"rect", "line", "circle", "path"})  # of SVG, without an end where nothing is in them
 
 
 class Markup(str):
@@ -14,39 +13,52 @@ class Markup(str):
 
     __slots__ = ()
 
+    def __html__(self) -> str:
+        """Return it as it is; a template escapes everything without this method."""
+        return self
+
 
 Child = str | Iterable["Child"] | None
 
 
 def element(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """An element. Of attributes, `class_` is `class`, `stroke_width` is `stroke-width`, and None is left out."""
+    """Return an element. `class_` is the attribute `class`, `stroke_width` is `stroke-width`; None is left out."""
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{text(written(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{text(format_value(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
     inside = join(children)
-    if name in _WITHOUT_END:
-        return Markup(f"<{name}{given}>")
-    if name in _ALONE and not inside:
-        return Markup(f"<{name}{given}/>")
-    return Markup(f"<{name}{given}>{inside}</{name}>")
+    return Markup(f"<{name}{given}/>" if name in _ALONE and not inside else f"<{name}{given}>{inside}</{name}>")
+
+
+def picture(title: str, view: str, *children: Child) -> Markup:
+    """Return an SVG image called `title` that shows the rectangle `view`: left, top, width, height."""
+    return element(
+        "svg",
+        element("title", title),
+        *children,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=view,
+        role="img",
+        aria_label=title,
+    )
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """Children one after the other; None is nothing."""
+    """Return children one after the other; None is nothing."""
     return Markup(
         "".join(text(child) if isinstance(child, str) else join(child) for child in children if child is not None)
     )
 
 
 def text(content: str) -> Markup:
-    """Text as markup: escaped, and what cannot be seen, or not be in XML at all, spelled out."""
+    """Return text as markup: escaped, with characters that cannot be seen, or not be in XML at all, spelled out."""
     if isinstance(content, Markup):
         return content
     return Markup(escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in content)))
 
 
-def written(value: object) -> str:
-    """The value of an attribute; of numbers two digits after the point."""
+def format_value(value: object) -> str:
+    """Return the value of an attribute; a float with two digits after the point."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

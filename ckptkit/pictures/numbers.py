@@ -1,4 +1,4 @@
-"""Numbers: as people read them, and the round ones that an axis is labelled with."""
+"""Format numbers for people, and choose the round ones that label an axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def brief(number: float) -> str:
-    """A number in at most four digits: `0.00012`, `3.412`, `31.64k`, `2e-07`."""
+    """Return a number in at most four digits: `0.00012`, `3.412`, `31.64k`, `2e-07`."""
     size = abs(number)
     if size < 999.95 or not size < 1e18:
         return f"{number:.4g}"
@@ -18,7 +18,7 @@ def brief(number: float) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`1.6 GB`: three digits, decimal units as disks count them."""
+    """Return bytes as `1.6 GB`: three digits, decimal units as disks count them."""
     power = 0
     while round(nbytes) >= 1000 and power < len(_UNITS) - 1:
         nbytes /= 1000
@@ -27,7 +27,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers between two others."""
+    """Return about `count` round numbers between two others."""
     span = high - low
     if not (math.isfinite(span) and span > 0):
         return [low]
@@ -39,7 +39,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def powers(low: float, high: float) -> list[float]:
-    """Round numbers between two positive ones, by powers of ten: all of 1, 2 and 5 where these are few."""
+    """Return round numbers between two positive ones, by powers of ten: all of 1, 2 and 5 where these are few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     every = max(1, (last - first) // 4)

@@ -1,4 +1,4 @@
-"""Series: numbers by step, thinned as they come to what a picture can show: of millions, a few hundred stretches."""
+"""Collect numbers by step, thinned as they come: of millions a few hundred stretches, as many as a picture can show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_BREAKS = 100  # then the line goes on over them, or there would be nothing
 
 @dataclass(slots=True)
 class Stretch:
-    """Numbers of steps that follow one another. `is_apart` if the line is broken before them."""
+    """Numbers of consecutive steps. `is_apart` if the line is broken before them."""
 
     first: float
     last: float
@@ -25,11 +25,11 @@ class Stretch:
 
     @property
     def mean(self) -> float:
-        """Of the numbers."""
+        """Return the mean of the numbers."""
         return self.total / self.count
 
     def take(self, step: float, value: float) -> None:
-        """Go on to one more step."""
+        """Add the number of the next step."""
         self.last = step
         if value < self.low:
             self.low = value
@@ -39,7 +39,7 @@ class Stretch:
         self.count += 1
 
     def join(self, later: Stretch) -> None:
-        """Go on to the end of a later one."""
+        """Add all of a later stretch."""
         self.last = later.last
         self.low, self.high = min(self.low, later.low), max(self.high, later.high)
         self.total += later.total
@@ -48,7 +48,7 @@ class Stretch:
 
 @dataclass(slots=True)
 class Series:
-    """A metric. `bad` are steps at which it was no finite number, the first of them, and `bad_count` is how many."""
+    """A metric. `bad` are the first steps at which it was no finite number, and `bad_count` counts all of them."""
 
     name: str
     stretches: list[Stretch] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Series:
     _breaks: int = 0
 
     def add(self, step: float, value: float) -> None:
-        """Take the number at a step. A step not after the last one was taken again: what came since is forgotten."""
+        """Add the number at a step. A step not after the last one was taken again: all from there on is forgotten."""
         if not self.stretches or step <= self.stretches[-1].last:
             self._go_back(step)
         if not math.isfinite(value):
@@ -104,14 +104,14 @@ class Series:
 
     @property
     def low(self) -> float:
-        """The lowest number."""
+        """Return the lowest number."""
         return min(stretch.low for stretch in self.stretches)
 
     @property
     def high(self) -> float:
-        """The highest number."""
+        """Return the highest number."""
         return max(stretch.high for stretch in self.stretches)
 
     def at(self, step: float) -> float | None:
-        """The mean of the stretch that a step lies in, None if it lies in none."""
+        """Return the mean of the stretch that a step lies in, None if it lies in none."""
         return next((one.mean for one in self.stretches if one.first <= step <= one.last), None)

@@ -1,4 +1,4 @@
-"""The shard map as SVG: bytes by owner on top, and below a row for each tensor, or for all that are alike."""
+"""Draw the shard map as SVG: bytes by owner on top, and below a row for each tensor, or for all that are alike."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from ckptkit.pictures.cuts import Rectangle
-from ckptkit.pictures.markup import Markup, element
+from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.shards import Row, Shard, ShardMap
-from ckptkit.pictures.style import COLOURS, PICTURES, colour
+from ckptkit.pictures.style import colour, read_style
 
 _WIDTH = 960
 _LEFT, _RIGHT = 396, 790  # of the tensors' pictures; names are before, numbers after
@@ -23,7 +23,7 @@ _APART = 8  # between groups of rows
 
 
 def draw_shards(shards: ShardMap, *, most_rows: int = 60) -> Markup:
-    """The picture, for a page that has the styles. Of more than `most_rows` rows the largest are shown."""
+    """Draw the picture, for a page that has the styles. Of more than `most_rows` rows the largest are shown."""
     shown, left_out = shards.largest(most_rows)
     parts = min(max(12, _MOST_PARTS // max(1, len(shown))), _MOST_IN_ROW)
     content: list[Markup] = list(draw_bars(shards))
@@ -43,26 +43,17 @@ def draw_shards(shards: ShardMap, *, most_rows: int = 60) -> Markup:
         content.append(element("text", what, x=0, y=top + 16))
         top += _HEIGHT
     title = f"Which {shards.by} holds which part of each tensor"
-    return element(
-        "svg",
-        element("title", title),
-        *content,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"-8 -8 {_WIDTH + 16} {top + 14:.0f}",
-        role="img",
-        aria_label=title,
-        class_="map",
-    )
+    return picture(title, f"-8 -8 {_WIDTH + 16} {top + 14:.0f}", content)
 
 
-def standalone(picture: Markup) -> Markup:
-    """The picture as a file of its own."""
-    style = element("style", COLOURS, PICTURES, Markup("svg{background:var(--ground)}"))
-    return Markup(picture.replace("</title>", f"</title>{style}", 1) + "\n")
+def standalone(drawn: Markup) -> Markup:
+    """Return a picture as a file of its own, with its style."""
+    style = element("style", Markup(read_style() + "svg { background: var(--ground) }"))
+    return Markup(drawn.replace("</title>", f"</title>{style}", 1) + "\n")
 
 
 def draw_bars(shards: ShardMap) -> Iterator[Markup]:
-    """Bytes of each owner, or the most of several that follow one another; and the mean."""
+    """Draw the bytes of each owner, or the most of several consecutive ones; and the mean."""
     owners = shards.owners
     if not owners:
         return
@@ -92,7 +83,7 @@ def draw_bars(shards: ShardMap) -> Iterator[Markup]:
 
 
 def draw_row(row: Row, start: str, shards: ShardMap, place: tuple[float, float], parts: int) -> Markup:
-    """The name of a tensor without the start that stands above, its picture, how it is cut, and its bytes.
+    """Draw the name of a tensor without the start that stands above, its parts, how it is cut, and its bytes.
 
     `place` is where the row begins, and its height.
     """
@@ -112,7 +103,7 @@ def draw_row(row: Row, start: str, shards: ShardMap, place: tuple[float, float],
 
 
 def draw_parts(row: Row, shards: ShardMap, place: tuple[float, float], most: int) -> Iterator[Markup]:
-    """A rectangle for each part; where there are more than `most`, for several that follow one another."""
+    """Draw a rectangle for each part; where there are more than `most`, for several consecutive ones."""
     top, height = place
     pairs = list(zip(row.cut.rectangles, row.shards, strict=True))
     together = max(1, ceil(len(pairs) / most))
@@ -131,7 +122,7 @@ def draw_parts(row: Row, shards: ShardMap, place: tuple[float, float], most: int
 
 
 def around(rectangles: Sequence[Rectangle]) -> Rectangle:
-    """The smallest rectangle around some."""
+    """Return the smallest rectangle around some."""
     return Rectangle(
         min(one.left for one in rectangles),
         max(one.right for one in rectangles),
@@ -141,7 +132,7 @@ def around(rectangles: Sequence[Rectangle]) -> Rectangle:
 
 
 def describe(row: Row, shards: ShardMap, group: Sequence[Shard]) -> str:
-    """What a rectangle stands for: name, owner, indices, bytes and file; of several parts their owners and bytes."""
+    """Describe a rectangle: name, owner, indices, bytes and file; of several parts their owners and bytes."""
     first, last = (shards.owners[group[i].owner] for i in (0, -1))
     nbytes = format_bytes(sum(shard.nbytes for shard in group))
     if len(group) > 1:
@@ -152,7 +143,7 @@ def describe(row: Row, shards: ShardMap, group: Sequence[Shard]) -> str:
 
 
 def shorten(name: str, letters: int) -> str:
-    """A name that is not longer than so many letters: the start and the end of it."""
+    """Return a name cut to so many letters: its start and its end."""
     if len(name) <= letters:
         return name
     return f"{name[: letters // 3]}…{name[-(letters - letters // 3 - 1) :]}"

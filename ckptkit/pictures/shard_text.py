@@ -1,4 +1,4 @@
-"""The shard map as text: characters and who owns each, for a terminal to colour. Knows neither colours nor a screen."""
+"""Draw the shard map as text: characters and who owns each, for a terminal to colour. Knows no colours, no screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Line = tuple[Run, ...]
 
 
 def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
-    """A tensor as lines of `width` characters: one, or several where it is cut along two axes."""
+    """Draw a tensor as lines of `width` characters: one, or several where it is cut along two axes."""
     rectangles = row.cut.rectangles
     if not rectangles:
         return [(Run("(empty)".ljust(width), None),)]
@@ -41,7 +41,7 @@ def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
 
 
 def at_level(row: Row, level: float) -> list[tuple[Rectangle, int]]:
-    """The rectangles that a level line crosses, from left to right, with their owners; neighbours of one are joined."""
+    """Return the rectangles that a level line crosses, left to right, with their owners; neighbours of one joined."""
     crossed = [
         (rectangle, shard.owner)
         for rectangle, shard in zip(row.cut.rectangles, row.shards, strict=True)
@@ -53,7 +53,7 @@ def at_level(row: Row, level: float) -> list[tuple[Rectangle, int]]:
 
 
 def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
-    """Parts side by side, each with its owner's mark; where they are too many, the first and last and how many."""
+    """Draw parts side by side, each with its owner's mark; of too many the first, the last and their number."""
     if len(parts) * _NARROWEST > width:
         return crowd(parts, owners, width)
     ends = share_columns([part.right for part, _ in parts], width)
@@ -66,7 +66,7 @@ def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], w
 
 
 def share_columns(fractions: Sequence[float], width: int) -> list[int]:
-    """Where parts that end at these fractions of the width end, in columns; each has one at least."""
+    """Return the columns where parts that end at these fractions of the width end; each has one at least."""
     ends: list[int] = []
     for i, fraction in enumerate(fractions):
         least, most = (ends[-1] if ends else 0) + 1, width - (len(fractions) - 1 - i)
@@ -75,7 +75,7 @@ def share_columns(fractions: Sequence[float], width: int) -> list[int]:
 
 
 def crowd(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
-    """A column per sample, in its owner's colour, with the first mark, how many there are, and the last."""
+    """Draw a column per sample, in its owner's colour, with the first mark, the number of parts, and the last mark."""
     first, last = (owners[parts[i][1]].mark for i in (0, -1))
     middle = f" {len(parts)} parts ".center(width - len(first) - len(last), _FILLS[0])
     shown = f"{first}{middle}{last}"[:width]
@@ -89,7 +89,7 @@ def crowd(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What owners hold: one, or several that follow one another, and then the most of any, and a bar of that."""
+    """The bytes of one owner, or the least and the most of several consecutive ones, and a bar of the most."""
 
     first: Owner
     last: Owner
@@ -99,7 +99,7 @@ class Bar:
 
 
 def bars(shards: ShardMap, width: int, most_bars: int = 16) -> Iterator[Bar]:
-    """A bar for each owner, at most `most_bars`: then each stands for several. The longest has `width` characters."""
+    """Draw a bar for each owner, at most `most_bars`, each for several then. The longest has `width` characters."""
     full = max((owner.nbytes for owner in shards.owners), default=0) or 1
     together = ceil(len(shards.owners) / most_bars)
     for at in range(0, len(shards.owners), max(1, together)):
@@ -109,6 +109,6 @@ def bars(shards: ShardMap, width: int, most_bars: int = 16) -> Iterator[Bar]:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar as long as a share of `width` characters, in eighths of one."""
+    """Return a bar as long as a share of `width` characters, in eighths of one."""
     eighths = round(share * width * 8)
     return ("█" * (eighths // 8) + _BLOCKS[eighths % 8]).rstrip()

@@ -1,4 +1,4 @@
-"""Shards: who holds which part of a checkpoint, folded so that a thousand tensors fit a picture. Opens no file."""
+"""Find who holds which part of a checkpoint, folded so that a thousand tensors fit a picture. Opens no file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.tensors.box import Box
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds parts of a checkpoint: a rank, or a file where ranks do not show. `mark` is its number."""
+    """A holder of parts of a checkpoint: a rank, or a file where ranks do not show. `mark` is its number."""
 
     mark: str
     name: str
@@ -26,7 +26,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a tensor: the position of its owner, what it is, the file it lies in, its bytes."""
+    """A part of a tensor: the position of its owner, its box, its file, and its bytes."""
 
     owner: int
     box: Box
@@ -45,17 +45,17 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all of them."""
         return self.repeats * self.spec.nbytes
 
     @property
     def is_even(self) -> bool:
-        """True if all parts have the same size."""
+        """Return True if all parts have the same size."""
         return len({shard.nbytes for shard in self.shards}) < 2
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is unlike equal parts of its rows."""
+        """Return words on how its parts differ from equal parts of its rows."""
         axes = self.cut.axes
         along = f"by {'axis' if len(axes) == 1 else 'axes'} {' and '.join(map(str, axes))}"
         by_rows = axes in ((), (0,))
@@ -64,13 +64,13 @@ class Row:
 
     @cached_property
     def cut(self) -> Cut:
-        """How to draw the shards."""
+        """Return how to draw the shards."""
         return cut(self.spec.shape, [shard.box for shard in self.shards])
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """The owners of a checkpoint's parts, and its tensors in the order of their names in it. `by` is rank or file."""
+    """The owners of a checkpoint's parts, and its tensors in the order of their names. `by` is "rank" or "file"."""
 
     by: str
     owners: tuple[Owner, ...]
@@ -78,24 +78,24 @@ class ShardMap:
 
     @property
     def mean(self) -> float:
-        """Bytes that each owner would hold if all held the same."""
+        """Return the bytes that each owner would hold if all held the same."""
         return sum(owner.nbytes for owner in self.owners) / max(1, len(self.owners))
 
     @staticmethod
     def headed(rows: Sequence[Row]) -> list[tuple[str, tuple[Row, ...]]]:
-        """Rows that follow one another with the same first step, and the start that all their names share."""
+        """Return rows grouped by the first step of their names, each group with the start that all its names share."""
         groups = [tuple(group) for _, group in groupby(rows, key=lambda row: row.label.partition(".")[0])]
         return [(shared_start([row.label for row in group]), group) for group in groups]
 
     def largest(self, count: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-        """The `count` rows with the most bytes, in the order of all, and those that are left out."""
+        """Return the `count` rows with the most bytes, in the order of all, and the rows left out."""
         kept = {id(row) for row in sorted(self.rows, key=lambda row: -row.nbytes)[:count]}
         shown = tuple(row for row in self.rows if id(row) in kept)
         return shown, tuple(row for row in self.rows if id(row) not in kept)
 
 
 def map_shards(layout: Layout) -> ShardMap:
-    """Who holds which part of each tensor of a layout."""
+    """Return who holds which part of each tensor of a layout."""
     files = files_of(layout)
     ranks = {path: get_format(layout.format).rank_of(PurePath(path).name) for path in files}
     by_rank = bool(files) and None not in ranks.values()
@@ -111,18 +111,18 @@ def map_shards(layout: Layout) -> ShardMap:
 
 
 def files_of(layout: Layout) -> list[str]:
-    """The files with data, by name."""
+    """Return the files with data, by name."""
     used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.box.numel}
     return sorted(used | {blob.path for blob in layout.blobs.values()})
 
 
 def number(files: Sequence[str]) -> dict[str, int]:
-    """A number for each file, from 1."""
+    """Return a number for each file, from 1."""
     return {path: at for at, path in enumerate(files, start=1)}
 
 
 def bytes_by(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
-    """Bytes of tensors, and of what else is there, by owner. Parts that several names share count once."""
+    """Return the bytes of tensors and blobs by owner. Parts that several names share count once."""
     places: dict[tuple[str, int], int] = {}
     for tensor in layout.tensors.values():
         for chunk in tensor.chunks:
@@ -137,7 +137,7 @@ def bytes_by(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
 
 
 def fold(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
-    """The tensors as rows: those of a module, and of modules that differ in numbers only, are one if cut alike."""
+    """Yield the tensors as rows: tensors of modules that differ in numbers only are one row if cut alike."""
     alike: dict[object, list[str]] = {}
     shards: dict[object, tuple[Shard, ...]] = {}
     for name, tensor in layout.tensors.items():
@@ -150,38 +150,38 @@ def fold(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
 
 
 def module_of(name: str) -> tuple[str, int]:
-    """The numbered module that a tensor is in, whatever its number, or else just its module; and how deep it is."""
+    """Return the numbered module that a tensor is in, with 0 for its number, or else its module; and its depth."""
     *steps, _ = name.split(".")
     last = max((i for i, step in enumerate(steps) if is_number(step)), default=len(steps) - 1)
     return ".".join("0" if is_number(step) else step for step in steps[: last + 1]), len(steps)
 
 
 def is_number(step: str) -> bool:
-    """True for a step of a name that is a number, like that of a layer."""
+    """Return True for a step of a name that is a number, like a layer's."""
     return step.isascii() and step.isdecimal() and len(step) < 10
 
 
 def shards_of(tensor: StoredTensor, owner_of: Callable[[str], int]) -> Iterator[Shard]:
-    """The parts of a tensor that hold anything, in the order of their elements."""
+    """Yield the parts of a tensor that hold anything, in the order of their elements."""
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
         if chunk.box.numel:
             yield Shard(owner_of(chunk.path), chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
 
 
 def label(names: Sequence[str]) -> str:
-    """One name for several of as many steps: `layers.0-31.self_attn.{q_proj,o_proj}.weight`."""
+    """Return one name for several of as many steps: `layers.0-31.self_attn.{q_proj,o_proj}.weight`."""
     return ".".join(map(merge, zip(*(name.split(".") for name in names), strict=True)))
 
 
 def shared_start(labels: Sequence[str]) -> str:
-    """The steps that several names begin with, with a dot at the end; nothing for one name alone."""
+    """Return the steps that several names begin with, with a dot at the end; nothing for one name alone."""
     if len(labels) == 1:
         return ""
     return "".join(f"{step}." for step in shared_words([label.split(".")[:-1] for label in labels]))
 
 
 def merge(steps: Sequence[str]) -> str:
-    """One step for those that several names have at the same place: ranges of numbers, or up to three words."""
+    """Return one step for the steps of several names at one place: ranges of numbers, or up to three words."""
     words = list(dict.fromkeys(steps))
     if len(words) == 1:
         return words[0]
@@ -191,7 +191,7 @@ def merge(steps: Sequence[str]) -> str:
 
 
 def brace(words: Sequence[list[str]]) -> str:
-    """Several words as one, what they share written once: `{gate,up}_proj`, `exp_avg{,_sq}`."""
+    """Return several words as one, with shared parts written once: `{gate,up}_proj`, `exp_avg{,_sq}`."""
     head = shared_words(words)
     rests = [word[len(head) :] for word in words]
     tail = shared_words([rest[::-1] for rest in rests])[::-1]
@@ -205,13 +205,13 @@ def brace(words: Sequence[list[str]]) -> str:
 
 
 def shared_words(sequences: Sequence[Sequence[str]]) -> list[str]:
-    """What several sequences begin with."""
+    """Return the start that several sequences share."""
     columns = zip(*sequences, strict=False)
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
 def ranges(numbers: set[int]) -> str:
-    """`0-3,5,8-9`; of very many the first and the last."""
+    """Return numbers as `0-3,5,8-9`; of very many the first and the last."""
     ordered = sorted(numbers)
     starts = [n for n in ordered if n - 1 not in numbers]
     ends = [n for n in ordered if n + 1 not in numbers]

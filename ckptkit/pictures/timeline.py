@@ -1,4 +1,4 @@
-"""The time line: the checkpoints of a run by step, as SVG, each as high as it is large."""
+"""Draw the checkpoints of a run by step as SVG, each as high as it is large."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptkit.pictures.axes import Axis, across
-from ckptkit.pictures.markup import Markup, element
+from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import format_bytes
 
 _WIDTH, _HEIGHT = 960, 150
@@ -16,7 +16,7 @@ _MOST = 300
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A checkpoint on the line: what it is called, where it stands, what else is to be told of it."""
+    """A checkpoint on the time line. `told` is text for its tip, after name and size."""
 
     name: str
     step: int
@@ -29,27 +29,18 @@ class Stop:
 
 
 def draw_timeline(stops: Sequence[Stop], last_step: float | None = None) -> Markup:
-    """The picture of the newest of some checkpoints, of one at least; it goes on to `last_step` if that is later."""
+    """Draw the newest of some checkpoints, of one at least; the line ends at `last_step` if that is later."""
     shown = sorted(stops, key=lambda stop: stop.step)[-_MOST:]
     first = 0 if len(shown) == len(stops) else shown[0].step
     x = Axis(first, max(shown[-1].step, last_step or 0, first + 1), _LEFT, _RIGHT)
     title = f"{len(shown)} checkpoints from step {shown[0].step:,} to {shown[-1].step:,}"
-    return element(
-        "svg",
-        element("title", title),
-        legend(shown),
-        across(x, _BOTTOM),
-        (draw_stop(stop, x, max(one.nbytes for one in shown) or 1) for stop in shown),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
-        role="img",
-        aria_label=title,
-        class_="map",
-    )
+    full = max(stop.nbytes for stop in shown) or 1
+    drawn = (draw_stop(stop, x, full) for stop in shown)
+    return picture(title, f"0 0 {_WIDTH} {_HEIGHT}", legend(shown), across(x, _BOTTOM), drawn)
 
 
 def legend(shown: Sequence[Stop]) -> Iterator[Markup]:
-    """What the kinds look like, of those that there are."""
+    """Draw a sample of each kind of checkpoint that is shown."""
     kinds = [("saved", "complete"), ("model", "weights only"), ("unfinished", "not complete")]
     there = {kind_of(stop) for stop in shown}
     x = float(_LEFT)
@@ -65,14 +56,14 @@ def legend(shown: Sequence[Stop]) -> Iterator[Markup]:
 
 
 def kind_of(stop: Stop) -> str:
-    """Which of the kinds a checkpoint is."""
+    """Return the kind of a checkpoint, which is its CSS class."""
     if not stop.is_complete:
         return "unfinished"
     return "model" if stop.is_model else "saved"
 
 
 def draw_stop(stop: Stop, x: Axis, full: int) -> Markup:
-    """A bar, with a dot on it if the checkpoint is pinned, and its name if it is the latest."""
+    """Draw a bar, with a dot on it if the checkpoint is pinned, and a word if it is the latest."""
     at = x.place(stop.step)
     height = max(4.0, (_BOTTOM - _TOP - 14) * stop.nbytes / full)
     top = _BOTTOM - height

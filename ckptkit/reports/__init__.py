@@ -1,1 +1,1 @@
-"""Reporting: a run as a page."""
+"""Report on a run as a page."""

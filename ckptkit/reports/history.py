@@ -1,4 +1,4 @@
-"""Histories: what a run's steps told, by metric and thinned as it is read. Its file may have millions of lines."""
+"""Read the metrics of a run, thinned as they are read: a log may have millions of lines."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _ALSO_CALLED = {
 
 @dataclass(slots=True)
 class History:
-    """The metrics of a run. `source` is where they were found, in words; `skipped` counts lines that were none.
+    """The metrics of a run. `source` says where they were found; `skipped` counts lines that were none.
 
-    `resumed` are the steps at which it went back and took some again.
+    `resumed` are the steps to which it went back, to take them again.
     """
 
     source: str = ""
@@ -44,7 +44,7 @@ class History:
     resumed: list[float] = field(default_factory=list)
 
     def add(self, entry: object) -> None:
-        """Take what one step told. What is not that is counted."""
+        """Add the metrics of one step. An entry that is none is counted."""
         step = number(entry.get("step")) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or step is None or not math.isfinite(step):
             self.skipped += 1
@@ -63,12 +63,12 @@ class History:
         return self.series.setdefault(name, Series(name))
 
     def drawn(self, *names: str) -> list[Series]:
-        """The metrics of these names that have numbers to draw."""
+        """Return the metrics of these names that have numbers to draw."""
         return [self.series[name] for name in names if name in self.series and self.series[name].stretches]
 
 
 def number(value: object) -> float | None:
-    """A number of JSON, None for what is none."""
+    """Return a number of JSON as a float, None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -78,7 +78,7 @@ def number(value: object) -> float | None:
 
 
 def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | None = None) -> History:
-    """What a run's own log tells, or else a Trainer's in its newest checkpoint, or else the checkpoints' metrics."""
+    """Read the run's own log, or else a Trainer's in its newest checkpoint, or else the metrics of checkpoints."""
     if (root / METRICS).is_file():
         return from_log(root / METRICS, progress)
     listed = list(checkpoints)
@@ -94,7 +94,7 @@ def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | Non
 
 
 def from_log(path: Path, progress: Told | None = None) -> History:
-    """What a file of JSON lines tells, read to the end of its last whole line."""
+    """Read a file of JSON lines, to the end of its last whole line."""
     history = History(path.name)
     for line in lines_of(path, progress):
         history.add(parse(line))
@@ -102,7 +102,7 @@ def from_log(path: Path, progress: Told | None = None) -> History:
 
 
 def from_state(path: Path) -> History:
-    """What the state of a Trainer tells. Entries without a step of their own are left out, and so is a broken file."""
+    """Read the state of a Trainer. Entries without a step of their own are left out, and so is a broken file."""
     history = History(f"{path.parent.name}/{path.name}")
     state = parse(read_small(path, _STATE_LIMIT))
     entries = state.get("log_history") if isinstance(state, Mapping) else None
@@ -112,7 +112,7 @@ def from_state(path: Path) -> History:
 
 
 def lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
-    """The lines of a file that were written to their end. One that is too long comes as none."""
+    """Yield the lines of a file that were written to their end. One that is too long comes as an empty one."""
     rest = b""
     with opening(path) as (fd, size):
         for offset in range(0, size, _BLOCK):
@@ -125,7 +125,7 @@ def lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> Any:
-    """The value of some JSON, None if it is none."""
+    """Return the value of some JSON, None if it is none."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

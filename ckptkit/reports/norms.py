@@ -1,4 +1,4 @@
-"""Norms: of every tensor of a model, and by layer. Reads every number of the weights."""
+"""Measure the norm of every tensor of a model, and sort them by layer. Reads every number of the weights."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ckptkit.tensors.counting import Count
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """What numbers each tensor has, and the norms of those that are in numbered layers."""
+    """The counts of each tensor's numbers, and the norms of tensors in numbered layers."""
 
     counts: Mapping[str, Count]
     kinds: tuple[Kind, ...]
 
     @property
     def unsound(self) -> list[str]:
-        """The tensors that hold NaN or an infinity."""
+        """Return the names of tensors that hold NaN or an infinity."""
         return [name for name, found in self.counts.items() if found.nan or found.inf]
 
 
 def weights_of(layout: Layout) -> Layout:
-    """The model in a checkpoint; all of it where that does not show."""
+    """Return the model in a checkpoint; all of it where that does not show."""
     try:
         return find_weights(layout).layout
     except (Mismatch, Unsupported):
@@ -46,7 +46,7 @@ def measure_norms(weights: Layout, *, jobs: int | None = None, progress: Told | 
 
 
 def by_layer(norms: Mapping[str, float]) -> tuple[Kind, ...]:
-    """The norms of tensors that are in numbered layers, by what they are called in each; experts of a layer are one."""
+    """Return the norms of tensors in numbered layers, by their name without the number; experts of a layer are one."""
     found: dict[str, dict[int, float]] = {}
     for name, norm in norms.items():
         steps = name.split(".")

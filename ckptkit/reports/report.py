@@ -1,4 +1,4 @@
-"""Reports: all that can be told of a run, as one HTML file that opens from disk."""
+"""Report on a run as one HTML file that opens from disk."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ckptkit.files.publish import publish
 from ckptkit.ops.inspect import Inspected, inspect
 from ckptkit.ops.ls import Listing, list_run
 from ckptkit.pictures.numbers import brief, format_bytes
-from ckptkit.pictures.page import GENERATOR, Fact, Section, draw_page
 from ckptkit.pictures.shards import map_shards
 from ckptkit.progress import Progress, telling
 from ckptkit.reports import chapters
 from ckptkit.reports.history import METRICS, History, read_history
 from ckptkit.reports.norms import measure_norms, weights_of
+from ckptkit.reports.page import GENERATOR, fill_page
 from ckptkit.version import __version__
 
 NAME = "report.html"
@@ -47,10 +47,10 @@ def report(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Reported:
-    """Write a report on the run at `run` to the file `out`, `report.html` in the run unless said otherwise.
+    """Write a report on the run at `run` to the file `out`, by default `report.html` in the run.
 
     The weights of its latest checkpoint are read, with `jobs` threads, unless it is to be `fast`. An earlier report is
-    replaced; any other file is `Occupied`, unless `overwrite`. Raises `NotACheckpoint` if there is nothing to tell of.
+    replaced; any other file is `Occupied`, unless `overwrite`. Raises `NotACheckpoint` for a run with nothing in it.
     """
     root = to_path(run)
     listing = list_checkpoints(root)
@@ -66,20 +66,25 @@ def report(
     told = telling(progress, total)
     history = read_history(listing.root, listing.checkpoints, told)
     settings = read_settings(listing.root / _SETTINGS)
-    sections = [*chapters.training(history), *chapters.checkpoints(listing, history.last_step)]
-    if latest is not None:
-        held = map_shards(latest.layout)
-        sections += [*chapters.shards(latest.whole.name, held), *chapters.largest(held)]
-    if weights is not None:
-        sections += chapters.norms(measure_norms(weights, jobs=jobs, progress=told))
-    sections += chapters.settings(settings)
-    page = compose(root, listing, history, latest, settings, sections).encode()
+    place = root.absolute()
+    content = {
+        "title": place.name or str(place),
+        "lines": [str(place), summarise(settings), describe(latest) if latest else ""],
+        "facts": facts_of(listing, history, latest, settings),
+        "training": chapters.training(history),
+        "checkpoints": chapters.checkpoints(listing, history.last_step),
+        "shards": latest and chapters.shards(latest.whole.name, map_shards(latest.layout)),
+        "norms": weights and chapters.norms(measure_norms(weights, jobs=jobs, progress=told)),
+        "settings": settings,
+        "foot": f"ckptkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+    page = fill_page(content).encode()
     publish(dst, page, overwrite=overwrite or is_report(dst))
     return Reported(dst, len(page), checkpoint)
 
 
 def list_checkpoints(root: Path) -> Listing:
-    """The checkpoints of a run, of which there may be none if there are metrics."""
+    """Return the checkpoints of a run, of which there may be none if there are metrics."""
     try:
         return list_run(root)
     except NotACheckpoint:
@@ -89,12 +94,12 @@ def list_checkpoints(root: Path) -> Listing:
 
 
 def newest(listing: Listing) -> Path | None:
-    """The checkpoint to look into: the latest, or else a complete one that has no step."""
+    """Return the checkpoint to look into: the latest, or else a complete one that has no step."""
     return listing.latest or next((one.path for one in reversed(listing.checkpoints) if one.is_complete), None)
 
 
 def read_settings(path: Path) -> dict[str, object]:
-    """What a run was started with; nothing where that is not said. Raises `Corrupt` for what is no TOML."""
+    """Read the settings that a run was started with, {} if there are none. Raises `Corrupt` for no TOML."""
     if not path.is_file():
         return {}
     try:
@@ -104,7 +109,7 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def is_report(path: Path) -> bool:
-    """True for a page that was made here."""
+    """Return True for a page that was made here."""
     with translate_os_errors(path):
         if path.is_symlink() or not path.is_file():
             return False
@@ -112,26 +117,8 @@ def is_report(path: Path) -> bool:
         return f'content="{GENERATOR}"'.encode() in read_at(fd, min(size, _HEAD), 0, path)
 
 
-def compose(
-    root: Path,
-    listing: Listing,
-    history: History,
-    latest: Inspected | None,
-    settings: Mapping[str, object],
-    sections: list[Section],
-) -> str:
-    """The page."""
-    place = root.absolute()
-    lines = [str(place), summarise(settings), describe(latest) if latest else ""]
-    facts = list(facts_of(listing, history, latest, settings))
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return draw_page(
-        place.name or str(place), [line for line in lines if line], facts, sections, f"ckptkit {__version__}, {made}"
-    )
-
-
 def describe(latest: Inspected) -> str:
-    """The latest checkpoint in a line."""
+    """Describe the latest checkpoint in a line."""
     ranks = latest.world_size
     written = f", written by {ranks} rank{'s' * (ranks > 1)}" if ranks else ""
     producer = f", by {latest.producer}" if latest.producer else ""
@@ -139,7 +126,7 @@ def describe(latest: Inspected) -> str:
 
 
 def summarise(settings: Mapping[str, object]) -> str:
-    """The settings that say what a run is, in a line."""
+    """Describe a run by its settings, in a line."""
     said = {
         "model": "model {}",
         "strategy": "{}",
@@ -154,22 +141,22 @@ def summarise(settings: Mapping[str, object]) -> str:
 
 def facts_of(
     listing: Listing, history: History, latest: Inspected | None, settings: Mapping[str, object]
-) -> Iterator[Fact]:
-    """The numbers on top of the page."""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the numbers on top of the page: label, value, and a few words more."""
     if history.last_step is not None:
         wanted = settings.get("steps")
-        yield Fact("step", f"{history.last_step:,.0f}", f"of {wanted:,}" if isinstance(wanted, int) else "")
+        yield ("step", f"{history.last_step:,.0f}", f"of {wanted:,}" if isinstance(wanted, int) else "")
     for loss in history.drawn("loss"):
-        yield Fact("loss", brief(loss.latest or 0.0), f"lowest {brief(loss.low)}")
+        yield ("loss", brief(loss.latest or 0.0), f"lowest {brief(loss.low)}")
     for tokens in history.drawn("tokens"):
-        yield Fact("tokens", brief(tokens.latest or 0.0), "since the run began")
+        yield ("tokens", brief(tokens.latest or 0.0), "since the run began")
     for rate in history.drawn("tokens_per_second"):
         mean = sum(one.total for one in rate.stretches) / sum(one.count for one in rate.stretches)
-        yield Fact("tokens per second", brief(mean), f"on average, {brief(rate.high)} at most")
+        yield ("tokens per second", brief(mean), f"on average, {brief(rate.high)} at most")
     if latest is not None:
         tensors = f"{len(latest.layout.tensors):,} tensors, {format_bytes(latest.layout.nbytes)}"
-        yield Fact("parameters", "unknown" if latest.parameters is None else brief(latest.parameters), tensors)
+        yield ("parameters", "unknown" if latest.parameters is None else brief(latest.parameters), tensors)
     if listing.checkpoints:
         complete = sum(one.is_complete for one in listing.checkpoints)
         more = f"latest: {listing.latest.name}" if listing.latest else ""
-        yield Fact("checkpoints", f"{complete}", more)
+        yield ("checkpoints", f"{complete}", more)

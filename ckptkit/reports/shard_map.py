@@ -1,4 +1,4 @@
-"""Shard maps: who holds which part of a checkpoint, drawn into a file. Reads its metadata only."""
+"""Draw who holds which part of a checkpoint into a file. Reads its metadata only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.pictures.shards import map_shards
 
 
 def write_shard_map(layout: Layout, dst: str | Path) -> int:
-    """Draw the layout of a checkpoint into the SVG file `dst`; gives its bytes. Raises `Occupied` if there is one."""
+    """Draw the layout of a checkpoint into the SVG file `dst`; returns its bytes. Raises `Occupied` if there is one."""
     if is_there(Path(dst)):
         raise Occupied("there is a file of this name", path=dst, hint="choose another")
     picture = standalone(draw_shards(map_shards(layout))).encode()
