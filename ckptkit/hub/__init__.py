@@ -1,1 +1,1 @@
-"""Sharing: to and from the Hub."""
+"""Share checkpoints: push to the Hub and pull from it."""

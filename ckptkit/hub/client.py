@@ -1,6 +1,6 @@
-"""The Hub, through `huggingface_hub`: what is in a repository, and errors as ours. Sends nothing and fetches nothing.
+"""Ask the Hub what is in a repository, through `huggingface_hub`, and turn its errors into ours. Sends no file.
 
-A token is never asked for, kept or said: `hf auth login` and `HF_TOKEN` are where `huggingface_hub` finds it.
+A token is never asked for, kept or shown: `huggingface_hub` finds it where `hf auth login` or `HF_TOKEN` put it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from logging import ERROR
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -21,7 +21,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import logging
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -34,7 +33,7 @@ from ckptkit.errors import (
     Usage,
     translate_os_errors,
 )
-from ckptkit.version import __version__
+from ckptkit.files.stores.hub import connect
 
 MAIN = "main"
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -46,7 +45,7 @@ _MOST = 300  # characters of what a server says
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file on the Hub: its bytes, git's id of it, and of a large one its SHA-256, for then the id is a pointer's."""
+    """A file on the Hub: its size, git's id of it, and if it is large its SHA-256, since the id is a pointer's then."""
 
     nbytes: int
     oid: str
@@ -64,17 +63,17 @@ class Repository:
 
     @property
     def url(self) -> str:
-        """Its page."""
+        """Return the address of its page."""
         return page_of(self.repo_id)
 
 
 def page_of(repo_id: str) -> str:
-    """Where a repository is, or will be, looked at."""
+    """Return the address of a repository's page."""
     return f"{constants.ENDPOINT}/{repo_id}"
 
 
 def parse_place(place: str, revision: str | None = None) -> tuple[str, str]:
-    """The repository and the revision in `org/model`, `org/model@revision` or `hf://org/model`."""
+    """Return repository and revision of `org/model`, `org/model@revision` or `hf://org/model`."""
     repo_id, _, named = place.removeprefix("hf://").partition("@")
     if not _ID.fullmatch(repo_id):
         raise Usage(f"`{place}` is no repository of the Hub", hint="write it like org/model, or org/model@revision")
@@ -83,28 +82,18 @@ def parse_place(place: str, revision: str | None = None) -> tuple[str, str]:
     return repo_id, named or revision or MAIN
 
 
-def connect() -> HfApi:
-    """The Hub's own client."""
-    return HfApi(library_name="ckptkit", library_version=__version__)
+def find(repo_id: str, revision: str) -> Repository | None:
+    """Return a repository as it is now, None if there is no such repository or revision."""
+    try:
+        return look_up(repo_id, revision)
+    except NotACheckpoint:
+        return None
 
 
 def look_up(repo_id: str, revision: str) -> Repository:
-    """What is in a repository now. Raises `NotACheckpoint` if there is none, or none that we may see."""
+    """Return a repository as it is now. Raises `NotACheckpoint` if there is none, or none that we may see."""
     with talking(repo_id, revision):
-        return describe(connect().model_info(repo_id, revision=revision, files_metadata=True))
-
-
-def find(repo_id: str, revision: str) -> Repository | None:
-    """What is in a repository now, None if there is no such repository or revision."""
-    with talking(repo_id, revision):
-        try:
-            return describe(connect().model_info(repo_id, revision=revision, files_metadata=True))
-        except (RepositoryNotFoundError, RevisionNotFoundError):
-            return None
-
-
-def describe(found: ModelInfo) -> Repository:
-    """What the Hub says of a repository."""
+        found = connect().model_info(repo_id, revision=revision, files_metadata=True)
     files = {}
     for file in found.siblings or ():
         if file.size is None or file.blob_id is None:
@@ -117,7 +106,7 @@ def describe(found: ModelInfo) -> Repository:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Within, `huggingface_hub` shows no bars of its own and says nothing of trying again."""
+    """Keep `huggingface_hub` from showing bars and from logging its retries inside the block."""
     level, had_bars = logging.get_verbosity(), not are_progress_bars_disabled()
     logging.set_verbosity(ERROR)
     if had_bars:
@@ -132,7 +121,7 @@ def silent() -> Iterator[None]:
 
 @contextmanager
 def talking(repo_id: str, revision: str = MAIN, path: Path | None = None) -> Iterator[None]:
-    """Turn whatever goes wrong with the Hub, or with file `path`, into an error of ours. The block does only that."""
+    """Turn an error of the Hub or of file `path` inside the block, which does nothing else, into one of ours."""
     try:
         yield
     except CkptError:
@@ -145,7 +134,7 @@ def talking(repo_id: str, revision: str = MAIN, path: Path | None = None) -> Ite
 
 
 def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
-    """What an error of the Hub, or the one that is behind it, means."""
+    """Return our error for one of the Hub, or for the one that caused it."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, HfHubHTTPError):
@@ -162,7 +151,7 @@ def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
 
 
 def unreachable(error: BaseException) -> IOFailure:
-    """What is said where there was no answer; nothing of a request that could not be made, for that has the token."""
+    """Return the error for a missing answer; it does not repeat a request that failed, since that holds the token."""
     what = type(error).__name__
     if "Connect" in what and str(error):
         what = redact(str(error))
@@ -171,13 +160,13 @@ def unreachable(error: BaseException) -> IOFailure:
 
 
 def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
-    """What it means that the Hub answered with an error."""
+    """Return the error for an answer that refuses."""
     status, said = error.response.status_code, redact(error.server_message or "")
     if isinstance(error, GatedRepoError):
         return IOFailure(f"access to `{repo_id}` has to be asked for", hint=f"do so at {page_of(repo_id)}")
     if isinstance(error, RepositoryNotFoundError):
-        message = f"the Hub has no `{repo_id}`, or none for you"
-        return NotACheckpoint(message, hint=f"check the name; if it is private, {_LOGIN}")
+        hint = f"check the name; if it is private, {_LOGIN}"
+        return NotACheckpoint(f"the Hub has no `{repo_id}`, or none for you", hint=hint)
     if isinstance(error, RevisionNotFoundError):
         return NotACheckpoint(f"`{repo_id}` has no revision `{revision}`")
     if status in (409, 412):
@@ -187,5 +176,5 @@ def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
 
 
 def redact(text: str) -> str:
-    """One line of what others say, without any token."""
+    """Return one line of what a server says, without any token."""
     return _TOKEN.sub("hf_...", " ".join(text.split()))[:_MOST]

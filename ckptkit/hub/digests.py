@@ -1,97 +1,69 @@
-"""Digests: files by the sums that the Hub knows them by, SHA-256 and git's id, and whether both sides have the same."""
+"""Compare files with what the Hub says of them: size, and SHA-256 or git's id."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from threading import Lock
+from typing import TYPE_CHECKING
 
-from ckptkit.engine.workers import Step, work
-from ckptkit.errors import Corrupt
-from ckptkit.files.file import opening, read_at
+from ckptkit.files.file import file_size, opening, read_at
 from ckptkit.hub.client import HubFile
+from ckptkit.hub.transfers import Follow, for_each
 from ckptkit.progress import Told
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+Content = Path | bytes  # of a file, or to be one
 
 _BLOCK = 1 << 22  # bytes
 
 
-def sha256_of(content: Path | bytes, told: Told | None = None) -> str:
-    """SHA-256 of a file or of bytes, in hexadecimal."""
-    digest = hashlib.sha256()
-    for block in blocks_of(content, told):
-        digest.update(block)
-    return digest.hexdigest()
+def size_of(content: Content) -> int:
+    """Return the bytes in a file, or of bytes."""
+    return len(content) if isinstance(content, bytes) else file_size(content)
 
 
-def git_oid_of(content: Path | bytes) -> str:
-    """What git calls a file of this content."""
-    digest = hashlib.sha1(b"blob %d\0" % size_of(content), usedforsecurity=False)
-    for block in blocks_of(content):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def size_of(content: Path | bytes) -> int:
-    """Bytes in a file, or of bytes."""
+def digest(content: Content, algorithm: _Hash, follow: Follow = lambda _: None) -> str:
+    """Return the digest of a file or of bytes, in hexadecimal."""
     if isinstance(content, bytes):
-        return len(content)
-    with opening(content) as (_, size):
-        return size
-
-
-def blocks_of(content: Path | bytes, told: Told | None = None) -> Iterator[bytes]:
-    """A file from end to end, or bytes, piece by piece."""
-    if isinstance(content, bytes):
-        yield content
-        return
+        algorithm.update(content)
+        return algorithm.hexdigest()
     with opening(content) as (fd, size):
         for start in range(0, size, _BLOCK):
-            block = read_at(fd, min(_BLOCK, size - start), start, content)
-            yield block
-            if told:
-                told(len(block))
+            stop = min(start + _BLOCK, size)
+            algorithm.update(read_at(fd, stop - start, start, content))
+            follow(stop)
+    return algorithm.hexdigest()
 
 
-def sum_all(contents: Mapping[str, Path | bytes], jobs: int | None, told: Told | None) -> dict[str, str]:
-    """SHA-256 of each, by name."""
+def sum_all(contents: Mapping[str, Content], jobs: int | None, told: Told | None) -> dict[str, str]:
+    """Return the SHA-256 of each by name, computed by `jobs` threads."""
     sums: dict[str, str] = {}
-    lock = Lock()
 
-    def tell(nbytes: int) -> None:
-        with lock:
-            if told:
-                told(nbytes)
+    def add(name: str, follow: Follow) -> None:
+        sums[name] = digest(contents[name], hashlib.sha256(), follow)
 
-    @contextmanager
-    def summing() -> Iterator[Step[str]]:
-        def step(name: str) -> None:
-            sums[name] = sha256_of(contents[name], tell)
-
-        yield step
-
-    work(contents, summing, jobs)
+    for_each({name: size_of(content) for name, content in contents.items()}, add, jobs, told)
     return sums
 
 
-def difference(content: Path | bytes, sha256: str, remote: HubFile | None) -> str | None:
-    """How a file here, of this SHA-256, and one on the Hub differ; None if they do not."""
+def difference(content: Content, sha256: str, remote: HubFile | None) -> str | None:
+    """Say how a file here, of this SHA-256, and one on the Hub differ; None if they do not."""
     if remote is None:
         return "it is not on the Hub"
     if (here := size_of(content)) != remote.nbytes:
         return f"{here} bytes here, {remote.nbytes} on the Hub"
     if remote.sha256 is not None:
         return None if sha256 == remote.sha256 else f"its SHA-256 is {sha256} here, {remote.sha256} on the Hub"
-    oid = git_oid_of(content)
+    oid = digest(content, hashlib.sha1(b"blob %d\0" % here, usedforsecurity=False))  # as git computes it
     return None if oid == remote.oid else f"git's id of it is {oid} here, {remote.oid} on the Hub"
 
 
-def require_same(
-    contents: Mapping[str, Path | bytes], sums: Mapping[str, str], remote: Mapping[str, HubFile], hint: str
-) -> None:
-    """Raise `Corrupt` for the first file that is not the same here and on the Hub."""
-    for name, content in contents.items():
-        found = difference(content, sums[name], remote.get(name))
-        if found is not None:
-            raise Corrupt(found, path=name if isinstance(content, bytes) else content, hint=hint)
+def differences(
+    contents: Mapping[str, Content], sums: Mapping[str, str], remote: Mapping[str, HubFile]
+) -> dict[str, str]:
+    """Say of each file that is not the same here and on the Hub how it differs, by name."""
+    found = {name: difference(content, sums[name], remote.get(name)) for name, content in contents.items()}
+    return {name: words for name, words in found.items() if words is not None}

@@ -1,4 +1,4 @@
-"""Model cards: the README.md that the Hub shows: what was made from what, and how to load it. Names no local path."""
+"""Write the model card, the README.md that the Hub shows: origin, sizes, and how to load it. Names no local path."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import step_of
@@ -14,6 +15,24 @@ from ckptkit.layout import Layout, Spec
 from ckptkit.version import __version__
 
 NAME = "README.md"
+_CARD = Template("""\
+---
+${library}tags:
+- ckptkit
+${tag}---
+
+# $name
+
+$what, uploaded with ckptkit $version.
+
+| | |
+|---|---|
+$facts
+
+## How to load it
+
+$load
+""")
 _FORMATS = {"hf": "Hugging Face safetensors", "dcp": "PyTorch distributed checkpoint (DCP)", "pt": "torch.save"}
 _PLAIN = re.compile(r"\w[\w. +-]{0,95}", re.ASCII)
 _TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json"})
@@ -28,34 +47,22 @@ def make_card(
     config: Mapping[str, Any] | None,
     manifest: Manifest | None,
 ) -> bytes:
-    """The card of the checkpoint at `source`, which is pushed as the files `names`."""
+    """Return the card of the checkpoint at `source`, which is pushed as the files `names`."""
     is_model = layout.format == "hf" and config is not None
-    tags = ["ckptkit", *([] if layout.format != "hf" else ["safetensors"])]
-    metadata = ["---", *(["library_name: transformers"] if is_model else []), "tags:", *(f"- {tag}" for tag in tags)]
-    facts = [f"| {name} | {value} |" for name, value in facts_of(source, layout, manifest)]
-    load = load_model(repo_id, config or {}, names) if is_model else load_checkpoint(repo_id)
-    what = "Model weights" if layout.format == "hf" else "A training checkpoint"
-    lines = [
-        *metadata,
-        "---",
-        "",
-        f"# {repo_id.partition('/')[2]}",
-        "",
-        f"{what}, uploaded with ckptkit {__version__}.",
-        "",
-        "| | |",
-        "|---|---|",
-        *facts,
-        "",
-        "## How to load it",
-        "",
-        *load,
-    ]
-    return ("\n".join(lines) + "\n").encode()
+    words = {
+        "library": "library_name: transformers\n" if is_model else "",
+        "tag": "- safetensors\n" if layout.format == "hf" else "",
+        "name": repo_id.partition("/")[2],
+        "what": "Model weights" if layout.format == "hf" else "A training checkpoint",
+        "version": __version__,
+        "facts": "\n".join(f"| {name} | {value} |" for name, value in facts_of(source, layout, manifest)),
+        "load": "\n".join(load_model(repo_id, config or {}, names) if is_model else load_checkpoint(repo_id)),
+    }
+    return _CARD.substitute(words).encode()
 
 
 def facts_of(source: Path, layout: Layout, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
-    """What there is to know, as far as it is known."""
+    """Yield the facts that are known, each with its name."""
     yield "format", _FORMATS.get(layout.format, layout.format)
     origin = manifest.source if manifest else None
     made_of = Path(origin["path"]) if origin and "path" in origin else None
@@ -74,13 +81,13 @@ def facts_of(source: Path, layout: Layout, manifest: Manifest | None) -> Iterato
 
 
 def find_step(source: Path, made_of: Path | None) -> int | None:
-    """The step that the checkpoint, or the one that it was made of, was saved at."""
+    """Return the step at which the checkpoint, or the one that it was made of, was saved."""
     places = [place for path in (source, made_of) if path for place in (path, path.parent)]
     return next((step for place in places if (step := step_of(place)) is not None), None)
 
 
 def weights_of(layout: Layout) -> list[Spec]:
-    """The tensors of the model, without an optimizer's; those that are tied count once."""
+    """Return the specs of the model's tensors, without an optimizer's; tied ones count once."""
     chunks = {
         tensor.chunks: tensor.spec
         for name, tensor in layout.tensors.items()
@@ -90,7 +97,7 @@ def weights_of(layout: Layout) -> list[Spec]:
 
 
 def dtypes_of(weights: list[Spec]) -> list[str]:
-    """The element types, that of most bytes first."""
+    """Return the names of the element types, the one with most bytes first."""
     nbytes: Counter[str] = Counter()
     for spec in weights:
         nbytes[spec.dtype.name] += spec.nbytes
@@ -98,7 +105,7 @@ def dtypes_of(weights: list[Spec]) -> list[str]:
 
 
 def load_model(repo_id: str, config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
-    """How transformers loads it."""
+    """Yield the lines of code by which transformers loads it."""
     architectures = config.get("architectures")
     is_causal = isinstance(architectures, list) and any(str(name).endswith("ForCausalLM") for name in architectures)
     loader = "AutoModelForCausalLM" if is_causal else "AutoModel"
@@ -113,7 +120,7 @@ def load_model(repo_id: str, config: Mapping[str, Any], names: Collection[str]) 
 
 
 def load_checkpoint(repo_id: str) -> Iterator[str]:
-    """How ckptkit gets it, for whatever is to be made of it."""
+    """Yield the commands by which ckptkit gets it."""
     folder = repo_id.partition("/")[2]
     yield "```bash"
     yield f"ckptkit pull {repo_id} {folder}"

@@ -1,6 +1,6 @@
-"""Pulls: a checkpoint from the Hub, every file compared with the sum that the Hub has of it. It appears whole.
+"""Pull a checkpoint from the Hub, and compare every file with the sum that the Hub has of it. It appears whole.
 
-What is here of an attempt that was interrupted, even half a file, is not fetched again.
+Bytes that an interrupted attempt fetched, even half a file, are not fetched again.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_download, hf_hub_url
 from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import build_hf_headers
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
 from ckptkit.files.allocation import check_room, missing_bytes
 from ckptkit.files.file import check_name
 from ckptkit.files.path import to_local
 from ckptkit.files.staging import WORK, Stage
+from ckptkit.files.stores.hub import our_headers
 from ckptkit.formats import detect_format
 from ckptkit.hub.client import HubFile, Repository, look_up, parse_place, silent, talking
-from ckptkit.hub.digests import difference, sum_all
-from ckptkit.hub.transfers import Bars, FollowedWriter, Transfers, no_bar
+from ckptkit.hub.digests import differences, sum_all
+from ckptkit.hub.transfers import Bars, Follow, FollowedWriter, for_each, no_bar
 from ckptkit.progress import Told, telling
 from ckptkit.version import __version__
 
@@ -37,9 +35,9 @@ _OF_GIT = (".git*",)
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What was pulled: files by name and bytes, of which `fetched_bytes` had not come before in an earlier attempt.
+    """The files that were pulled, by name and bytes; `fetched_bytes` of them did not come in an earlier attempt.
 
-    `format` is None if it is no checkpoint of a known one.
+    `format` is None if they are no checkpoint of a known one.
     """
 
     repo_id: str
@@ -53,7 +51,7 @@ class Pulled:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(self.files.values())
 
 
@@ -85,9 +83,9 @@ def pull(
             check_room(stage.dst, missing_bytes(stage.path, sizes))
             here = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
-                fetch(found, files, stage, Transfers(telling(progress, sum(sizes.values()))), jobs)
+                fetch(found, files, stage, jobs, telling(progress, sum(sizes.values())))
             with bars("verifying") as progress:
-                check(stage.path, files, jobs, progress=telling(progress, sum(sizes.values())))
+                check(stage.path, files, jobs, telling(progress, sum(sizes.values())))
             part = next((part.path for part in Checkpoint.at(stage.path).parts), stage.path)
             reader = detect_format(part)
             stage.commit()
@@ -97,7 +95,7 @@ def pull(
 
 
 def choose(found: Repository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
-    """The files to fetch: those that match a glob of `include`, if there is one, and none of `exclude`."""
+    """Return the files to fetch, by name: they match a glob of `include`, if there is one, and none of `exclude`."""
     for name in found.files:
         check_path(name, found.repo_id)
     chosen = {
@@ -112,7 +110,7 @@ def choose(found: Repository, include: tuple[str, ...], exclude: tuple[str, ...]
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """True if a glob matches."""
+    """Return True if a glob matches."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
@@ -125,7 +123,7 @@ def check_path(name: str, repo_id: str) -> None:
 
 
 def make_key(found: Repository, files: Mapping[str, HubFile]) -> bytes:
-    """What is being fetched: an attempt at the same is gone on with."""
+    """Return the key of an attempt: a later one with the same key continues it."""
     words = {
         "command": "pull",
         "ckptkit": __version__,
@@ -139,7 +137,7 @@ def make_key(found: Repository, files: Mapping[str, HubFile]) -> bytes:
 
 @contextmanager
 def resumable(stage: Stage) -> Iterator[Stage]:
-    """The stage, open; what is in it is kept after whatever error, if there is something to go on with."""
+    """Open the stage; its files are kept after an error, for the next attempt to continue."""
     try:
         yield stage.open()
     except BaseException as error:
@@ -151,68 +149,49 @@ def resumable(stage: Stage) -> Iterator[Stage]:
         raise
 
 
-def fetch(
-    found: Repository, files: Mapping[str, HubFile], stage: Stage, transfers: Transfers, jobs: int | None
-) -> None:
-    """Fetch what is not here, several files at once; of a file that is here in part, the rest."""
+def fetch(found: Repository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, told: Told | None) -> None:
+    """Fetch the files that are not here, several at once; of a file that is here in part, the rest."""
 
-    @contextmanager
-    def fetching() -> Iterator[Step[str]]:
-        def step(name: str) -> None:
-            path, nbytes = stage.path / name, files[name].nbytes
-            with transfers.one(name, nbytes):
-                with translate_os_errors(path):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    if bytes_in(path) > nbytes:
-                        path.unlink()
-                if nbytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
-                    fetch_huge(found, name, stage)
-                else:
-                    fetch_rest(found, name, nbytes, path, transfers)
+    def fetch_one(name: str, follow: Follow) -> None:
+        path, nbytes = stage.path / name, files[name].nbytes
+        with translate_os_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if bytes_in(path) > nbytes:
+                path.unlink()
+        with talking(found.repo_id, found.commit, path):
+            if nbytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
+                fetch_huge(found, name, stage)
+            else:
+                fetch_rest(hf_hub_url(found.repo_id, name, revision=found.commit), path, nbytes, follow)
 
-        yield step
-
-    work(files, fetching, jobs)
+    for_each({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, told)
 
 
-def fetch_rest(found: Repository, name: str, nbytes: int, path: Path, transfers: Transfers) -> None:
-    """Fetch what is missing at the end of a file."""
-    with talking(found.repo_id, found.commit, path), FollowedWriter(path, partial(transfers.reach, name)) as file:
-        transfers.reach(name, file.tell())
-        http_get(
-            hf_hub_url(found.repo_id, name, revision=found.commit),
-            file,
-            resume_size=file.tell(),
-            headers=build_hf_headers(library_name="ckptkit", library_version=__version__),
-            expected_size=nbytes,
-        )
+def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
+    """Fetch the missing end of a file of `nbytes` bytes."""
+    with FollowedWriter(path, follow) as file:
+        http_get(url, file, resume_size=file.tell(), headers=our_headers(), expected_size=nbytes)
 
 
 def fetch_huge(found: Repository, name: str, stage: Stage) -> None:
-    """Fetch a file that is too large for plain HTTP, by the client's own means; half of it cannot be gone on with."""
-    path = stage.path / name
-    if not path.exists():
-        with talking(found.repo_id, found.commit, path):
-            hf_hub_download(found.repo_id, name, revision=found.commit, local_dir=stage.work)
-            (stage.work / name).rename(path)
+    """Fetch a file that is too large for plain HTTP by the client's own means, which cannot resume half of it."""
+    if not (stage.path / name).exists():
+        hf_hub_download(found.repo_id, name, revision=found.commit, local_dir=stage.work)
+        (stage.work / name).rename(stage.path / name)
 
 
-def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, progress: Told | None) -> None:
-    """Raise `Corrupt` if a file is not what the Hub has; those that are not are removed, to be fetched again."""
-    sums = sum_all({name: root / name for name in files}, jobs, progress)
-    wrong = {}
-    for name, remote in files.items():
-        found = difference(root / name, sums[name], remote)
-        if found is not None:
-            wrong[name] = found
-            with translate_os_errors(root / name):
-                (root / name).unlink()
-    for name, found in wrong.items():
-        hint = "pull it again: only the files that are wrong are fetched again"
-        raise Corrupt(found, path=name, hint=hint)
+def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, told: Told | None) -> None:
+    """Raise `Corrupt` if a file is not the one on the Hub; such files are removed, to be fetched again."""
+    contents = {name: root / name for name in files}
+    wrong = differences(contents, sum_all(contents, jobs, told), files)
+    for name in wrong:
+        with translate_os_errors(root / name):
+            (root / name).unlink()
+    for name, words in wrong.items():
+        raise Corrupt(words, path=name, hint="pull it again: only the files that are wrong are fetched again")
 
 
 def bytes_in(path: Path) -> int:
-    """Bytes in a file; none if there is no such file."""
+    """Return the bytes in a file; 0 if there is no such file."""
     with translate_os_errors(path):
         return path.lstat().st_size if path.exists() else 0

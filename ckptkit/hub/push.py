@@ -1,6 +1,6 @@
-"""Pushes: a checkpoint to the Hub, verified on both sides. It appears there whole, in one commit, or not at all.
+"""Push a checkpoint to the Hub, verified on both sides. It appears there whole, in one commit, or not at all.
 
-Large files are sent first, which changes no branch; those that arrived are not sent again by the next attempt.
+Large files are sent first, which changes no branch; the next attempt does not send again the ones that arrived.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
 
-from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
 from ckptkit.files.path import RemotePath, to_path
-from ckptkit.hub.client import MAIN, Repository, connect, find, look_up, page_of, parse_place, silent, talking
-from ckptkit.hub.contents import Parcel, pack
-from ckptkit.hub.digests import difference, require_same, sum_all
+from ckptkit.files.stores.hub import connect
+from ckptkit.hub.client import MAIN, Repository, find, look_up, page_of, parse_place, silent, talking
+from ckptkit.hub.digests import Content, differences, sum_all
 from ckptkit.hub.model_card import NAME as CARD
-from ckptkit.hub.transfers import Bars, Follow, FollowedReader, Transfers, no_bar
+from ckptkit.hub.selection import Selection, select_files
+from ckptkit.hub.transfers import Bars, Follow, FollowedReader, for_each, no_bar
 from ckptkit.ops.verify import size_of, verify_part
 from ckptkit.progress import Told, telling
 from ckptkit.version import __version__
@@ -32,10 +31,10 @@ _DAMAGED = "push it again; if that does not help, remove the file on the Hub fir
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What was, or unless `is_done` would be, pushed from where to where.
+    """A push of the checkpoint at `source` to `revision` of a repository, or unless `is_done` the plan of one.
 
-    Of the `files` by name and bytes those `unchanged` were there already; `removed` are of an earlier checkpoint that
-    this one does not have; `left_out` are files that stay here, with why. `has_card` says that the model card was made.
+    Of the `files`, by name and bytes, the `unchanged` are on the Hub already; `removed` are files there of an earlier
+    checkpoint; `left_out` are files that stay here, with why. `has_card` says that the model card is made for it.
     """
 
     source: Path
@@ -57,21 +56,21 @@ class Pushed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(self.files.values())
 
 
 class Addition(CommitOperationAdd):
-    """A file to be sent that tells how far it is, and whose SHA-256 is known."""
+    """A file to send whose SHA-256 is known, and that tells the position reached."""
 
-    def __init__(self, name: str, content: Path | bytes, sha256: str, follow: Follow) -> None:
+    def __init__(self, name: str, content: Content, sha256: str, follow: Follow) -> None:
         super().__init__(name, content if isinstance(content, bytes) else str(content.absolute()))
         self.upload_info.sha256 = bytes.fromhex(sha256)
         self._follow = follow
 
     @contextmanager
     def as_file(self, with_tqdm: bool = False) -> Iterator[Any]:
-        """As the client asks for its content."""
+        """Open its content, for the client to read."""
         if not isinstance(self.path_or_fileobj, str):
             with super().as_file(with_tqdm) as file:
                 yield file
@@ -93,8 +92,8 @@ def push(
 ) -> Pushed:
     """Push the checkpoint at `path`, or the latest of the run at `path`, to `org/model` on the Hub, if `yes`.
 
-    A repository that is made for it is private unless `public`; one that is there stays what it is, and keeps its
-    model card. Raises `Corrupt` if the checkpoint is damaged here or there, and `IOFailure` if the Hub cannot be
+    A repository made for it is private unless `public`; one that exists stays private or public, and keeps its model
+    card. Raises `Corrupt` if the checkpoint is damaged here or there, and `IOFailure` if the Hub cannot be
     reached or refuses.
     """
     began = time.perf_counter()
@@ -102,59 +101,59 @@ def push(
     source = to_path(path)
     if isinstance(source, RemotePath):
         raise Usage("only local checkpoints are pushed", path=source, hint="`ckptkit consolidate` brings it here first")
-    parcel = pack(source, name)
+    selection = select_files(source, name)
     with silent():
         if get_token() is None:
-            raise IOFailure("the Hub takes nothing from a stranger", hint="`hf auth login`, or set HF_TOKEN")
+            raise IOFailure("there is no token for the Hub", hint="`hf auth login`, or set HF_TOKEN")
         head = find(name, at)
         basis = find(name, MAIN) if head is None and at != MAIN else head
         if basis and CARD in basis.files:
-            parcel = parcel.keep_card()
-        plan = make_plan(parcel, name, at, basis, public=public)
+            selection = selection.without_card()
+        plan = make_plan(selection, name, at, basis, public=public)
         if not yes:
             return plan
         with bars("verifying") as progress:
-            sums = examine(parcel, jobs, telling(progress, size_of(parcel.root) + plan.nbytes))
+            sums = examine(selection, jobs, telling(progress, size_of(selection.root) + plan.nbytes))
         if basis is None:
             basis = create(name, private=not public)
             head = basis if at == MAIN else None
-        done = send(parcel, plan, sums, basis, has_branch=head is not None, message=message, jobs=jobs, bars=bars)
+        done = send(selection, plan, sums, basis, has_branch=head is not None, message=message, jobs=jobs, bars=bars)
     return replace(done, seconds=time.perf_counter() - began)
 
 
-def make_plan(parcel: Parcel, repo_id: str, revision: str, basis: Repository | None, *, public: bool) -> Pushed:
-    """What there is to do, given what is on the Hub."""
+def make_plan(selection: Selection, repo_id: str, revision: str, basis: Repository | None, *, public: bool) -> Pushed:
+    """Return the push that is to be done, given the repository that is there."""
     there = basis.files if basis else {}
     notes = []
     if basis and public and basis.is_private:
         notes.append("the repository is there, and private; it stays so")
-    if parcel.layout.format != "hf":
+    if selection.layout.format != "hf":
         notes.append("not a model that transformers loads: `ckptkit consolidate` makes one")
     return Pushed(
-        parcel.root,
+        selection.root,
         repo_id,
         revision,
         page_of(repo_id),
-        parcel.layout.format,
+        selection.layout.format,
         basis is None,
         basis.is_private if basis else not public,
-        parcel.sizes,
-        tuple(name for name in sorted(there) if name not in parcel.contents and parcel.reader.owns(name)),
-        parcel.left_out,
-        parcel.has_card and CARD in parcel.contents,
+        selection.sizes,
+        tuple(name for name in sorted(there) if name not in selection.contents and selection.reader.owns(name)),
+        selection.left_out,
+        selection.has_card and CARD in selection.contents,
         tuple(notes),
     )
 
 
-def examine(parcel: Parcel, jobs: int | None, told: Told | None) -> dict[str, str]:
-    """The SHA-256 of each file. Raises `Corrupt` if there is anything wrong with the checkpoint."""
-    found = verify_part(parcel.root, jobs=jobs, progress=told)
+def examine(selection: Selection, jobs: int | None, told: Told | None) -> dict[str, str]:
+    """Return the SHA-256 of each file. Raises `Corrupt` if anything is wrong with the checkpoint."""
+    found = verify_part(selection.root, jobs=jobs, progress=told)
     if found.problems:
         first, count = found.problems[0], len(found.problems)
         message = first.message if count == 1 else f"{first.message}; the first of {count} problems"
-        hint = f"`ckptkit verify {parcel.root}` lists all problems; nothing was pushed"
+        hint = f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed"
         raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
-    return sum_all(parcel.contents, jobs, told)
+    return sum_all(selection.contents, jobs, told)
 
 
 def create(repo_id: str, *, private: bool) -> Repository:
@@ -168,7 +167,7 @@ def create(repo_id: str, *, private: bool) -> Repository:
 
 
 def send(
-    parcel: Parcel,
+    selection: Selection,
     plan: Pushed,
     sums: Mapping[str, str],
     basis: Repository,
@@ -178,50 +177,46 @@ def send(
     jobs: int | None,
     bars: Bars,
 ) -> Pushed:
-    """Send what the Hub does not have, let it appear, and compare what is there then."""
-    changed = {
-        name: content
-        for name, content in parcel.contents.items()
-        if difference(content, sums[name], basis.files.get(name)) is not None
-    }
+    """Send the files that the Hub does not have, commit them, and compare the result with the files here."""
+    changed = differences(selection.contents, sums, basis.files)
+    commit = basis.commit
     with bars("uploading") as progress:
-        transfers = Transfers(telling(progress, sum(plan.files[name] for name in changed)))
-        additions = [
-            Addition(name, content, sums[name], partial(transfers.reach, name)) for name, content in changed.items()
-        ]
-        upload(plan.repo_id, plan.revision if has_branch else None, additions, transfers, jobs)
-        commit = basis.commit
+        told = telling(progress, sum(plan.files[name] for name in changed))
+        additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, told)
         with talking(plan.repo_id, plan.revision):
             if not has_branch:
                 connect().create_branch(plan.repo_id, branch=plan.revision, revision=basis.commit)
             if changed or plan.removed:
-                commit = (
-                    connect()
-                    .create_commit(
-                        plan.repo_id,
-                        [*additions, *(CommitOperationDelete(name) for name in plan.removed)],
-                        commit_message=message or f"Upload {parcel.root.resolve().name} with ckptkit {__version__}",
-                        revision=plan.revision,
-                        parent_commit=basis.commit,
-                    )
-                    .oid
+                made = connect().create_commit(
+                    plan.repo_id,
+                    [*additions, *map(CommitOperationDelete, plan.removed)],
+                    commit_message=message or f"Upload {selection.root.resolve().name} with ckptkit {__version__}",
+                    revision=plan.revision,
+                    parent_commit=basis.commit,
                 )
-    require_same(parcel.contents, sums, look_up(plan.repo_id, commit).files, _DAMAGED)
+                commit = made.oid
+    for name, words in differences(selection.contents, sums, look_up(plan.repo_id, commit).files).items():
+        content = selection.contents[name]
+        raise Corrupt(words, path=name if isinstance(content, bytes) else content, hint=_DAMAGED)
     return replace(plan, is_done=True, commit=commit, unchanged=frozenset(plan.files.keys() - changed))
 
 
 def upload(
-    repo_id: str, revision: str | None, additions: list[Addition], transfers: Transfers, jobs: int | None
-) -> None:
-    """Send the content of large files, so that a commit can name it. Small ones are sent with the commit."""
-    api = connect()
+    plan: Pushed,
+    contents: Mapping[str, Content],
+    sums: Mapping[str, str],
+    has_branch: bool,
+    jobs: int | None,
+    told: Told | None,
+) -> list[Addition]:
+    """Send the content of large files, and return what a commit adds: it names those, and holds the small ones."""
+    additions: dict[str, Addition] = {}
 
-    @contextmanager
-    def sending() -> Iterator[Step[Addition]]:
-        def step(addition: Addition) -> None:
-            with transfers.one(addition.path_in_repo, addition.upload_info.size), talking(repo_id):
-                api.preupload_lfs_files(repo_id, [addition], revision=revision, free_memory=False)
+    def send_one(name: str, follow: Follow) -> None:
+        additions[name] = Addition(name, contents[name], sums[name], follow)
+        revision = plan.revision if has_branch else None
+        with talking(plan.repo_id):
+            connect().preupload_lfs_files(plan.repo_id, [additions[name]], revision=revision, free_memory=False)
 
-        yield step
-
-    work(additions, sending, jobs)
+    for_each({name: plan.files[name] for name in contents}, send_one, jobs, told)
+    return [additions[name] for name in contents]

@@ -1,22 +1,24 @@
-"""Transfers: files on their way to the Hub or from it, several at once. Whatever is sent twice is told of once."""
+"""Work on files of the Hub, several at once, and tell how far it is. Bytes that are sent twice count once."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from ckptkit.engine.workers import Step, work
 from ckptkit.progress import Progress, Told
 
-Follow = Callable[[int], None]  # told of how far a file has come
-Bars = Callable[[str], AbstractContextManager[Progress]]  # shows how far a stage of the work is, by what it is called
+Follow = Callable[[int], None]  # told of the position in a file that was reached
+Bars = Callable[[str], AbstractContextManager[Progress]]  # shows the progress of a stage of the work, by its name
 
 
 class Transfers:
-    """What is on its way. The first error stops all of it."""
+    """Files that are worked on. The first error stops all of it."""
 
     def __init__(self, told: Told | None) -> None:
         self._told = told
@@ -25,7 +27,7 @@ class Transfers:
         self._error: BaseException | None = None
 
     def reach(self, name: str, position: int) -> None:
-        """Note how far file `name` has come. Raises `InterruptedError` if another one has failed."""
+        """Note the position reached in file `name`. Raises `InterruptedError` if the work on another has failed."""
         with self._lock:
             if self._error is not None:
                 raise InterruptedError("another transfer has failed")
@@ -37,7 +39,7 @@ class Transfers:
 
     @contextmanager
     def one(self, name: str, size: int) -> Iterator[None]:
-        """Within, a file of `size` bytes is transferred. Of all files' errors only the first leaves this."""
+        """Work on a file of `size` bytes inside the block. Of all files' errors only the first leaves it."""
         try:
             yield
             self.reach(name, size)
@@ -48,31 +50,49 @@ class Transfers:
                 raise
 
 
+def for_each(
+    sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, told: Told | None = None
+) -> None:
+    """Call `do` for each file of these sizes in bytes, with `jobs` threads; its second argument is told positions."""
+    transfers = Transfers(told)
+
+    @contextmanager
+    def working() -> Iterator[Step[str]]:
+        def step(name: str) -> None:
+            with transfers.one(name, sizes[name]):
+                do(name, partial(transfers.reach, name))
+
+        yield step
+
+    work(sizes, working, jobs)
+
+
 class FollowedReader(io.BufferedReader):
-    """A file to read that tells how far that has come."""
+    """A file to read that tells the position reached."""
 
     def __init__(self, path: Path, follow: Follow) -> None:
         super().__init__(io.FileIO(path))
         self._follow = follow
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As of any file."""
+        """Read as any file does."""
         content = super().read(size)
         self._follow(self.tell())
         return content
 
 
 class FollowedWriter(io.BufferedRandom):
-    """A file to be written on from its end, that tells how far that has come."""
+    """A file to be continued at its end, that tells the position reached."""
 
     def __init__(self, path: Path, follow: Follow) -> None:
         path.touch()
         super().__init__(io.FileIO(path, "r+"))
         self._follow = follow
         self.seek(0, io.SEEK_END)
+        follow(self.tell())
 
     def write(self, content: Any, /) -> int:
-        """As of any file."""
+        """Write as any file does."""
         written = super().write(content)
         self._follow(self.tell())
         return written
@@ -80,5 +100,5 @@ class FollowedWriter(io.BufferedRandom):
 
 @contextmanager
 def no_bar(_verb: str) -> Iterator[Progress]:
-    """Where nobody watches."""
+    """Show nothing."""
     yield lambda _nbytes, _total: None

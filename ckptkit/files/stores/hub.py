@@ -1,18 +1,22 @@
-"""Repositories of the Hugging Face Hub, each at one commit, so that all that is read is of one state. Keeps no bytes.
+"""Read from repositories of the Hugging Face Hub, each at one commit, so that all reads see one state. Keeps no bytes.
 
-Files are read by range from where the Hub sends us, which for large ones is a CDN: asked for once, not for every range.
-The token, the endpoint and the rest are those of `huggingface_hub`.
+Files are read by range from where the Hub redirects, for large ones to a CDN: asked once a file, not for every range.
+The token, the endpoint and other settings are those of `huggingface_hub`.
 """
 
 from __future__ import annotations
 
 import threading
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from ckptkit.errors import IOFailure, NotACheckpoint
 from ckptkit.files.stores import Entry, Read
+from ckptkit.version import __version__
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 _KINDS = {"datasets": "dataset", "spaces": "space"}
 _TRIES = 3
@@ -25,19 +29,17 @@ class Repository:
     hint = "private and gated repositories need `hf auth login` or HF_TOKEN; if a local path is meant, there is none"
 
     def __init__(self, url: str) -> None:
-        from huggingface_hub import HfApi
-
         parts = url.partition("://")[2].split("/")
         self._kind = _KINDS.get(parts[0], "model")
         owner, name = parts[-2:]
         name, _, revision = name.partition("@")
         self._id, self._revision = f"{owner}/{name}", unquote(revision) or None
-        self._api = HfApi()
+        self._api = connect()
         self._sources: dict[str, Source] = {}
 
     @cached_property
     def commit(self) -> str:
-        """The commit that the revision means, from now on. Raises `NotACheckpoint` if there is no such repository."""
+        """Return the commit of the revision, the same from now on. Raises `NotACheckpoint` if there is none."""
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         try:
@@ -49,7 +51,7 @@ class Repository:
         return str(found.sha)
 
     def find(self, key: str) -> Entry | None:
-        """What is at `key`, or None."""
+        """Return the entry at `key`, or None."""
         if not key:
             return Entry("", is_dir=bool(self.commit))
         folder, _, name = key.rpartition("/")
@@ -59,7 +61,7 @@ class Repository:
             return None
 
     def entries(self, key: str) -> list[Entry]:
-        """What is in the directory at `key`."""
+        """Return the entries of the directory at `key`."""
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
@@ -69,18 +71,18 @@ class Repository:
             raise FileNotFoundError(key) from error
 
     def open(self, key: str, entry: Entry) -> Read:
-        """A way to read from the file at `key`; a commit never changes."""
+        """Return a function that reads from the file at `key`; a commit never changes."""
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self._id, key, revision=self.commit, repo_type=self._kind, endpoint=self._api.endpoint)
         return self._sources.setdefault(key, Source(url, entry.size)).read
 
     def forget(self) -> None:
-        """Nothing: what a commit holds is known for good."""
+        """Keep all: a commit never changes."""
 
 
 class Source:
-    """A file of `size` bytes that the Hub has at `url`, and where it sends us for its content. Safe for all threads."""
+    """A file of `size` bytes that the Hub has at `url`, and the address it redirects to. Safe for all threads."""
 
     def __init__(self, url: str, size: int) -> None:
         self._url = url
@@ -89,7 +91,7 @@ class Source:
         self._lock = threading.Lock()
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from one offset up to another."""
+        """Return the bytes from one offset up to another."""
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
@@ -97,7 +99,7 @@ class Source:
         except HfHubHTTPError as error:
             if error.response.status_code not in (401, 403, 404, 410):
                 raise
-            self._location = None  # it was signed, and that is good for an hour or so
+            self._location = None  # its signature has expired, after an hour or so
             return self._ask(start, stop)
 
     def _ask(self, start: int, stop: int) -> bytes:
@@ -115,26 +117,33 @@ class Source:
         return bytes(answer.content)
 
     def _locate(self) -> str:
-        """Where the content is."""
+        """Return the address of the content."""
         from huggingface_hub import get_hf_file_metadata
 
-        return get_hf_file_metadata(self._url, token=None, headers=headers_of_ours(), retry_on_errors=True).location
+        return get_hf_file_metadata(self._url, token=None, headers=our_headers(), retry_on_errors=True).location
 
     def _credentials(self, location: str) -> dict[str, str]:
-        """The headers for a location: a token is for the Hub alone."""
+        """Return the headers for an address: the token is sent to the Hub alone."""
         is_hub = urlsplit(location)[:2] == urlsplit(self._url)[:2]
-        return headers_of_ours() if is_hub else {}
+        return our_headers() if is_hub else {}
 
 
-def headers_of_ours() -> dict[str, str]:
-    """What huggingface_hub tells the Hub with every request, such as the user's token."""
+def connect() -> HfApi:
+    """Return the Hub's own client."""
+    from huggingface_hub import HfApi
+
+    return HfApi(library_name="ckptkit", library_version=__version__)
+
+
+def our_headers() -> dict[str, str]:
+    """Return the headers of every request to the Hub, such as the user's token."""
     from huggingface_hub.utils import build_hf_headers
 
-    return build_hf_headers()
+    return build_hf_headers(library_name="ckptkit", library_version=__version__)
 
 
 def entry_of(found: Any) -> Entry:
-    """A file or directory as huggingface_hub lists it."""
+    """Return the entry for a file or directory as huggingface_hub lists it."""
     name = found.path.rpartition("/")[2]
     if not hasattr(found, "blob_id"):
         return Entry(name, is_dir=True)

@@ -1,4 +1,4 @@
-"""Parcels: the files of a checkpoint that are to be pushed, and those that stay, each with why. Sends nothing."""
+"""Select the files of a checkpoint that are pushed, and say of the others why they stay. Sends nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.errors import Usage
-from ckptkit.files.file import file_size
 from ckptkit.files.folders import children
 from ckptkit.formats import Reader
+from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
 from ckptkit.layout import Layout
@@ -25,37 +25,37 @@ _OF_TRAINING = (
     *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),
     *("rng_state*", "random_states*", "trainer_state.json", "training_args.bin", "custom_checkpoint_*"),
 )
-_PASSING = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
+_TEMPORARY = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """What is pushed of the checkpoint at `root`: files by the names they will have, and what stays and why."""
+class Selection:
+    """The files of the checkpoint at `root` that are pushed, by the names they will have, and why others are not.
+
+    `has_card` says that the model card was made here.
+    """
 
     root: Path
     reader: Reader
     layout: Layout
-    contents: Mapping[str, Path | bytes]
+    contents: Mapping[str, Content]
     left_out: Mapping[str, str]
     has_card: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
-        return {
-            name: len(content) if isinstance(content, bytes) else file_size(content)
-            for name, content in self.contents.items()
-        }
+        """Return the bytes of each file."""
+        return {name: size_of(content) for name, content in self.contents.items()}
 
-    def keep_card(self) -> Parcel:
-        """The parcel for a repository that has a card, which stays as it is."""
+    def without_card(self) -> Selection:
+        """Return the selection for a repository that has a model card, which stays as it is."""
         contents = {name: content for name, content in self.contents.items() if name != CARD}
         kept = {} if self.has_card else {CARD: "the Hub has one, which is kept"}
         return replace(self, contents=contents, left_out={**self.left_out, **kept})
 
 
-def pack(source: Source, repo_id: str) -> Parcel:
-    """What is to be pushed of the checkpoint at `source`, or of the latest of a run: of several parts the model's."""
+def select_files(source: Source, repo_id: str) -> Selection:
+    """Return the files to push of the checkpoint at `source`, or of the latest of a run: of its parts the model's."""
     checkpoint = Checkpoint.open(source)
     root, reader = checkpoint.model_part.path, checkpoint.model_part.reader
     if not root.is_dir():
@@ -63,7 +63,7 @@ def pack(source: Source, repo_id: str) -> Parcel:
         raise Usage("only directories are pushed", path=root, hint=hint)
     layout, manifest = reader.read(root), read_manifest(root)
     needed = Subject(reader, root, layout, manifest).needed
-    contents: dict[str, Path | bytes] = {}
+    contents: dict[str, Content] = {}
     left_out = left_beside(root, checkpoint.path)
     for child in children(root):
         reason = None if child.name in needed else reason_to_stay(child)
@@ -78,30 +78,30 @@ def pack(source: Source, repo_id: str) -> Parcel:
         found = read_companions(root)
         config = found.config if found else None
         contents[CARD] = make_card(repo_id, root, layout, names=contents, config=config, manifest=manifest)
-    return Parcel(root, reader, layout, contents, left_out, has_card)
+    return Selection(root, reader, layout, contents, left_out, has_card)
 
 
 def left_beside(root: Path, whole: Path) -> dict[str, str]:
-    """What lies beside the model's part of a checkpoint that has several."""
+    """Return the files beside the model's part of a checkpoint that has several, each with why it stays."""
     beside = [] if root == whole else [child for child in children(whole) if child != root]
     return {child.name: reason_to_stay(child) or "not the model's" for child in beside}
 
 
 def reason_to_stay(path: Path) -> str | None:
-    """Why a file that the checkpoint can do without is not pushed with it; None if it is."""
+    """Say why a file that the checkpoint does not need is not pushed with it; None if it is pushed."""
     if path.is_symlink():
         return "a link"
     if path.name == TRAINING or any(fnmatchcase(path.name, pattern) for pattern in _OF_TRAINING):
         return "state of training"
     if path.name.startswith("."):
         return "hidden"
-    if any(fnmatchcase(path.name, pattern) for pattern in _PASSING):
+    if any(fnmatchcase(path.name, pattern) for pattern in _TEMPORARY):
         return "temporary"
     return None if path.is_file() else "a directory"
 
 
 def without_paths(manifest: Manifest) -> Manifest:
-    """The manifest as others may see it: where on this machine the source lay is nobody's business."""
+    """Return the manifest without the directory that the source was in on this machine."""
     if manifest.source is None or "path" not in manifest.source:
         return manifest
     return replace(manifest, source={**manifest.source, "path": Path(manifest.source["path"]).name})
