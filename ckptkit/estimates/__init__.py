@@ -1,1 +1,1 @@
-"""Estimating: what a training will take."""
+"""Estimate the memory and the disk that a training takes."""

@@ -1,4 +1,4 @@
-"""Architectures: a model's parameters, and the widths of what flows through it, from its config. Has no weights."""
+"""Read a model's parameters, and the widths of its activations, from its config. Has no weights."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ class Architecture:
 
     @cached_property
     def numel(self) -> int:
-        """Parameters in all."""
+        """Return the number of parameters."""
         return sum(map(prod, self.parameters.values()))
 
     @cached_property
     def block(self) -> int:
-        """Parameters of the largest transformer block: a unit that FSDP gathers and frees."""
+        """Return the parameters of the largest transformer block: a unit that FSDP gathers and frees."""
         return max(self._blocks.values(), default=0)
 
     @cached_property
     def blocks(self) -> int:
-        """Parameters of all transformer blocks."""
+        """Return the parameters of all transformer blocks."""
         return sum(self._blocks.values())
 
     @property
     def root(self) -> int:
-        """Parameters of the root unit: all that is in no block, the embedding, the head and the last norm."""
+        """Return the parameters of the root unit, all outside the blocks: the embedding, the head and the last norm."""
         return self.numel - self.blocks
 
     @cached_property
     def head(self) -> int:
-        """Parameters of the head, which is the largest matrix outside the blocks, or as large as it."""
+        """Return the parameters of the head, which is the largest matrix outside the blocks, or as large as it."""
         return max((prod(shape) for name, shape in self.parameters.items() if not _UNIT.match(name)), default=0)
 
     @cached_property
@@ -73,7 +73,7 @@ class Architecture:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json describes.
+    """Return the architecture that a config.json describes.
 
     Of a model type that `ckptkit.checkpoints.expected` does not know, transformers builds the model without memory.
     Raises `Unsupported` where it cannot, and where the config lacks a size.
@@ -88,7 +88,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def assemble(config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict[str, Shape]) -> Architecture:
-    """The architecture of these parameters, with the widths that a config gives by Llama's names."""
+    """Return the architecture of these parameters, with the widths that a config gives by Llama's names."""
     try:
         sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
         max_length = int(config.get("max_position_embeddings") or 0)
@@ -114,14 +114,14 @@ def assemble(config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict
 
 
 def norm_widths(names: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The numbers per token that go through each norm of the first block; where none is called so, through two."""
+    """Return the numbers per token that go through each norm of the first block; of two norms where none is found."""
     widths = {"q_norm": sizes["q"], "k_norm": sizes["k"]}
     modules = [name.split(".")[-2] for name in names if re.match(r".*?\.0\..*norm\.weight$", name)]
     return tuple(widths.get(module, sizes["h"]) for module in modules) or (sizes["h"],) * 2
 
 
 def build_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a model type that only transformers knows: its own classes, built on the meta device."""
+    """Return the architecture of a model type that only transformers knows, built by its classes on the meta device."""
     model_type = config.get("model_type")
     hint = "known without transformers are Llama and its like"
     try:
@@ -144,7 +144,7 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def llama_names(config: Any) -> dict[str, Any]:
-    """The sizes of a config of transformers by the names that Llama's has; of experts, those that one token meets."""
+    """Return the sizes of a config of transformers by Llama's names; of experts, the ones that one token meets."""
     found = {
         name: getattr(config, name, None)
         for name in (

@@ -1,4 +1,4 @@
-"""Budgets: the bytes that training holds on each GPU, counted before there is one. Arithmetic; asks no device.
+"""Count the bytes that training holds on each GPU, before there is one. Arithmetic; asks no device.
 
 States (ZeRO, arXiv:1910.02054, section 3). AdamW keeps four numbers a parameter: itself, its gradient and two moments,
 all in the master dtype, for `torch.optim.AdamW` makes its moments like its parameters: 16 bytes in fp32. Each tensor
@@ -44,7 +44,7 @@ _COMPUTABLE = ("bfloat16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a model is trained, as far as memory depends on it.
+    """The settings of a training that its memory depends on.
 
     `replicas` counts the copies of the model under hybrid_shard. `param_dtype` is computed in, `master_dtype` stored
     and updated. `micro_batch_size` sequences of `sequence_length` tokens are on a GPU at once. The activations of
@@ -79,14 +79,14 @@ class Setup:
 
     @property
     def shards(self) -> int:
-        """How many GPUs share one copy of the states."""
+        """Return the number of GPUs that share one copy of the states."""
         if self.strategy == "ddp":
             return 1
         return self.world_size // self.replicas if self.strategy == "hybrid_shard" else self.world_size
 
     @property
     def tokens(self) -> int:
-        """Tokens that are on a GPU at once."""
+        """Return the tokens that are on a GPU at once."""
         return self.micro_batch_size * self.sequence_length
 
 
@@ -104,22 +104,22 @@ class Budget:
 
     @property
     def tightest(self) -> str:
-        """The moment at which most is held."""
+        """Return the moment at which most is held."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
     def parts(self) -> Parts:
-        """What is held at that moment."""
+        """Return the bytes held at that moment, by part."""
         return self.moments[self.tightest]
 
     @property
     def peak(self) -> int:
-        """The most bytes that are held at one moment."""
+        """Return the most bytes that are held at one moment."""
         return sum(self.parts.values())
 
 
 def make_budget(model: Architecture, setup: Setup) -> Budget:
-    """Count what training `model` holds, at the moments of a step at which it may hold most."""
+    """Count the bytes that training `model` holds, at the moments of a step at which it may hold most."""
     stored = shard_numel(model, setup.shards) * setup.master_dtype.itemsize
     states = {"parameters": stored, "gradients": stored, "optimizer": 2 * stored}
     here = dict.fromkeys(states, 0) if setup.cpu_offload else states
@@ -132,7 +132,7 @@ def make_budget(model: Architecture, setup: Setup) -> Budget:
 
 
 def at_loss(model: Architecture, setup: Setup) -> Parts:
-    """What is held besides the states when the loss is differentiated: every activation that is kept."""
+    """Count the bytes besides the states when the loss is differentiated: every activation that is kept."""
     return {
         "gathered": resting(model, setup),
         "activations": kept_bytes(model, setup) + norm_bytes(model.hidden, setup),
@@ -141,7 +141,7 @@ def at_loss(model: Architecture, setup: Setup) -> Parts:
 
 
 def in_backward(model: Architecture, setup: Setup) -> Parts:
-    """What is held besides the states in the backward of the last block, all the others' activations being there.
+    """Count the bytes besides the states in the backward of the last block, with all the others' activations there.
 
     It counts a reduce-scatter before it, as in every other block's backward: a little too much.
     """
@@ -157,7 +157,7 @@ def in_backward(model: Architecture, setup: Setup) -> Parts:
 
 
 def at_embedding(model: Architecture, setup: Setup) -> Parts:
-    """What is held besides the states in the embedding's backward: its gradient, the head's, and if tied their sum."""
+    """Count the bytes besides the states in the embedding's backward: its gradient, the head's, if tied their sum."""
     gradients = (3 if model.tied else 2) * model.head * setup.param_dtype.itemsize
     return {
         "gathered": model.root * setup.param_dtype.itemsize,
@@ -166,23 +166,23 @@ def at_embedding(model: Architecture, setup: Setup) -> Parts:
 
 
 def at_end(model: Architecture, setup: Setup) -> Parts:
-    """What is held besides the states at the end of backward, when the root's gradients are reduced."""
+    """Count the bytes besides the states at the end of backward, when the root's gradients are reduced."""
     return {"reduced": model.root * (setup.param_dtype.itemsize + _FLOAT32.itemsize)}
 
 
 def shard_numel(model: Architecture, shards: int) -> int:
-    """Numbers in the largest shard of the model."""
+    """Count the numbers in the largest shard of the model."""
     return sum(-(-rows // shards) * prod(row) for rows, *row in model.parameters.values())
 
 
 def resting(model: Architecture, setup: Setup) -> int:
-    """Bytes of the parameters that stay whole from forward to backward."""
+    """Count the bytes of the parameters that stay whole from forward to backward."""
     stays = model.numel if setup.strategy == "shard_grad_op" else model.root
     return stays * setup.param_dtype.itemsize
 
 
 def blocks_at_once(model: Architecture, setup: Setup) -> int:
-    """How many blocks backward gathers at once, where they do not stay whole: the one at work, and those to come."""
+    """Count the blocks that backward gathers at once, where they do not stay whole: the one at work, and the next."""
     if setup.strategy == "shard_grad_op":
         return 0
     ahead = max(1, setup.prefetch) if setup.shards > 1 else 0  # a copy from one's own shard begins when it is needed
@@ -190,19 +190,19 @@ def blocks_at_once(model: Architecture, setup: Setup) -> int:
 
 
 def kept_bytes(model: Architecture, setup: Setup) -> int:
-    """Bytes of the activations that the blocks keep from forward to backward: recomputed ones their inputs alone."""
+    """Count the bytes of activations that blocks keep from forward to backward: recomputed ones their inputs alone."""
     recomputed = model.layers // setup.recompute_every if setup.recompute_every else 0
     inputs = recomputed * setup.tokens * model.hidden * setup.param_dtype.itemsize
     return inputs + (model.layers - recomputed) * block_bytes(model, setup)
 
 
 def block_bytes(model: Architecture, setup: Setup) -> int:
-    """Bytes of the activations that the backward of one block needs."""
+    """Count the bytes of activations that the backward of one block needs."""
     widths = 2 * model.query + 2 * model.key + 4 * model.inner
     a_token = setup.param_dtype.itemsize * widths + _FLOAT32.itemsize * model.heads
     return setup.tokens * a_token + sum(norm_bytes(width, setup) for width in model.norms)
 
 
 def norm_bytes(width: int, setup: Setup) -> int:
-    """Bytes of the activations that the backward of a norm needs, and of its output."""
+    """Count the bytes of activations that the backward of a norm needs, and of its output."""
     return setup.tokens * width * (_FLOAT32.itemsize + 2 * setup.param_dtype.itemsize)

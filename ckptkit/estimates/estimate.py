@@ -1,4 +1,4 @@
-"""Estimates: what training a model will need of each GPU and of the disk, from its config alone. Fetches no weights."""
+"""Estimate what training a model needs of each GPU and of the disk, from its config alone. Fetches no weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MOST_GPUS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """What training will need: a `Budget` per strategy, bytes of each kind of checkpoint, and what to know of them.
+    """The needs of a training: a `Budget` per strategy, bytes of each kind of checkpoint, and notes on them.
 
-    `gpu_memory` is what a GPU has, in bytes, if that was told.
+    `gpu_memory` is the memory of a GPU in bytes, None if unknown.
     """
 
     model: Architecture
@@ -37,15 +37,15 @@ class Estimated:
 
     @property
     def largest_unit(self) -> int:
-        """Bytes of the largest unit that is gathered at once, in the compute dtype."""
+        """Return the bytes of the largest unit that is gathered at once, in the compute dtype."""
         return max(self.model.block, self.model.root) * self.budgets[0].setup.param_dtype.itemsize
 
     def fits(self, budget: Budget) -> bool | None:
-        """True if a GPU has the memory for it; None if that was not told."""
+        """Return True if a GPU has the memory for it; None if its memory is unknown."""
         return None if self.gpu_memory is None else budget.peak <= self.gpu_memory
 
     def fits_at(self, budget: Budget) -> int | None:
-        """The world size, doubled as often as it takes, at which the strategy fits; None if there is none."""
+        """Return the world size, doubled as often as needed, at which the strategy fits; None if there is none."""
         setup = budget.setup
         while self.gpu_memory is not None and setup.world_size <= _MOST_GPUS:
             if make_budget(self.model, setup).peak <= self.gpu_memory:
@@ -74,7 +74,7 @@ def estimate(
     `model` is a parsed config.json, the path of one, a directory with one, or a Hub id. Without a `strategy` all are
     estimated; `replicas` are the copies of the model under hybrid_shard (2). `sequence_length` is by default the
     longest that the model takes, 4096 at most. The rest is as in `ckptkit.estimates.budget.Setup`; `gpu_memory` is
-    in bytes. Raises `Usage` for what does not go together, `Unsupported` for a model that cannot be counted.
+    in bytes. Raises `Usage` for settings that do not go together, `Unsupported` for a model of unknown sizes.
     """
     config = model if isinstance(model, Mapping) else read_config(str(model))
     architecture = read_architecture(config)
@@ -99,7 +99,7 @@ def estimate(
 
 
 def choose_length(model: Architecture, wanted: int | None) -> int:
-    """The sequence length that was asked for, if the model takes it; by default its longest, 4096 at most."""
+    """Return the wanted sequence length, if the model takes it; by default the model's longest, 4096 at most."""
     if wanted is None:
         return min(model.max_length or _USUAL_LENGTH, _USUAL_LENGTH)
     if model.max_length and wanted > model.max_length:
@@ -108,7 +108,7 @@ def choose_length(model: Architecture, wanted: int | None) -> int:
 
 
 def vary(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
-    """The setup under `strategy`, or under each; without hybrid_shard if it was not asked for and the ranks are odd."""
+    """Return the setup under `strategy`, or under each; without hybrid_shard if nobody asked and the ranks are odd."""
     if replicas is not None and strategy not in {"hybrid_shard", None}:
         raise Usage(f"{replicas} replicas under {strategy}", hint="use `--strategy hybrid_shard`")
     asked = strategy is not None or replicas is not None
@@ -120,7 +120,7 @@ def vary(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup
 
 
 def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
-    """Bytes of the tensors in each kind of checkpoint; headers and metadata add a few hundred a shard.
+    """Return the bytes of the tensors in each kind of checkpoint; headers and metadata add a few hundred a shard.
 
     `model` and `model_and_optimizer` are the loop's own, in shards or one file: tied weights are saved under each of
     their names, and AdamW's two moments with a count of steps. An export has each weight once.
@@ -137,7 +137,7 @@ def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
 
 
 def notes_on(config: Mapping[str, Any], model: Architecture, setup: Setup) -> Iterator[str]:
-    """What to know of an estimate."""
+    """Yield what to know of an estimate."""
     if setup.master_dtype.name == "bfloat16":
         yield (
             "weights stored in bfloat16 lose small updates: at a learning rate of 2e-5 AdamW does not move a weight "
@@ -149,7 +149,7 @@ def notes_on(config: Mapping[str, Any], model: Architecture, setup: Setup) -> It
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The config of `model`: a config.json, a directory with one, or a Hub id, of which only this file is fetched."""
+    """Read the config of `model`: a config.json, a directory with one, or a Hub id, of which only it is fetched."""
     path = find_config(model)
     try:
         config = json.loads(read_small(path.resolve(), _CONFIG_LIMIT))  # the Hub's cache is made of links
@@ -161,7 +161,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def find_config(model: str) -> Path:
-    """Where the config.json of `model` is; from the Hub, or what was fetched before, if `model` is nothing here."""
+    """Return the path of the config.json of `model`; from the Hub or its cache, if there is no such path here."""
     path = Path(model)
     if path.is_dir() and not (path / _CONFIG).is_file():
         raise NotACheckpoint("no config.json in this directory", path=path)

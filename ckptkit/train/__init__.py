@@ -1,1 +1,1 @@
-"""Training: an FSDP2 loop to read in one sitting. Meets the converters on disk only."""
+"""Train with FSDP: a loop to read in one sitting. Meets the converters on disk only."""

@@ -1,4 +1,4 @@
-"""Configuration: what is trained and how, validated once; written as TOML and read back. Imports no torch.
+"""Configure a run: its settings, validated once, written as TOML and read back. Imports no torch.
 
 Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit train`; nothing else needs to know it.
 """
@@ -87,7 +87,7 @@ class TrainConfig:
             raise Usage("a checkpoint to resume from brings its weights", hint="leave out `--weights` or `--resume`")
 
     def to_toml(self) -> str:
-        """The settings as a TOML file; those that are None are left out."""
+        """Return the settings as a TOML file; settings that are None are left out."""
         values = {name: getattr(self, name) for name in settings()}
         return "".join(f"{name} = {to_toml(value)}\n" for name, value in values.items() if value is not None)
 
@@ -101,7 +101,7 @@ LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field of `TrainConfig` may be, without `None`; its default; and what it means."""
+    """The type of a field of `TrainConfig`, without `None`; its default; and what it means."""
 
     kind: Any
     default: object
@@ -110,7 +110,7 @@ class Setting:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every setting by name, but not what is one run's alone: where it lies, and what it goes on from."""
+    """Return every setting by name, but not the two of one run alone: its directory, and the checkpoint it resumes."""
     hints = get_type_hints(TrainConfig, include_extras=True)
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     found = {}
@@ -129,13 +129,13 @@ def require_choice(name: str, value: object) -> None:
 
 
 def to_toml(value: object) -> str:
-    """A value as TOML writes it: like JSON, but for DEL."""
+    """Return a value as TOML writes it: like JSON, but for DEL."""
     plain = str(value) if isinstance(value, Path) else value
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file, to make a `TrainConfig` of. Raises `Usage` for one that is unknown or ill-typed."""
+    """Read the settings of a TOML file, to make a `TrainConfig` of. Raises `Usage` for an unknown or ill-typed one."""
     try:
         with translate_os_errors(path):
             values = tomllib.loads(path.read_text())
@@ -148,7 +148,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def from_toml(name: str, value: object, path: Path) -> object:
-    """A value that TOML gave, in the type of its setting."""
+    """Return a value of TOML in the type of its setting."""
     kind = settings()[name].kind
     if kind is float and type(value) is int:
         return float(value)

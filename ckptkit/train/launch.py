@@ -1,4 +1,4 @@
-"""Launching: as many ranks as asked, or this process as the rank that torchrun made it. Knows no work by name."""
+"""Launch as many ranks as asked, or be the rank that torchrun made of this process. Knows no work by name."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def launch(work: Work, nproc: int | None, report: Report) -> None:
 
 
 def torchrun_place() -> Place | None:
-    """The place that torchrun gave this process in its environment, if it did."""
+    """Return the place that torchrun gave this process in its environment, None without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not all(name in os.environ for name in names):
         return None
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
-    return Place(rank, world_size, local_rank, local_world_size, meeting="env://")
+    return Place(rank, world_size, local_rank, local_world_size, rendezvous="env://")
 
 
 def launch_here(work: Work, nproc: int, report: Report) -> None:
     """Start `nproc` processes that meet in a file of a new temporary directory, and wait until all are done."""
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
-        meeting = (Path(room) / "meeting").as_uri()
-        ranks = [start(work, Place(number, nproc, number, nproc, meeting)) for number in range(nproc)]
+        rendezvous = (Path(room) / "rendezvous").as_uri()
+        ranks = [start(work, Place(number, nproc, number, nproc, rendezvous)) for number in range(nproc)]
         try:
             with passing_on(signal.SIGTERM, ranks):
                 follow(ranks, report)
@@ -73,7 +73,7 @@ def launch_here(work: Work, nproc: int, report: Report) -> None:
 
 @contextmanager
 def passing_on(number: signal.Signals, ranks: list[Rank]) -> Iterator[None]:
-    """Meanwhile a signal to this process is one to its ranks: each ends as it sees fit, and so do we."""
+    """Pass a signal to this process on to its ranks, inside the block: each ends as it sees fit, and so do we."""
 
     def pass_on(*_: object) -> None:
         for rank in ranks:
@@ -98,7 +98,7 @@ def start(work: Work, place: Place) -> Rank:
 
 
 def be_rank(work: Work, place: Place, pipe: Connection) -> None:
-    """The life of a rank's process: it works, says what went wrong if anything of ours did, and ends."""
+    """Work as the process of a rank: report our errors over the pipe, and exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     os.dup2(2, 1)  # results go through the pipe; what libraries print, as torch 2.10's gloo does, is none
     if "OMP_NUM_THREADS" not in os.environ:

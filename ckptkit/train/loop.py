@@ -1,4 +1,4 @@
-"""The loop: a run from its first step, or its latest checkpoint, to its last. All ranks run it; prints nothing."""
+"""Train from the first step, or the latest checkpoint, to the last step. All ranks run this; it prints nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptkit.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that happened between steps; `ended_early` if it ended the run before its last step."""
+    """An event between steps; `ended_early` if it ended the run before its last step."""
 
     text: str
     ended_early: bool = False
@@ -44,7 +44,7 @@ def train(config: TrainConfig, place: Place, report: Report) -> None:
 
 
 def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> Iterator[Step]:
-    """Step after step to the last, or until a rank is asked to end; a checkpoint is saved where one is due."""
+    """Take step after step to the last, or until a rank is asked to end; save a checkpoint where one is due."""
     stop = False
     while trainer.progress.step < config.steps and not stop:
         step = trainer.step()
@@ -55,12 +55,12 @@ def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> It
 
 
 def is_due(config: TrainConfig, step: int) -> bool:
-    """True if a checkpoint follows this step."""
+    """Return True if a checkpoint follows this step."""
     return step == config.steps or bool(config.save_every and step % config.save_every == 0)
 
 
 class Asked:
-    """Remembers a signal, so that the step under way is finished and saved first."""
+    """A signal that is remembered, so that the current step is finished and saved first."""
 
     def __init__(self, number: signal.Signals) -> None:
         self._asked = False
@@ -70,7 +70,7 @@ class Asked:
         self._asked = True
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """True on all ranks if any was asked: a collective."""
+        """Return True on all ranks if any was asked: a collective."""
         asked = torch.tensor(self._asked, dtype=torch.int32, device=device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked)

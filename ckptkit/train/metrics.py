@@ -1,4 +1,4 @@
-"""Metrics: what a step tells, and where it is written. Every number but `local_loss` is the same on all ranks."""
+"""Measure steps, and write the metrics of a run. Every number but `local_loss` is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Step:
 
 
 def flops_per_token(parameters: int, layers: int, attention_width: int, length: int) -> int:
-    """Operations that training takes per token, forward and backward: 6 per parameter, 12 per attended position.
+    """Count the operations of training per token, forward and backward: 6 per parameter, 12 per attended position.
 
     The convention of PaLM's appendix B: causal attention counts in full, recomputation not at all.
     """
@@ -53,7 +53,7 @@ def flops_per_token(parameters: int, layers: int, attention_width: int, length: 
 
 
 def peak_flops(device_type: str, dtype: torch.dtype) -> float | None:
-    """The FLOP/s that a rank's GPU can reach in `dtype`, where known."""
+    """Return the FLOP/s that a rank's GPU can reach in `dtype`, None if unknown."""
     if device_type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name()
@@ -61,7 +61,7 @@ def peak_flops(device_type: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory(device_type: str) -> tuple[int | None, int | None]:
-    """The most bytes of this rank's GPU since the last call: held by tensors, and taken from the device."""
+    """Return the most bytes of this rank's GPU since the last call: held by tensors, and taken from the device."""
     if device_type != "cuda":
         return None, None
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -77,7 +77,7 @@ class Log(AbstractContextManager["Log"]):
         self._board = open_board(config.run / TENSORBOARD) if config.tensorboard and rank == 0 else None
 
     def __exit__(self, *error: object) -> None:
-        """Write out what waits to be."""
+        """Write out all that is buffered."""
         if self._board is not None:
             self._board.close()
 
@@ -94,7 +94,7 @@ class Log(AbstractContextManager["Log"]):
 
 
 def open_board(directory: Path) -> Any:
-    """TensorBoard's writer, of the extra `tensorboard`."""
+    """Open TensorBoard's writer, of the extra `tensorboard`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -112,13 +112,13 @@ def forget_after(run: Path, step: int) -> None:
 
 
 def whole_lines(path: Path) -> Iterator[str]:
-    """The lines of a file that were written to their end; none where there is no file."""
+    """Yield the lines of a file that were written to their end; none where there is no file."""
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
     return (line for line in lines if line.endswith("\n"))
 
 
 def step_of(line: str, path: Path) -> int:
-    """The step whose metrics a line holds."""
+    """Return the step whose metrics a line holds."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""Starting: everything between a configuration and the first step. What one rank can do for all, rank 0 does."""
+"""Start a run: everything between a configuration and the first step. Rank 0 does for all what one rank can do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What rank 0 found out for all: where to go on from, where the model lies, and what its tokenizer is."""
+    """The findings of rank 0 for all: the checkpoint to resume, the model's place, and its tokenizer."""
 
     resume: Path | None
     model: str
@@ -38,7 +38,7 @@ class Ground:
 
 
 def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
-    """Make all that a run needs, on every rank, and stand where it begins or goes on."""
+    """Make all that a run needs, on every rank, at its first step or at the one that it resumes."""
     if config.batch_size < mesh.size():
         raise Usage(f"batch_size {config.batch_size} leaves some of {mesh.size()} ranks without a sequence")
     ground = on_rank_0(partial(explore, config))
@@ -58,7 +58,7 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
 
 
 def explore(config: TrainConfig) -> Ground:
-    """Look at what there is, before anything is built."""
+    """Find the checkpoint, the model and the tokenizer, before anything is built."""
     resume = find_resume(config)
     model = resolve_model(config.model)
     own = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
@@ -68,12 +68,12 @@ def explore(config: TrainConfig) -> Ground:
 
 
 def tokenise(config: TrainConfig, ground: Ground) -> TokenFile:
-    """The tokens of the data, in a file of the run that every rank opens."""
+    """Return the tokens of the data, in a file of the run that every rank opens."""
     return prepare_tokens(config.data, choose_tokenizer(ground.tokenizer), config.run)
 
 
 def find_resume(config: TrainConfig) -> Path | None:
-    """The checkpoint to go on from, if there is one to; `Occupied` if there is one and it shall not be."""
+    """Return the checkpoint to resume, None if there is none. Raises `Occupied` if one must not be resumed."""
     latest = Run(config.run).latest()
     if config.resume is None and latest is not None:
         hint = "go on with `--resume auto`, or name another run"
@@ -88,7 +88,7 @@ def find_resume(config: TrainConfig) -> Path | None:
 
 
 def require_fit(config: TrainConfig, blueprint: Blueprint, ground: Ground) -> None:
-    """Raise unless model, data and the checkpoint to go on from belong together."""
+    """Raise an error unless model, data and the checkpoint to resume belong together."""
     if config.sequence_length > blueprint.max_length:
         raise Usage(f"sequence_length {config.sequence_length} is beyond the model's {blueprint.max_length} positions")
     if ground.vocab_size > blueprint.vocab_size:
@@ -101,7 +101,7 @@ def require_fit(config: TrainConfig, blueprint: Blueprint, ground: Ground) -> No
 
 
 def require_same_model(path: Path, text: bytes) -> None:
-    """Raise `Mismatch` where a checkpoint's config.json is of another model: its weights may fit, and mean another."""
+    """Raise `Mismatch` if a checkpoint's config.json is of another model: its weights may fit, and mean another."""
     with translate_os_errors(path):
         theirs, ours = json.loads(path.read_bytes()), json.loads(text)
     different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
@@ -113,7 +113,7 @@ def require_same_model(path: Path, text: bytes) -> None:
 
 
 def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
-    """The run, to save in as the configuration says."""
+    """Return the run, to save in as the configuration says."""
     return Run(
         config.run,
         state_dict=config.state_dict,
@@ -126,7 +126,7 @@ def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
 
 
 def prepare(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
-    """Make the run directory: its settings, the model's files, and the metrics of the steps that were taken."""
+    """Prepare the run directory: its settings, the model's files, and the metrics of the steps that were taken."""
     with translate_os_errors(config.run):
         config.run.mkdir(parents=True, exist_ok=True)
         (config.run / SETTINGS).write_text(config.to_toml())

@@ -1,4 +1,4 @@
-"""Trainers: one rank's part of a training run. All ranks call the same methods in the same order. Prints nothing."""
+"""Do one rank's part of a training run. All ranks call the same methods in the same order. Prints nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST_LR = 0.1  # of the highest
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is: optimizer steps, sequences seen (its place in the data), tokens that counted.
+    """The position of a run: optimizer steps, sequences seen (its place in the data), tokens that counted.
 
     The place means something in one order of the data only: that of its seed, length of sequences and tokens (CRC-32).
     """
@@ -44,11 +44,11 @@ class Progress:
     tokens: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint holds of it."""
+        """Return the state that a checkpoint holds."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Be where a checkpoint was."""
+        """Take the position of a checkpoint."""
         for name in asdict(self):
             setattr(self, name, state[name])
 
@@ -59,7 +59,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus, mesh: DeviceMesh, seed: int | None
     ) -> None:
-        """`seed` is that of the weights to begin with; None where they are loaded next."""
+        """Make it with weights of `seed`; None where they are loaded next."""
         self.config = config
         self.blueprint = blueprint
         self.corpus = corpus
@@ -113,7 +113,7 @@ class Trainer:
         )
 
     def save(self, run: Run, **metrics: float) -> Path:
-        """Save where it stands, with what was measured there; gives the checkpoint."""
+        """Save the current state with the latest metrics, and return the checkpoint."""
         return run.save(
             self.progress.step,
             self.model,
@@ -124,7 +124,7 @@ class Trainer:
         )
 
     def load(self, run: Run, path: Path) -> None:
-        """Stand where the checkpoint at `path` was saved; raises `Mismatch` for one with another order of the data."""
+        """Load the checkpoint at `path`. Raises `Mismatch` for one with another order of the data."""
         asked = replace(self.progress)
         run.load(self.model, self.optimizer, path=path, scheduler=self.scheduler, progress=self.progress)
         for name in ("seed", "sequence_length", "data"):
@@ -138,7 +138,7 @@ class Trainer:
         self._set_rates()
 
     def _set_rates(self) -> None:
-        """Learn, and let decay, at the rates that are asked for now, which need not be those that were saved."""
+        """Use the learning rate and weight decay of the configuration, which need not be the saved ones."""
         self.scheduler.base_lrs = [self.config.lr] * len(self._decays)
         for group, decay, factor in zip(
             self.optimizer.param_groups, self._decays, self.scheduler.lr_lambdas, strict=True
@@ -148,7 +148,7 @@ class Trainer:
             group["weight_decay"] = decay
 
     def next_batches(self) -> list[Batch]:
-        """This rank's share of the next global batch, in as many parts as every other rank has."""
+        """Return this rank's share of the next global batch, in as many parts as every other rank has."""
         start, count = self.progress.sequences, self.config.batch_size
         mine = share(range(start, start + count), self.rank, self.world_size)
         largest = math.ceil(count / self.world_size)
@@ -156,7 +156,7 @@ class Trainer:
         return [self.corpus.batch(share(mine, part, parts)) for part in range(parts)]
 
     def _learn(self, batches: list[Batch]) -> tuple[float, float, int]:
-        """Add up the gradients of all batches on all ranks; gives the mean losses per token, of all and here."""
+        """Add up the gradients of all batches on all ranks; return the mean losses per token, of all and of this."""
         own = sum(batch.tokens for batch in batches)
         tokens = torch.tensor(own, device=self.device)
         dist.all_reduce(tokens)
@@ -174,13 +174,13 @@ class Trainer:
         return total / max(1, count), here / max(1, own), count
 
     def loss(self, batch: Batch) -> Tensor:
-        """The sum of the losses of a batch's targets, in fp32."""
+        """Return the sum of the losses of a batch's targets, in fp32."""
         logits = self.blueprint.logits(self.model, batch.inputs, batch.positions)
         return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
 
 def make_optimizer(config: TrainConfig, sharded: Sharded) -> AdamW:
-    """AdamW on the fp32 shards; matrices decay, norms and biases do not."""
+    """Return AdamW on the fp32 shards; matrices decay, norms and biases do not."""
     groups = [
         {"params": sharded.parameters(matrices=True), "weight_decay": config.weight_decay},
         {"params": sharded.parameters(matrices=False), "weight_decay": 0.0},
@@ -189,7 +189,7 @@ def make_optimizer(config: TrainConfig, sharded: Sharded) -> AdamW:
 
 
 def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LambdaLR:
-    """The learning rate: a line up over `warmup` steps, then half a cosine down to a tenth."""
+    """Return the learning rate's schedule: a line up over `warmup` steps, then half a cosine down to a tenth."""
 
     def factor(step: int) -> float:
         if step < config.warmup:

@@ -1,4 +1,4 @@
-"""Starting weights: those of a checkpoint of any format and world size, each rank reading its own part of them."""
+"""Load the weights to start from, of a checkpoint of any format and world size, each rank its own part of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPUTED = ".rotary_emb.inv_freq"  # buffers that older checkpoints hold, and e
 
 
 def load_weights(sharded: Sharded, path: Path) -> None:
-    """Give a model the weights of the checkpoint, or of the latest one of the run, at `path`; converted to fp32.
+    """Load into a model the weights of the checkpoint, or of the latest one of the run, at `path`; converted to fp32.
 
     Raises `Mismatch` where a tensor is missing or of another shape, where the checkpoint has one that the model has
     not, and where two that the model ties differ.

@@ -29,7 +29,7 @@ from ckptkit.train.models.config import ModelConfig
 from ckptkit.train.models.llama import Llama, LlamaBlueprint
 from ckptkit.train.parallel.initial import initialise
 from ckptkit.train.parallel.ranks import Place
-from ckptkit.train.smoke.trial import read_tensors
+from ckptkit.train.smoke.runs import read_tensors
 from ckptkit.train.trainer import make_scheduler
 
 STEPS, SAVED = 6, 3
@@ -71,7 +71,7 @@ def tell(report: Report, number: int, message: object) -> None:
 
 def train_each(configs: Sequence[TrainConfig], place: Place, report: Report) -> None:
     for i, config in enumerate(configs):
-        train(config, replace(place, meeting=f"{place.meeting}-{i}"), partial(tell, report, i))
+        train(config, replace(place, rendezvous=f"{place.rendezvous}-{i}"), partial(tell, report, i))
 
 
 def corpus_of(config: TrainConfig, room: Path) -> Corpus:
@@ -282,7 +282,7 @@ def test_metrics_of_steps_taken_again_are_forgotten(config: TrainConfig, tmp_pat
 def refuse(cases: list[tuple[TrainConfig, type[CkptError], str]], place: Place, report: Report) -> None:
     for i, (config, kind, said) in enumerate(cases):
         with pytest.raises(CkptError) as raised:
-            train(config, replace(place, meeting=f"{place.meeting}-{i}"), report)
+            train(config, replace(place, rendezvous=f"{place.rendezvous}-{i}"), report)
         report((type(raised.value) is kind or kind is CkptError, said in str(raised.value), str(raised.value)))
 
 

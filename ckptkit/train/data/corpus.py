@@ -1,8 +1,8 @@
-"""Data: token ids packed into sequences of one length. A sequence's place is global; ranks take shares of a batch.
+"""Pack token ids into sequences of one length. A sequence's place is global; ranks take shares of a batch.
 
-Documents follow each other, and a sequence begins and ends wherever its length falls. What a sequence has of a document
-is a world of its own: positions count from 0 in it, attention sees nothing else, and no loss asks at its end for the
-next document's first token. That only works for a model that is told the positions.
+Documents follow each other, and a sequence begins and ends where its length falls. Each document's part of a sequence
+stands alone: positions count from 0 in it, attention sees nothing else, and no loss asks at its end for the next
+document's first token. That takes a model that is told the positions.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """How many targets count."""
+        """Return the number of targets that count."""
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`; to a GPU without waiting for it."""
+        """Return the same batch on `device`; to a GPU without waiting for it."""
         positions = None if self.positions is None else move(self.positions, device)
         return Batch(move(self.inputs, device), move(self.targets, device), positions)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, by way of memory that the GPU reads itself."""
+    """Return the tensor on `device`, by way of memory that the GPU reads itself."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -64,11 +64,11 @@ class Corpus:
 
     @property
     def sequences(self) -> int:
-        """How many sequences one epoch has; the last may be short, and is filled up."""
+        """Return the number of sequences of one epoch; the last may be short, and is filled up."""
         return (len(self.ids) - 2) // self.length + 1
 
     def batch(self, places: range) -> Batch:
-        """The sequences at `places` of the endless global order: the same ones whoever asks.
+        """Return the sequences at `places` of the endless global order, the same ones on every rank.
 
         Of no places there is one sequence without a target: a rank without a share still takes part in the forward
         pass, for the others gather the weights with it.
@@ -98,17 +98,17 @@ class Corpus:
 
 @lru_cache(maxsize=2)
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """The order, int64 [count], in which an epoch visits its sequences."""
+    """Return the order, int64 [count], in which an epoch visits its sequences."""
     generator = torch.Generator().manual_seed(derive("order", seed, epoch))
     return torch.randperm(count, generator=generator)
 
 
 def share(places: range, rank: int, world_size: int) -> range:
-    """The part of a batch that a rank takes: the parts are disjoint, make up the whole, and differ by one at most."""
+    """Return the part of a batch that a rank takes: parts are disjoint, make up the whole, differ by one at most."""
     count = len(places)
     return places[count * rank // world_size : count * (rank + 1) // world_size]
 
 
 def open_corpus(tokens: TokenFile, *, length: int, seed: int) -> Corpus:
-    """The corpus of a token file in sequences of `length`."""
+    """Open the corpus of a token file in sequences of `length`."""
     return Corpus(tokens.open(), tokens.end, length, seed, tokens.checksum)

@@ -1,4 +1,4 @@
-"""Documents: what text, JSONL files and directories of them hold, read part by part. Knows no tokenizer, no sequence.
+"""Read the documents of text, JSONL files and directories, part by part. Knows no tokenizer, no sequence.
 
 A text file is one document, or several with a NUL byte between them. A line of a JSONL file is one document: its
 `text`, or its token ids under `input_ids` or `tokens`. A directory holds the documents of its files, hidden ones left
@@ -23,7 +23,7 @@ TOKEN_FILES = (".npy", ".bin")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Some of a document: all, unless it does not begin or end there. `place` is its first byte in a text file."""
+    """A part of a document: all, unless it does not begin or end there. `place` is its first byte in a text file."""
 
     path: Path
     place: int
@@ -32,7 +32,7 @@ class Text:
     ends: bool = True
 
     def decode(self) -> str:
-        """The bytes as UTF-8; raises `Corrupt` with the place of the first that is not."""
+        """Decode the bytes as UTF-8. Raises `Corrupt` with the place of the first that is not."""
         try:
             return self.content.decode()
         except UnicodeDecodeError as error:
@@ -51,7 +51,7 @@ class Ids:
 
 
 def find_files(data: Path | None) -> list[Path]:
-    """The files that `data` stands for, in order: itself, those below a directory, or of the standard library."""
+    """Return the files that `data` means, in order: itself, the ones below a directory, or of the standard library."""
     if data is None:
         return stdlib_modules()
     with translate_os_errors(data):
@@ -67,7 +67,7 @@ def find_files(data: Path | None) -> list[Path]:
 
 
 def stdlib_modules() -> list[Path]:
-    """The first top-level modules of the standard library, which every machine has; 4 MiB of them."""
+    """Return the first top-level modules of the standard library, which every machine has; 4 MiB of them."""
     root = Path(sysconfig.get_path("stdlib"))
     files, size = [], 0
     with translate_os_errors(root):
@@ -79,12 +79,12 @@ def stdlib_modules() -> list[Path]:
 
 
 def read(path: Path) -> Iterator[Text | Ids]:
-    """The documents of a file one after the other, no more of it in memory than a line or two parts."""
+    """Read the documents of a file one after the other, no more of it in memory than a line or two parts."""
     return read_lines(path) if path.suffix == ".jsonl" else read_text(path)
 
 
 def read_text(path: Path) -> Iterator[Text]:
-    """The documents of a text file; long ones in parts."""
+    """Read the documents of a text file; long ones in parts."""
     place, rest, begins = 0, b"", True
     with translate_os_errors(path), path.open("rb") as file:
         while block := file.read(PART_BYTES):
@@ -100,7 +100,7 @@ def read_text(path: Path) -> Iterator[Text]:
 
 
 def find_cut(text: bytes) -> int:
-    """Where to cut a text so that its parts make the same tokens: before a space, else a line's end, else a character.
+    """Return where to cut a text so that its parts make the same tokens: before a space, after a line, or anywhere.
 
     Most tokenizers split before a space anyhow. Those that put one before every text make one token more at a cut.
     """
@@ -112,7 +112,7 @@ def find_cut(text: bytes) -> int:
 
 
 def read_lines(path: Path) -> Iterator[Text | Ids]:
-    """The documents of a JSONL file, one a line; empty lines hold none."""
+    """Read the documents of a JSONL file, one a line; empty lines hold none."""
     with translate_os_errors(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -120,7 +120,7 @@ def read_lines(path: Path) -> Iterator[Text | Ids]:
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Text | Ids:
-    """The document of a line; raises `Corrupt` with its number if it holds none."""
+    """Return the document of a line. Raises `Corrupt` with its number if it holds none."""
     try:
         match json.loads(line):
             case {"text": str(text)}:

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids, by bytes or with a Hugging Face tokenizer. Opens no text and packs nothing."""
+"""Turn text into token ids, by bytes or with a Hugging Face tokenizer. Opens no text and packs nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.train.models.config import BYTES, END_OF_TEXT
 
 
 class Tokenizer(Protocol):
-    """What makes token ids of text. A document becomes `start`, the ids of its texts, and `end`."""
+    """A tokenizer. A document becomes `start`, the ids of its texts, and `end`."""
 
     name: str
     vocab_size: int  # every id is less
@@ -24,14 +24,14 @@ class Tokenizer(Protocol):
     end: int
 
     def encode(self, texts: Sequence[Text]) -> Sequence[NDArray[np.integer]]:
-        """The ids of each text, int [n], without `start` and `end`; raises `Corrupt` for one it cannot read."""
+        """Return the ids of each text, int [n], without `start` and `end`. Raises `Corrupt` if it cannot read one."""
 
     def files(self) -> Mapping[str, bytes]:
-        """The files, by name, with which others open it; they differ between two that make different ids."""
+        """Return the files, by name, with which others open it; they differ between two that make different ids."""
 
 
 class Bytes:
-    """A token is a byte, and NUL ends a document. Takes any file, text or not."""
+    """A tokenizer whose tokens are bytes; NUL ends a document. Takes any file, text or not."""
 
     name = "bytes"
     vocab_size = BYTES
@@ -39,11 +39,11 @@ class Bytes:
     end = END_OF_TEXT
 
     def encode(self, texts: Sequence[Text]) -> list[NDArray[np.integer]]:
-        """The bytes themselves."""
+        """Return the bytes themselves."""
         return [np.frombuffer(text.content, dtype=np.uint8) for text in texts]
 
     def files(self) -> dict[str, bytes]:
-        """There are none."""
+        """Return {}: it needs no files."""
         return {}
 
 
@@ -65,7 +65,7 @@ class HuggingFace:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[Text]) -> list[NDArray[np.integer]]:
-        """The ids of all texts at once, which takes a thread per core."""
+        """Return the ids of all texts, found at once by a thread per core."""
         if not texts:
             return []
         decoded = [text.decode() for text in texts]
@@ -74,14 +74,14 @@ class HuggingFace:
         return [np.array(ids, dtype=np.int64) for ids in found["input_ids"]]
 
     def files(self) -> dict[str, bytes]:
-        """tokenizer.json and what belongs to it, as transformers saves them."""
+        """Return tokenizer.json and its companions, as transformers saves them."""
         with tempfile.TemporaryDirectory() as room:
             self._tokenizer.save_pretrained(room)
             return {path.name: path.read_bytes() for path in sorted(Path(room).iterdir()) if path.is_file()}
 
 
 def choose_tokenizer(name: str | None) -> Tokenizer:
-    """Bytes, or the Hugging Face tokenizer of a directory, a tokenizer.json in one, or a model of the Hub."""
+    """Return `Bytes`, or the Hugging Face tokenizer of a directory, a tokenizer.json in one, or a model of the Hub."""
     if name is None:
         return Bytes()
     try:

@@ -1,8 +1,8 @@
-"""Tokens: a corpus as one file of token ids, made once for all ranks and then mapped. Knows no sequences and no order.
+"""Write a corpus as one file of token ids, made once for all ranks and then mapped. Knows no sequences and no order.
 
     run/
     ├── tokens.bin   the ids of all documents, each ended by the tokenizer's `end`; raw, no wider than needed
-    └── tokens.json  what `TokenFile` says of it, and a hash of what it was made of: when that changes, it is made again
+    └── tokens.json  the fields of `TokenFile`, and a hash of its sources: when that changes, it is made again
 
 Token files that others made stay where they are: `.npy` (integers, one dimension), `.u32.bin` (raw little-endian
 uint32) and any other `.bin` (raw little-endian uint16). The id `end` of the tokenizer ends a document in them too.
@@ -48,7 +48,7 @@ class TokenFile:
     checksum: int = 0
 
     def open(self) -> NDArray[np.integer]:
-        """The ids, [count]: read as they are used, into memory that the processes of a machine share."""
+        """Return the ids, [count], read as they are used, into memory that the processes of a machine share."""
         try:
             with translate_os_errors(self.path):
                 return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
@@ -57,7 +57,7 @@ class TokenFile:
 
 
 def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> TokenFile:
-    """The token file of `data`, by default the standard library's sources; made in the directory `room` if need be.
+    """Return the token file of `data`, by default the standard library's sources, made in `room` unless it is there.
 
     One rank's work for all. Raises `Usage` for ids that are not of the tokenizer and where there is nothing to learn,
     `Corrupt` for data that cannot be read, and `IOFailure`.
@@ -78,7 +78,7 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
 
 
 def fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """A hash of all that token ids depend on, but of the files only names, sizes and times of change."""
+    """Return a hash of all that token ids depend on, but of the files only names, sizes and times of change."""
     parts: list[object] = [tokenizer.vocab_size, tokenizer.start, tokenizer.end]
     parts += [(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(tokenizer.files().items())]
     for path in files:
@@ -89,7 +89,7 @@ def fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
 
 
 def recall(about: Path, made_of: str, path: Path) -> TokenFile | None:
-    """The token file at `path`, if what is written `about` it is that it was made of the same, and it is whole."""
+    """Return the token file at `path`, if `about` says that it was made of the same, and it is whole."""
     try:
         written = json.loads(about.read_text())
         tokens = TokenFile(path, **written["tokens"])
@@ -101,7 +101,7 @@ def recall(about: Path, made_of: str, path: Path) -> TokenFile | None:
 
 
 def remember(about: Path, made_of: str, tokens: TokenFile) -> None:
-    """Write what `recall` asks for."""
+    """Write the file that `recall` reads."""
     fields = asdict(tokens)
     del fields["path"]  # a run may be moved
     with replacing(about) as file:
@@ -109,7 +109,7 @@ def remember(about: Path, made_of: str, tokens: TokenFile) -> None:
 
 
 def describe(path: Path, tokenizer: Tokenizer) -> TokenFile:
-    """A token file that others made, as far as its name and size tell."""
+    """Describe a token file that others made, as far as its name and size tell."""
     if path.suffix == ".npy":
         try:
             with translate_os_errors(path):
@@ -139,7 +139,7 @@ def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
 
 
 def tokenise(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
-    """The ids of documents as they follow each other, each ended once; a document without any is left out."""
+    """Yield the ids of documents as they follow each other, each ended once; a document without any is left out."""
     end = np.array([tokenizer.end])
     last = tokenizer.end
     for batch in batches(part for path in files for part in read(path)):
@@ -157,7 +157,7 @@ def tokenise(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np
 
 
 def batches(parts: Iterable[Text | Ids]) -> Iterator[list[Text | Ids]]:
-    """Lists of parts, long enough to be worth a tokenizer's while and short enough to be held."""
+    """Yield lists of parts, long enough to be worth a tokenizer's call and short enough to be held."""
     batch: list[Text | Ids] = []
     size = 0
     for part in parts:
@@ -170,7 +170,7 @@ def batches(parts: Iterable[Text | Ids]) -> Iterator[list[Text | Ids]]:
 
 
 def given_ids(document: Ids, tokenizer: Tokenizer) -> NDArray[np.integer]:
-    """The ids of a document that came with them, int64; raises `Usage` for one that is not of the tokenizer."""
+    """Return the ids of a document that came with them, int64. Raises `Usage` for one that is not the tokenizer's."""
     for number, token in enumerate(document.content):
         if not 0 <= token < tokenizer.vocab_size:
             where = f"id {token} at place {number} of line {document.line}"
@@ -179,7 +179,7 @@ def given_ids(document: Ids, tokenizer: Tokenizer) -> NDArray[np.integer]:
 
 
 def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
-    """Look at every id once: `tokens` with its checksum; raises `Usage` unless they are fit to train on."""
+    """Return `tokens` with its checksum, after looking at every id. Raises `Usage` unless they are fit to train on."""
     ids = tokens.open() if tokens.count else np.zeros(0, dtype=np.uint8)
     checksum, followed = 0, False
     for start in range(0, tokens.count, BLOCK_TOKENS):
@@ -197,14 +197,14 @@ def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
 
 
 def stray(where: str, vocab_size: int, name: str, path: Path) -> Usage:
-    """The error for a token id out of bounds."""
+    """Return the error for a token id out of bounds."""
     hint = "name the tokenizer that made the ids with `--tokenizer`"
     return Usage(f"{where} is not one of the {vocab_size} of the tokenizer `{name}`", path=path, hint=hint)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` when it is whole and on disk."""
+    """Open a file to write that takes the place of `path` when it is whole and on disk."""
     draft = path.with_name(f".{path.name}.tmp")
     with translate_os_errors(path):
         try:

@@ -1,1 +1,1 @@
-"""Models: what the loop trains, the built-in Llama and those of transformers. Knows no ranks and opens no weights."""
+"""Build the models to train: the built-in Llama, and those of transformers. Knows no ranks and opens no weights."""

@@ -1,4 +1,4 @@
-"""Blueprints: a model that is not built yet, as the loop needs to know it; chosen by name. Knows no ranks, no steps."""
+"""Describe a model that is not built yet, as the loop needs to know it; chosen by name. Knows no ranks, no steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptkit.train.models.llama import LlamaBlueprint
 
 
 class Blueprint(Protocol):
-    """What the loop asks of a model: the built-in Llama's and transformers' answer alike."""
+    """A model that is not built yet; the built-in Llama and transformers' models each have one."""
 
     vocab_size: int
     max_length: int  # tokens that a sequence may have
@@ -24,10 +24,10 @@ class Blueprint(Protocol):
     weights: Path | None  # a directory with the weights it was trained to, if it has any
 
     def build(self) -> nn.Module:
-        """The model, tied where it should be, on torch's default device: `meta`, when the loop asks."""
+        """Build the model, tied where it should be, on torch's default device: `meta`, when the loop asks."""
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Its transformer blocks in the order of the forward pass: the units that FSDP gathers and frees."""
+        """Return its transformer blocks in the order of the forward pass: the units that FSDP gathers and frees."""
 
     def initialise(self, model: nn.Module, name: str, module: nn.Module) -> None:
         """Give the parameters and buffers of `module` itself, not of its children, their first values.
@@ -40,18 +40,18 @@ class Blueprint(Protocol):
         """Tie again what was tied: moving a model off `meta` undoes it."""
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Logits [batch, length, vocabulary] of int64 token ids [batch, length].
+        """Return logits [batch, length, vocabulary] of int64 token ids [batch, length].
 
         `positions` int64 [batch, length] count from 0 in each document, and no token sees another document's; None
         is one document per sequence.
         """
 
     def files(self) -> Mapping[str, bytes]:
-        """The small files with which others open its weights: config.json, and what belongs to it."""
+        """Return the small files with which others open its weights: config.json and its companions."""
 
 
 def resolve_model(model: str) -> str:
-    """What `choose_blueprint` takes for `model`: the same, or the directory that a Hub id was downloaded to.
+    """Return `model` for `choose_blueprint`: the same, or the directory that a Hub id was downloaded to.
 
     One rank does it for all that share a disk. Raises `Usage` where there is no such model.
     """
@@ -73,7 +73,7 @@ def resolve_model(model: str) -> str:
 
 
 def choose_blueprint(model: str, *, tied: bool = True, vocab_size: int | None = None) -> Blueprint:
-    """The blueprint of a size name, a Llama's config.json, or a directory with the config.json of any causal model.
+    """Return the blueprint of a size name, a Llama's config.json, or a directory with any causal model's config.json.
 
     `tied` and `vocab_size` (None: bytes) are for a size alone; the others bring their own. A Hub id goes through
     `resolve_model` first. Raises `Usage` where there is no such model and `Unsupported` where it is beyond us.
@@ -91,7 +91,7 @@ def choose_blueprint(model: str, *, tied: bool = True, vocab_size: int | None = 
 
 
 def choose_pretrained(directory: Path) -> Blueprint:
-    """The blueprint of a model of transformers, which are asked for only here: they are an extra."""
+    """Return the blueprint of a model of transformers, which is imported only here: it is an extra."""
     try:
         from ckptkit.train.models.pretrained import Pretrained
     except ImportError as error:
@@ -101,7 +101,7 @@ def choose_pretrained(directory: Path) -> Blueprint:
 
 
 def weights_in(directory: Path) -> Path | None:
-    """The directory, if it holds weights in safetensors files; `Unsupported` if only pickled ones."""
+    """Return the directory if it holds weights in safetensors, else None. Raises `Unsupported` for pickled ones."""
     if any(directory.glob("*.safetensors")):
         return directory
     pickled = next(iter(sorted(directory.glob("pytorch_model*.bin"))), None)

@@ -1,4 +1,4 @@
-"""Model configuration: the shape of the built-in Llama, by size name or config.json. Imports no torch."""
+"""Configure the shape of the built-in Llama, by size name or config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, transl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How RoPE's frequencies are lowered for a longer context. All but `factor` belong to `llama3` alone."""
+    """The lowering of RoPE's frequencies for a longer context. All but `factor` belong to `llama3` alone."""
 
     rope_type: str  # "linear" or "llama3"
     factor: float
@@ -31,7 +31,7 @@ class RopeScaling:
 
     @classmethod
     def from_keys(cls, rope: Mapping[str, Any]) -> RopeScaling | None:
-        """What the RoPE of a config.json asks for; None where it is the plain one."""
+        """Return the scaling that a config.json asks for; None for plain RoPE."""
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return None
@@ -48,7 +48,7 @@ class RopeScaling:
         raise Unsupported(f"RoPE of type `{kind}`; the built-in Llama has `default`, `linear` and `llama3`")
 
     def to_keys(self) -> dict[str, Any]:
-        """What config.json says of it."""
+        """Return the keys of config.json that say it."""
         keys = asdict(self)
         return keys if self.rope_type == "llama3" else {name: keys[name] for name in ("rope_type", "factor")}
 
@@ -92,7 +92,7 @@ class ModelConfig:
 
     @classmethod
     def sized(cls, size: str, *, tied: bool = True, vocab_size: int | None = None) -> ModelConfig:
-        """The model of a size name, for a vocabulary: the bytes of text if none is given.
+        """Return the model of a size name, for a vocabulary: by default the bytes of text.
 
         A name counts parameters loosely, as models are called: `1b` to `70b` have the shapes of Llama 3, and as many
         parameters only with its vocabulary of 128256.
@@ -103,7 +103,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
-        """The model that a config.json describes; raises `Unsupported` for what is not a plain Llama."""
+        """Read the model that a config.json describes. Raises `Unsupported` for one that is no plain Llama."""
         try:
             with translate_os_errors(path):
                 keys = json.loads(path.read_text())
@@ -138,7 +138,7 @@ class ModelConfig:
         )
 
     def to_json(self) -> str:
-        """The text of the config.json with which transformers opens this model as `LlamaForCausalLM`."""
+        """Return the text of the config.json with which transformers opens this model as `LlamaForCausalLM`."""
         keys: dict[str, Any] = {
             **PLAIN_LLAMA,
             "architectures": ["LlamaForCausalLM"],

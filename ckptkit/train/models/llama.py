@@ -1,4 +1,4 @@
-"""Llama in plain torch: the tensor names of Hugging Face's, and its logits bit for bit. Knows no ranks, no files."""
+"""Build Llama in plain torch: Hugging Face's tensor names, and its logits bit for bit. Knows no ranks, no files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.train.models.packing import own_document
 
 
 class RMSNorm(nn.Module):
-    """Divides by the root mean square of the last dimension, in fp32, and scales by a weight."""
+    """A norm that divides by the root mean square of the last dimension, in fp32, and scales by a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same shape and dtype."""
+        """Map [..., size] to the same shape and dtype."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
@@ -51,14 +51,14 @@ class Rope(nn.Module):
         self.inv_freq.copy_(inv_freq)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of int64 positions [batch, length], each [batch, 1, length, head_dim] in `dtype`."""
+        """Return cosines and sines of int64 positions [batch, length], each [batch, 1, length, head_dim] in `dtype`."""
         angles = positions[:, None, :, None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def stretch(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
-    """The frequencies of a longer context: all of them lowered by the factor, or by `llama3` the slow ones only."""
+    """Return the frequencies of a longer context: all lowered by the factor, or by `llama3` the slow ones only."""
     if scaling.rope_type == "linear":
         return inv_freq / scaling.factor
     wavelength = 2 * math.pi / inv_freq
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """[batch, length, hidden] to the same shape. Without a mask every query sees all keys up to itself."""
+        """Map [batch, length, hidden] to the same shape. Without a mask every query sees all keys up to itself."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.queries_per_key > 1
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[batch, length, heads * head_dim] to [batch, heads, length, head_dim]."""
+        """Map [batch, length, heads * head_dim] to [batch, heads, length, head_dim]."""
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
@@ -117,7 +117,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to the same shape."""
+        """Map [..., hidden] to the same shape."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -133,7 +133,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """[batch, length, hidden] to the same shape."""
+        """Map [batch, length, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         self.rotary_emb = Rope(config)
 
     def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """int64 [batch, length] to [batch, length, hidden]."""
+        """Map int64 [batch, length] to [batch, length, hidden]."""
         x = self.embed_tokens(tokens)
         mask = None if positions is None else own_document(positions)
         if positions is None:
@@ -173,12 +173,12 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Let the output use the embeddings' weight, if it shall: what `to_empty` undoes."""
+        """Tie the output to the embeddings' weight, if the config says so: `to_empty` undoes it."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """int64 token ids [batch, length] to logits [batch, length, vocab_size].
+        """Map int64 token ids [batch, length] to logits [batch, length, vocab_size].
 
         `positions`, int64 of the same shape, count from 0 in each document that is packed into a sequence.
         """
@@ -199,15 +199,15 @@ class LlamaBlueprint:
         self.attention_width = config.num_attention_heads * config.head_dim
 
     def build(self) -> nn.Module:
-        """A `Llama` on torch's default device."""
+        """Build a `Llama` on torch's default device."""
         return Llama(self.config)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Its `Block`s in the order of the forward pass."""
+        """Return its `Block`s in the order of the forward pass."""
         return list(cast(Llama, model).model.layers)
 
     def initialise(self, model: nn.Module, name: str, module: nn.Module) -> None:  # noqa: ARG002 - another's may need it
-        """Normal matrices, norms of ones, RoPE's frequencies; for the parameters and buffers of `module` itself."""
+        """Initialise `module` itself: normal matrices, norms of ones, RoPE's frequencies."""
         match module:
             case nn.Linear() | nn.Embedding():
                 # The projections that end a block add up over the depth: smaller ones keep the sum's size (GPT-2).
@@ -219,14 +219,14 @@ class LlamaBlueprint:
                 module.reset()
 
     def tie(self, model: nn.Module) -> None:
-        """Let the output use the embeddings' weight again, if it shall."""
+        """Tie the output to the embeddings' weight again, if the config says so."""
         cast(Llama, model).tie()
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Logits [batch, length, vocab_size] of int64 token ids [batch, length], each document's its own."""
+        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length], each document's its own."""
         logits: Tensor = model(tokens, positions)
         return logits
 
     def files(self) -> Mapping[str, bytes]:
-        """The config.json with which transformers opens the weights."""
+        """Return the config.json with which transformers opens the weights."""
         return {"config.json": self.config.to_json().encode()}

@@ -1,4 +1,4 @@
-"""Packing: several documents in one sequence, and which tokens see which. Knows no data and no particular model."""
+"""Keep several documents in one sequence apart: which tokens see which. Knows no data and no particular model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptkit.errors import Unsupported
 
 
 def own_document(positions: Tensor) -> Tensor:
-    """Which keys a query may see, bool [batch, 1, query, key]: its own document's, up to itself.
+    """Return which keys a query may see, bool [batch, 1, query, key]: its own document's, up to itself.
 
     `positions` int64 [batch, length] count from 0 in each document.
     """
@@ -25,7 +25,7 @@ def own_document(positions: Tensor) -> Tensor:
 
 @contextmanager
 def apart(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
-    """While open, blocks that are called must keep documents apart: by their mask, and with nothing else that mixes.
+    """Check inside the block that a model keeps documents apart: by its masks, and with nothing else that mixes.
 
     This is asked of a model that is not ours: not every family does with a mask what it is for. Raises `Unsupported`.
     """
@@ -50,5 +50,5 @@ def apart(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
 
 
 def visible(mask: Tensor) -> Tensor:
-    """A mask as bools, True where a query sees a key: one of floats is added to the scores, hides by huge negatives."""
+    """Return a mask as bools, True where a query sees a key; a mask of floats hides by huge negatives."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

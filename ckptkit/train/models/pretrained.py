@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, from a directory with its config.json. Runs no code of the directory's."""
+"""Build any causal language model of transformers from a directory's config.json. Runs no code of the directory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Pretrained:
         self._seen_apart = False
 
     def build(self) -> nn.Module:
-        """The model as transformers makes it, in training mode, with the dropout of its config."""
+        """Build the model as transformers makes it, in training mode, with the dropout of its config."""
         with translating(self.directory):
             model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         return model
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The modules that transformers would not split over devices: its blocks, in the order of the forward pass."""
+        """Return the modules that transformers keeps on one device: its blocks, in the order of the forward pass."""
         kinds = set(getattr(model, "_no_split_modules", None) or ())
         blocks = list(outermost(model, kinds))
         if not blocks:
@@ -62,7 +62,7 @@ class Pretrained:
 
     @torch.no_grad()
     def initialise(self, model: nn.Module, name: str, module: nn.Module) -> None:  # noqa: ARG002 - another's may need it
-        """As transformers would: by the rules of the models that `module` is in, and the buffers as they are built."""
+        """Initialise as transformers would: by the rules of the models that `module` is in, buffers as when built."""
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():
             parameter.fill_(torch.nan)
@@ -81,7 +81,7 @@ class Pretrained:
         model.tie_weights()  # type: ignore[operator]
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Logits [batch, length, vocab_size] of int64 token ids [batch, length], each document's its own.
+        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length], each document's its own.
 
         Raises `Unsupported` for a family that does not keep documents apart that are packed into a sequence.
         """
@@ -97,18 +97,18 @@ class Pretrained:
         return logits
 
     def files(self) -> Mapping[str, bytes]:
-        """The directory's config.json, and its generation config and tokenizer if it has them."""
+        """Return the directory's config.json, and its generation config and tokenizer if it has them."""
         return self._files
 
     @cached_property
     def _skeleton(self) -> Any:
-        """The model with real buffers and, on `meta`, its parameters: buffers are made in ways that only it knows."""
+        """Return the model with real buffers and, on `meta`, its parameters: only it knows how to make its buffers."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), parameters_on_meta():
             torch.manual_seed(0)  # for a buffer of random numbers, alike on all ranks
             return self.build()
 
     def _masks(self, positions: Tensor) -> Any:
-        """The attention masks that the family's config asks for: many make none of their own from positions."""
+        """Return the attention masks that the family's config asks for: many make none of their own from positions."""
         shape = torch.empty(*positions.shape, 0, device=positions.device)
         return create_masks_for_generate(
             config=self._skeleton.config,
@@ -136,7 +136,7 @@ class Pretrained:
 
 @contextmanager
 def translating(directory: Path) -> Iterator[None]:
-    """Raise what transformers raises about a config as `Unsupported`."""
+    """Raise `Unsupported` for what transformers raises about a config inside the block."""
     try:
         yield
     except Exception as error:  # each family has its own
@@ -145,14 +145,14 @@ def translating(directory: Path) -> Iterator[None]:
 
 
 def attention_width(text: Any) -> int:
-    """Query heads times the size of one, of the first layer where they differ; 0 for a model without attention."""
+    """Return the query heads times the size of one, of the first layer; 0 for a model without attention."""
     layer = getattr(text, "per_layer_config", [text])[0]
     heads = getattr(layer, "num_attention_heads", None)
     return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)) if heads else 0
 
 
 def outermost(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
-    """The modules below `module` of a class, or derived from one, that is called one of `kinds`; none in another."""
+    """Yield the outermost modules below `module` whose class, or a class it derives from, is called one of `kinds`."""
     for child in module.children():
         if kinds.isdisjoint(kind.__name__ for kind in type(child).__mro__):  # FSDP2 derives classes of its own
             yield from outermost(child, kinds)
@@ -162,7 +162,7 @@ def outermost(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While open, every parameter moves to `meta` as a module gets it: it never has memory, while buffers do."""
+    """Move every parameter to `meta` as a module gets it, inside the block: it never has memory, while buffers do."""
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:  # noqa: ARG001
         if parameter is None or parameter.is_meta:
@@ -178,7 +178,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def put_into(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Meanwhile the module has `parameters` in place of its own of these names."""
+    """Put `parameters` in the place of the module's own of these names, inside the block."""
     own = {key: module.get_parameter(key) for key in parameters}
     for key, parameter in parameters.items():
         setattr(module, key, parameter)
@@ -190,7 +190,7 @@ def put_into(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
 
 
 def ancestry(model: nn.Module, name: str) -> list[tuple[nn.Module, PreTrainedModel]]:
-    """The module called `name` and all that it is in, inside out, each with the nearest model that it is in or is."""
+    """Return the module called `name` and all that it is in, inside out, each with the nearest model around it."""
     names = name.split(".") if name else []
     found: list[tuple[nn.Module, PreTrainedModel]] = []
     for depth in range(len(names) + 1):

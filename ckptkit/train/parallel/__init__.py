@@ -1,1 +1,1 @@
-"""Parallelism: ranks, and a model spread over them by either FSDP. Knows no data and no checkpoints."""
+"""Spread a model over ranks by either FSDP. Knows no data and no checkpoints."""

@@ -1,4 +1,4 @@
-"""FSDP1: `FullyShardedDataParallel`, for those who still run it. Units are flat buffers; names get a prefix inside.
+"""Shard with `FullyShardedDataParallel`, for who still runs it. Units are flat buffers; names get a prefix inside.
 
 On the CPU torch 2.13 trains it when told `device_id`; its sharded state dict is right there, its gathered one is not.
 """
@@ -96,10 +96,10 @@ class Fsdp1:
         return MixedPrecision(param_dtype(self.config, self.mesh.device_type), reduce_dtype(self.config))
 
     def clip(self, model: nn.Module, limit: float) -> float:
-        """Its own method: torch's function would take each rank's part of the norm for the whole."""
+        """Clip by the method of FSDP1: torch's function would take each rank's part of the norm for the whole."""
         return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(limit))
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Where nothing is sharded, gradients stay on each rank. Else they are reduced: whole, they might not fit."""
+        """Keep gradients on each rank where nothing is sharded; else reduce them: whole, they might not fit."""
         whole = self.config.strategy == "ddp"
         return cast(FullyShardedDataParallel, model).no_sync() if whole else nullcontext()

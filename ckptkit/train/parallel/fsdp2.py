@@ -1,4 +1,4 @@
-"""FSDP2: `fully_shard`, a unit per block and the root for the rest. Parameters become DTensors and keep their names."""
+"""Shard with `fully_shard`, a unit per block and the root for the rest. Parameters become DTensors, same names."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Fsdp2:
         return model
 
     def clip(self, model: nn.Module, limit: float) -> float:
-        """The function of torch is right here: it knows DTensors. Reading the norm is the collective."""
+        """Clip by the function of torch, which knows DTensors. Reading the norm is the collective."""
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @contextmanager
     def accumulating(self, model: nn.Module) -> Iterator[None]:
-        """Gradients are reduced to shards each time, which keeps them small, and across replicas once, at the end."""
+        """Reduce gradients to shards each time, which keeps them small, and across replicas once, at the end."""
         root = cast(FSDPModule, model)
         root.set_requires_all_reduce(False)
         yield

@@ -1,4 +1,4 @@
-"""Initial weights: each module's own, from the seed and its name, however sharded. Knows no files and no steps."""
+"""Initialise each module from the seed and its name, however sharded. Knows no files and no steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def initialise_module(
 
 @contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Meanwhile the module has plain parameters on the CPU in place of its own."""
+    """Give the module plain parameters on the CPU in place of its own, inside the block."""
     own = dict(module._parameters)
     whole = {
         key: nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"), requires_grad=False)
@@ -58,5 +58,5 @@ def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def has_buffers(module: nn.Module) -> bool:
-    """True if the module itself has buffers."""
+    """Return True if the module itself has buffers."""
     return any(True for _ in module.buffers(recurse=False))

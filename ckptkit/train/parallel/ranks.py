@@ -1,4 +1,4 @@
-"""Ranks: where each stands, how they meet, and what one of them does for all. Knows no model, no files and no steps."""
+"""Join the ranks of a run, and let one of them work for all. Knows no model, no files and no steps."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands: its number of how many, the same on this machine, and the URL at which they meet."""
+    """A rank's number among all, its number on this machine, and the URL at which they meet (torch's `init_method`)."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    meeting: str
+    rendezvous: str
 
 
 @contextmanager
 def process_group(place: Place, device: str, *, deterministic: bool = False) -> Iterator[DeviceMesh]:
-    """Join the other ranks; yields a mesh of one dimension on the device of choice, and leaves the group at the end.
+    """Join the other ranks; yield a mesh of one dimension on the device of choice, and leave the group at the end.
 
     `deterministic` asks a GPU for the same bits each time: its attention else adds up gradients in any order.
     """
@@ -42,7 +42,7 @@ def process_group(place: Place, device: str, *, deterministic: bool = False) -> 
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
-    dist.init_process_group(backend, init_method=place.meeting, rank=place.rank, world_size=place.world_size)
+    dist.init_process_group(backend, init_method=place.rendezvous, rank=place.rank, world_size=place.world_size)
     done = False
     try:
         # A rank may have joined while another still connects: should it fail and leave at once, so would that one.
@@ -56,7 +56,7 @@ def process_group(place: Place, device: str, *, deterministic: bool = False) -> 
 
 
 def choose_device(device: str, place: Place) -> torch.device:
-    """The device of a rank: by `auto` a GPU of its own where this machine has one for each rank, else the CPU."""
+    """Return the device of a rank: by `auto` a GPU of its own if this machine has one for each rank, else the CPU."""
     gpus = torch.cuda.device_count()
     enough = gpus >= place.local_world_size
     if device == "cuda" and not enough:
@@ -70,7 +70,7 @@ def choose_device(device: str, place: Place) -> torch.device:
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 and give its result to every rank; a CkptError raised there is raised on every rank."""
+    """Do `work` on rank 0 and return its result on every rank; a CkptError raised there is raised on every rank."""
     outcome: list[T | CkptError | None] = [None]
     if dist.get_rank() == 0:
         try:

@@ -1,4 +1,4 @@
-"""Recomputing: activation checkpointing and compilation of blocks. Wraps their `forward`, so no tensor changes name.
+"""Recompute activations of blocks, and compile blocks. Wraps their `forward`, so no tensor changes name.
 
 What FSDP does to a block happens around its `forward`: it gathers before and frees after, in backward too. So a
 checkpoint inside recomputes with parameters that are there already, under FSDP1 and FSDP2 alike.

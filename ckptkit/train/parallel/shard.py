@@ -1,4 +1,4 @@
-"""Sharding: from a blueprint to a model spread over the ranks, never whole on any. Knows no files and no steps."""
+"""Build a model from a blueprint, spread over the ranks and never whole on any. Knows no files and no steps."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ckptkit.train.parallel.recompute import compile_blocks, recompute
 
 
 class Sharding(Protocol):
-    """What the versions of FSDP do differently."""
+    """The operations in which the versions of FSDP differ."""
 
     def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
         """Shard a model that is on `meta`, then give it memory, and its initial weights and buffers."""
 
     def clip(self, model: nn.Module, limit: float) -> float:
-        """Scale the gradients down to norm `limit` if theirs is larger; gives the norm that they had. A collective."""
+        """Scale the gradients down to norm `limit` if theirs is larger; return the norm that they had. A collective."""
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """While open, backward adds up gradients, and leaves out all communication that can wait for the last one."""
+        """Add up gradients in backward, inside the block, and leave out communication that can wait for the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A model spread over the ranks, and what was true of it before: which parameters were matrices, which tied.
+    """A model spread over the ranks, and facts from before: which parameters were matrices, which tied.
 
     `first_names` gives for each name of the state dict the first one of the same tensor.
     `multiplied` counts the parameters that every token is multiplied with: an embedding is only looked up.
@@ -48,7 +48,7 @@ class Sharded:
     multiplied: int
 
     def parameters(self, *, matrices: bool) -> list[nn.Parameter]:
-        """The parameters to train: those that have two dimensions or more before sharding, or the others."""
+        """Return the parameters to train that have two dimensions or more before sharding, or the others."""
         return [
             parameter
             for name, parameter in self.model.named_parameters()
@@ -77,7 +77,7 @@ def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int
 
 
 def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a strategy needs: of one dimension, or [replicas, shards]."""
+    """Return the mesh that a strategy needs: of one dimension, or [replicas, shards]."""
     world_size = mesh.size()
     if config.cpu_offload and mesh.device_type == "cpu":
         raise Usage("there is nothing to offload from: the device is the CPU", hint="leave out `--cpu-offload`")
@@ -96,7 +96,7 @@ def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def freeze(model: nn.Module, globs: Iterable[str]) -> None:
-    """Train no parameter whose name one of `globs` matches; a glob that matches none is a mistake."""
+    """Freeze the parameters whose name one of `globs` matches; a glob that matches none is a mistake."""
     parameters = dict(model.named_parameters())
     for glob in globs:
         matching = [name for name in parameters if fnmatchcase(name, glob)]
@@ -109,18 +109,18 @@ def freeze(model: nn.Module, globs: Iterable[str]) -> None:
 
 
 def find_first_names(model: nn.Module) -> dict[str, str]:
-    """Each name of a model's state dict, with the first name of the same tensor: of tied ones, another."""
+    """Return each name of a model's state dict, with the first name of the same tensor: of tied ones, another."""
     first: dict[torch.Tensor, str] = {}
     return {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def count_multiplied(model: nn.Module) -> int:
-    """The elements of the parameters of all modules but embeddings, each once."""
+    """Count the elements of the parameters of all modules but embeddings, each once."""
     owners = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     parameters = {parameter for module in owners for parameter in module.parameters(recurse=False)}
     return sum(parameter.numel() for parameter in parameters)
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what FSDP1 puts into it."""
+    """Return a parameter's name without the words that FSDP1 puts into it."""
     return name.replace("_fsdp_wrapped_module.", "")

@@ -1,1 +1,1 @@
-"""Smoke: a short run, and all that must be true of it and of what comes of it."""
+"""Train a tiny model in a short run, and check it and all that is made of it."""

@@ -1,4 +1,4 @@
-"""Smoke: a short run on this machine, and whether everything that became of it is right, as a list of checks."""
+"""Train a tiny model on this machine, and check everything that is made of it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ckptkit.errors import CkptError, Occupied, translate_os_errors
 from ckptkit.files.staging import check_destination
 from ckptkit.train.config import Device, TrainConfig
 from ckptkit.train.smoke.checks import CHECKS, Skipped
-from ckptkit.train.smoke.trial import SAVED, STEPS, Failed, Trial
+from ckptkit.train.smoke.runs import SAVED, STEPS, Failed, SmokeRuns
 
 MARK = ".smoke"  # in a run that smoke made, and so may replace
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one check found. `ok` is None for a check that was skipped; `detail` says why, or what was compared."""
+    """The result of one check. `ok` is None for a check that was skipped; `detail` says why, or what was compared."""
 
     name: str
     ok: bool | None
@@ -51,9 +51,9 @@ def smoke(
     )  # fmt: skip
     checks = []
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
-        trial = Trial(config, nproc, out, Path(room))
+        runs = SmokeRuns(config, nproc, out, Path(room))
         for name, look in CHECKS.items():
-            checks.append(make(name, partial(look, trial)))
+            checks.append(make(name, partial(look, runs)))
             report(checks[-1])
     return checks
 

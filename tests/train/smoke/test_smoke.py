@@ -17,9 +17,9 @@ from ckptkit.errors import Occupied
 from ckptkit.train.config import TrainConfig
 from ckptkit.train.metrics import Step
 from ckptkit.train.smoke.checks import CHECKS
-from ckptkit.train.smoke.practice import Held, Standing, Taken
+from ckptkit.train.smoke.rank_tasks import MemoryReport, StateReport, StepReport
+from ckptkit.train.smoke.runs import SmokeRuns
 from ckptkit.train.smoke.smoke import Check, make, smoke
-from ckptkit.train.smoke.trial import Trial
 from tests.train.test_commands import ckptkit
 
 
@@ -34,23 +34,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trial(made: Path, tmp_path: Path) -> Trial:
+def runs(made: Path, tmp_path: Path) -> SmokeRuns:
     """A copy of what smoke left, to damage."""
     shutil.copytree(made / "run", tmp_path / "run")
     shutil.copytree(made / "out", tmp_path / "out")
-    return make_trial(tmp_path)
+    return make_runs(tmp_path)
 
 
-def make_trial(root: Path, *, heard: Sequence[object] = (), resumed: Sequence[object] = ()) -> Trial:
-    """A trial in `root`, whose ranks have told what was heard of them."""
+def make_runs(root: Path, *, heard: Sequence[object] = (), resumed: Sequence[object] = ()) -> SmokeRuns:
+    """A runs in `root`, whose ranks have told what was heard of them."""
     (root / "room").mkdir(exist_ok=True)
     config = TrainConfig(run=root / "run", untied=True, sequence_length=128)
-    trial = Trial(config, 2, root / "out", root / "room")
-    trial.__dict__.update({"first": list(heard), "resumed": list(resumed)})
-    return trial
+    runs = SmokeRuns(config, 2, root / "out", root / "room")
+    runs.__dict__.update({"first": list(heard), "resumed": list(resumed)})
+    return runs
 
 
-def taken(rank: int, number: int, **others: Any) -> Taken:
+def taken(rank: int, number: int, **others: Any) -> StepReport:
     """A step that gives no reason to complain, but for `others`."""
     usual: dict[str, Any] = {
         "loss": 9.0 - number,
@@ -59,7 +59,7 @@ def taken(rank: int, number: int, **others: Any) -> Taken:
         "lr": 0.1,
         "tokens": number,
     }
-    return Taken(rank, Step(step=number, tokens_per_second=1.0, **{**usual, **others}))
+    return StepReport(rank, Step(step=number, tokens_per_second=1.0, **{**usual, **others}))
 
 
 GOOD = [taken(rank, number) for number in range(1, 9) for rank in (0, 1)]
@@ -68,8 +68,8 @@ GOOD = [taken(rank, number) for number in range(1, 9) for rank in (0, 1)]
 LAUNCHING = {"replicas", "another world size", "full state"}  # they start processes before they judge
 
 
-def check(trial: Trial, name: str) -> Check:
-    return make(name, lambda: CHECKS[name](trial))
+def check(runs: SmokeRuns, name: str) -> Check:
+    return make(name, lambda: CHECKS[name](runs))
 
 
 def test_all_checks_pass_and_leave_run_and_export(made: Path) -> None:
@@ -84,75 +84,75 @@ def test_all_checks_pass_and_leave_run_and_export(made: Path) -> None:
     assert len(load_file(made / "out/model.safetensors")) == 21
 
 
-def test_a_changed_weight_is_found(trial: Trial) -> None:
-    path = trial.out / "model.safetensors"
+def test_a_changed_weight_is_found(runs: SmokeRuns) -> None:
+    path = runs.out / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
     save_file(tensors, path, {"format": "pt"})
-    found = check(trial, "equal tensors")
+    found = check(runs, "equal tensors")
     assert found.ok is False
     assert found.detail == "1 of 21 tensors differ, first `model.layers.1.mlp.up_proj.weight`"
-    assert check(trial, "equal logits").ok is False
-    assert check(trial, "equal logits in transformers").ok is not True
+    assert check(runs, "equal logits").ok is False
+    assert check(runs, "equal logits in transformers").ok is not True
 
 
-def test_a_lost_tensor_is_found(trial: Trial) -> None:
-    path = trial.out / "model.safetensors"
+def test_a_lost_tensor_is_found(runs: SmokeRuns) -> None:
+    path = runs.out / "model.safetensors"
     tensors = load_file(path)
     save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, path, {"format": "pt"})
     for name in ("equal tensors", "equal logits"):
-        found = check(trial, name)
+        found = check(runs, name)
         assert found.ok is False
         assert "lm_head.weight" in found.detail
 
 
 def test_what_the_ranks_tell_is_judged(tmp_path: Path) -> None:
     for name in ("losses are finite", "loss falls", "ranks agree"):
-        assert check(make_trial(tmp_path, heard=GOOD), name).ok is True
+        assert check(make_runs(tmp_path, heard=GOOD), name).ok is True
 
     def found(name: str, **others: float) -> Check:
-        return check(make_trial(tmp_path, heard=[*GOOD[:-2], GOOD[-2], taken(1, 8, **others)]), name)
+        return check(make_runs(tmp_path, heard=[*GOOD[:-2], GOOD[-2], taken(1, 8, **others)]), name)
 
     for others in ({"loss": 0.5}, {"grad_norm": 2.0}, {"lr": 0.2}, {"tokens": 9}):
         assert "the ranks disagree" in found("ranks agree", **others).detail, others
     assert "the same data" in found("ranks agree", local_loss=1.0).detail
     rising = [taken(rank, number, loss=number) for number in range(1, 9) for rank in (0, 1)]
-    assert check(make_trial(tmp_path, heard=rising), "loss falls").ok is False
+    assert check(make_runs(tmp_path, heard=rising), "loss falls").ok is False
     endless = [*GOOD[:-2], taken(0, 8, loss=float("nan"))]
     for heard in (endless, GOOD[:8]):
-        assert check(make_trial(tmp_path, heard=heard), "losses are finite").ok is False
+        assert check(make_runs(tmp_path, heard=heard), "losses are finite").ok is False
 
 
 def test_a_resumed_run_that_differs_is_found(tmp_path: Path) -> None:
-    saved = Standing(0, 4, {"last_epoch": 4}, {"sequences": 32, "tokens": 100})
-    good = make_trial(tmp_path, heard=[*GOOD, saved], resumed=[saved, *GOOD[8:]])
+    saved = StateReport(0, 4, {"last_epoch": 4}, {"sequences": 32, "tokens": 100})
+    good = make_runs(tmp_path, heard=[*GOOD, saved], resumed=[saved, *GOOD[8:]])
     assert check(good, "resume: state").ok is True
     assert check(good, "resume: losses").ok is True
     for wrong in (replace(saved, progress={"sequences": 31}), replace(saved, scheduler={"last_epoch": 3})):
-        assert check(make_trial(tmp_path, heard=[saved], resumed=[wrong]), "resume: state").ok is False
+        assert check(make_runs(tmp_path, heard=[saved], resumed=[wrong]), "resume: state").ok is False
     for steps in ([*GOOD[8:-2], taken(0, 8, loss=1.0 + 1e-15)], GOOD[10:]):
-        assert check(make_trial(tmp_path, heard=GOOD, resumed=steps), "resume: losses").ok is False
+        assert check(make_runs(tmp_path, heard=GOOD, resumed=steps), "resume: losses").ok is False
 
 
-def test_checkpoints_are_compared_tensor_by_tensor(trial: Trial) -> None:
-    again = trial.room / "resumed" / "ckpt-8"
-    shutil.copytree(trial.checkpoint, again)
-    found = check(trial, "resume: weights")
+def test_checkpoints_are_compared_tensor_by_tensor(runs: SmokeRuns) -> None:
+    again = runs.scratch / "resumed" / "ckpt-8"
+    shutil.copytree(runs.checkpoint, again)
+    found = check(runs, "resume: weights")
     assert (found.ok, found.detail) == (True, "84 tensors of model and optimizer equal, bit for bit")
     shutil.rmtree(again)
-    shutil.copytree(trial.checkpoint.with_name("ckpt-4"), again)
-    assert "84 of 84 tensors differ" in check(trial, "resume: weights").detail
+    shutil.copytree(runs.checkpoint.with_name("ckpt-4"), again)
+    assert "84 of 84 tensors differ" in check(runs, "resume: weights").detail
 
 
-def test_a_resharded_checkpoint_that_differs_is_found(trial: Trial) -> None:
-    trial.__dict__["resharded"] = [trial.checkpoint, trial.checkpoint]
-    assert check(trial, "reshard").ok is True
-    trial.__dict__["resharded"] = [trial.checkpoint.with_name("ckpt-4"), trial.checkpoint]
-    assert "84 of 84 tensors differ" in check(trial, "reshard").detail
+def test_a_resharded_checkpoint_that_differs_is_found(runs: SmokeRuns) -> None:
+    runs.__dict__["resharded"] = [runs.checkpoint, runs.checkpoint]
+    assert check(runs, "reshard").ok is True
+    runs.__dict__["resharded"] = [runs.checkpoint.with_name("ckpt-4"), runs.checkpoint]
+    assert "84 of 84 tensors differ" in check(runs, "reshard").detail
 
 
 def test_another_step_after_resharding_is_found(tmp_path: Path) -> None:
-    found = make_trial(tmp_path)
+    found = make_runs(tmp_path)
     for others, is_good in (({}, True), ({"loss": 0.5}, False), ({"grad_norm": 2.0}, False)):
         found.__dict__["stepped"] = [taken(0, 5), taken(1, 5), taken(1, 5), taken(0, 5, **others)]
         assert check(found, "resume after reshard").ok is is_good, others
@@ -160,39 +160,39 @@ def test_another_step_after_resharding_is_found(tmp_path: Path) -> None:
     assert check(found, "resume after reshard").ok is False
 
 
-def test_an_export_that_does_not_come_back_is_found(trial: Trial) -> None:
-    found = check(trial, "round trip")
+def test_an_export_that_does_not_come_back_is_found(runs: SmokeRuns) -> None:
+    found = check(runs, "round trip")
     assert (found.ok, found.detail.count("bit for bit")) == (True, 2)
-    path = trial.out / "model.safetensors"
+    path = runs.out / "model.safetensors"
     tensors = load_file(path)
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, path, {"format": "pt"})
-    shutil.rmtree(trial.room)
-    assert "model.safetensors: the 256 bytes at " in check(trial, "round trip").detail
-    (trial.out / "ckptkit.json").unlink()  # without which nothing shows that the file was changed
-    shutil.rmtree(trial.room)
-    assert check(trial, "round trip").detail == "1 of 21 tensors differ, first `model.model.norm.weight`"
+    shutil.rmtree(runs.scratch)
+    assert "model.safetensors: the 256 bytes at " in check(runs, "round trip").detail
+    (runs.out / "ckptkit.json").unlink()  # without which nothing shows that the file was changed
+    shutil.rmtree(runs.scratch)
+    assert check(runs, "round trip").detail == "1 of 21 tensors differ, first `model.model.norm.weight`"
 
 
-def test_memory_beyond_the_estimate_is_found(trial: Trial) -> None:
-    trial.first.append(Held(0, 1_000_000, 2_000_000, None, "float32"))
-    found = check(trial, "memory as estimated")
+def test_memory_beyond_the_estimate_is_found(runs: SmokeRuns) -> None:
+    runs.first.append(MemoryReport(0, 1_000_000, 2_000_000, None, "float32"))
+    found = check(runs, "memory as estimated")
     assert found.ok is False
     assert found.detail.startswith("1,000,000 bytes of parameters and 2,000,000 of moments; estimated (2")
 
 
 def test_what_was_never_made_fails_every_check_with_a_reason(tmp_path: Path) -> None:
-    absent = make_trial(tmp_path)
+    absent = make_runs(tmp_path)
     for name in CHECKS.keys() - LAUNCHING:
         found = check(absent, name)
         assert found.ok is False, name
         assert found.detail
 
 
-def test_a_damaged_shard_fails_consolidation_and_names_the_file(trial: Trial) -> None:
-    (shard, *_) = sorted(trial.checkpoint.glob("*.distcp"))
+def test_a_damaged_shard_fails_consolidation_and_names_the_file(runs: SmokeRuns) -> None:
+    (shard, *_) = sorted(runs.checkpoint.glob("*.distcp"))
     os.truncate(shard, shard.stat().st_size // 2)
-    found = check(trial, "consolidate")
+    found = check(runs, "consolidate")
     assert found.ok is False
     assert shard.name in found.detail
 
@@ -211,8 +211,8 @@ def test_nothing_but_an_earlier_smoke_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "another").exists()
 
 
-def test_the_last_checkpoint_is_the_one_compared(trial: Trial) -> None:
-    shutil.rmtree(trial.checkpoint)
-    earlier = make_trial(trial.config.run.parent)
+def test_the_last_checkpoint_is_the_one_compared(runs: SmokeRuns) -> None:
+    shutil.rmtree(runs.checkpoint)
+    earlier = make_runs(runs.config.run.parent)
     assert earlier.checkpoint.name == "ckpt-4"
-    assert not torch.equal(earlier.trained.lm_head.weight, trial.exported["lm_head.weight"])
+    assert not torch.equal(earlier.trained.lm_head.weight, runs.exported["lm_head.weight"])

@@ -1,4 +1,4 @@
-"""Practice: what the ranks of a smoke run do, telling of themselves what no checkpoint shows. Judges nothing."""
+"""Do the work of a smoke run's ranks, and report from each what no checkpoint shows. Judges nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptkit.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepReport:
     """A step as one rank saw it."""
 
     rank: int
@@ -32,8 +32,8 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a rank stood after a step: its scheduler, and its place in the data."""
+class StateReport:
+    """The state of a rank after a step: its scheduler, and its place in the data."""
 
     rank: int
     step: int
@@ -42,8 +42,8 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes that a rank holds: of parameters, and of the optimizer's moments; and its GPU's peak (None on the CPU)."""
+class MemoryReport:
+    """The bytes that a rank holds of parameters and of the optimizer's moments; its GPU's peak (None on the CPU)."""
 
     rank: int
     parameters: int
@@ -53,75 +53,75 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class ReplicaReport:
     """The CRC-32 of all that a rank holds of the parameters."""
 
     rank: int
     crc32: int
 
 
-def practise(config: TrainConfig, place: Place, report: Report) -> None:
-    """Train a run to its end, as `ckptkit.train.loop` does, each rank telling what it saw."""
+def train_and_report(config: TrainConfig, place: Place, report: Report) -> None:
+    """Train a run to its end, as `ckptkit.train.loop` does, and report each step, state and the memory."""
     with process_group(place, config.device, deterministic=True) as mesh:
         trainer, run = start(config, mesh)
-        report(stand(trainer))
+        report(report_state(trainer))
         peak = 0
         with run, Log(config, place.rank) as log:
             for step in advance(config, trainer, run, Asked(signal.SIGTERM)):
                 log.write(step)
-                report(Taken(place.rank, step))
+                report(StepReport(place.rank, step))
                 if step.checkpoint:
-                    report(stand(trainer))
+                    report(report_state(trainer))
                 peak = max(peak, step.memory_allocated or 0)
-        report(hold(trainer, peak or None))
+        report(report_memory(trainer, peak or None))
 
 
-def save_again(config: TrainConfig, place: Place, report: Report) -> None:
-    """Load the checkpoint that the configuration resumes from, and save it as it is, as one of its own run."""
+def load_and_save(config: TrainConfig, place: Place, report: Report) -> None:
+    """Load the checkpoint that the configuration resumes from, and save it unchanged, as one of its own run."""
     with process_group(place, config.device) as mesh:
         trainer, run = start(config, mesh)
         with run:
             trainer.save(run)
-        report(stand(trainer))
+        report(report_state(trainer))
 
 
-def replicate(config: TrainConfig, place: Place, report: Report) -> None:
-    """Take the steps of a configuration, and tell what each rank's parameters became."""
+def train_replica(config: TrainConfig, place: Place, report: Report) -> None:
+    """Take the steps of a configuration, and report the CRC-32 of the parameters."""
     with process_group(place, config.device) as mesh:
         trainer, _ = start(config, mesh)
         while trainer.progress.step < config.steps:
             trainer.step()
-        report(Copy(place.rank, checksum(trainer.model.parameters())))
+        report(ReplicaReport(place.rank, checksum(trainer.model.parameters())))
 
 
-def step_from(config: TrainConfig, checkpoints: Sequence[Path], place: Place, report: Report) -> None:
-    """Go on from each of some checkpoints by one step, and tell of it. Nothing is saved."""
+def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: Place, report: Report) -> None:
+    """Resume each of some checkpoints for one step, and report it. Saves nothing."""
     with process_group(place, config.device, deterministic=True) as mesh:
         for checkpoint in checkpoints:
             trainer, _ = start(replace(config, resume=str(checkpoint)), mesh)
-            report(Taken(place.rank, trainer.step()))
+            report(StepReport(place.rank, trainer.step()))
 
 
-def stand(trainer: Trainer) -> Standing:
-    """Where a trainer stands."""
+def report_state(trainer: Trainer) -> StateReport:
+    """Return the state of a trainer."""
     progress = trainer.progress
-    return Standing(trainer.rank, progress.step, trainer.scheduler.state_dict(), progress.state_dict())
+    return StateReport(trainer.rank, progress.step, trainer.scheduler.state_dict(), progress.state_dict())
 
 
-def hold(trainer: Trainer, peak: int | None) -> Held:
-    """What a trainer holds."""
+def report_memory(trainer: Trainer, peak: int | None) -> MemoryReport:
+    """Return the bytes that a trainer holds."""
     moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     dtype = str(param_dtype(trainer.config, trainer.device.type)).removeprefix("torch.")
-    return Held(trainer.rank, nbytes(trainer.model.parameters()), nbytes(moments), peak, dtype)
+    return MemoryReport(trainer.rank, nbytes(trainer.model.parameters()), nbytes(moments), peak, dtype)
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this rank's part of all tensors."""
+    """Return the bytes of this rank's part of all tensors."""
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """The CRC-32 of this rank's part of all tensors."""
+    """Return the CRC-32 of this rank's part of all tensors."""
     crc = 0
     for tensor in tensors:
         crc = zlib.crc32(local(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
@@ -129,5 +129,5 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

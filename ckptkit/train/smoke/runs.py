@@ -1,4 +1,4 @@
-"""Trials: a smoke run and the runs that come of it, each made when first asked for; what they left, read by torch."""
+"""Make a smoke run and the runs that follow from it, each when first asked for, and read their results by torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptkit.train.config import Device, TrainConfig
 from ckptkit.train.launch import launch
 from ckptkit.train.models.config import ModelConfig
 from ckptkit.train.models.llama import Llama
-from ckptkit.train.smoke.practice import practise, save_again, step_from
+from ckptkit.train.smoke.rank_tasks import load_and_save, step_from_each, train_and_report
 
 STEPS, SAVED = 8, 4
 SIZES = (3, 16, 1)  # ranks to reshard for, one after the other
@@ -29,69 +29,69 @@ T = TypeVar("T")
 
 
 class Failed(Exception):
-    """What a check looked at is not as it should be."""
+    """The reason why a check failed."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The run under test, where its export goes, and a room for more runs; each is made when first asked for."""
+class SmokeRuns:
+    """The run under test, the place of its export, and a directory for more runs; each is made when first asked for."""
 
     config: TrainConfig
     nproc: int
     out: Path
-    room: Path
+    scratch: Path
 
     @cached_property
     def first(self) -> list[Any]:
-        """What the ranks tell of the run itself."""
-        return work(partial(practise, self.config), self.nproc)
+        """Return the ranks' reports of the run itself."""
+        return run_ranks(partial(train_and_report, self.config), self.nproc)
 
     @cached_property
     def resumed(self) -> list[Any]:
-        """What they tell of a run that goes on from the first checkpoint of that."""
-        return work(partial(practise, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
+        """Return the ranks' reports of a run that resumes the first checkpoint."""
+        return run_ranks(partial(train_and_report, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
 
     @cached_property
     def at_another_size(self) -> Path:
-        """The last checkpoint, loaded by one rank more and saved by it as one file."""
+        """Return the last checkpoint, loaded by one rank more and saved by it as one file."""
         config = replace(self._go_on("other", self.config.run, STEPS), state_dict="full", device=self._any_device)
-        work(partial(save_again, config), self.nproc + 1)
+        run_ranks(partial(load_and_save, config), self.nproc + 1)
         return Run(config.run).checkpoint(STEPS)
 
     @cached_property
     def from_full(self) -> Path:
-        """That file, loaded and saved as shards again."""
+        """Return that file, loaded and saved as shards again."""
         config = self._go_on("back", self.at_another_size.parent, STEPS)
-        work(partial(save_again, config), self.nproc)
+        run_ranks(partial(load_and_save, config), self.nproc)
         return Run(config.run).checkpoint(STEPS)
 
     @cached_property
     def resharded(self) -> list[Path]:
-        """The last checkpoint for other numbers of ranks, each made of the one before."""
+        """Return the last checkpoint for other numbers of ranks, each made of the one before."""
         made = [self.checkpoint]
         for size in SIZES:
-            made.append(reshard(made[-1], self.room / f"for-{size}", to=size).output)
+            made.append(reshard(made[-1], self.scratch / f"for-{size}", to=size).output)
         return made[1:]
 
     @cached_property
     def stepped(self) -> list[Any]:
-        """What one rank more tells of the step after the first checkpoint: loaded as it is, and resharded for them."""
+        """Return the reports of one rank more on the step after the first checkpoint: from it, and resharded."""
         original = Run(self.config.run).checkpoint(SAVED)
         size = self.nproc + 1
-        resharded = reshard(original, self.room / "resharded", to=size).output
-        config = replace(self.config, run=self.room / "stepped", device=self._any_device)
-        return work(partial(step_from, config, [original, resharded]), size)
+        resharded = reshard(original, self.scratch / "resharded", to=size).output
+        config = replace(self.config, run=self.scratch / "stepped", device=self._any_device)
+        return run_ranks(partial(step_from_each, config, [original, resharded]), size)
 
     @property
     def _any_device(self) -> Device:
         return "auto" if self.config.device == "cuda" else self.config.device  # there may be no GPU more
 
     def _go_on(self, name: str, run: Path, step: int) -> TrainConfig:
-        return replace(self.config, run=self.room / name, resume=str(Run(run).checkpoint(step)))
+        return replace(self.config, run=self.scratch / name, resume=str(Run(run).checkpoint(step)))
 
     @property
     def checkpoint(self) -> Path:
-        """The last checkpoint of the run."""
+        """Return the last checkpoint of the run."""
         latest = Run(self.config.run).latest()
         if latest is None:
             raise Failed(f"no checkpoint in {self.config.run}")
@@ -99,7 +99,7 @@ class Trial:
 
     @cached_property
     def trained(self) -> Llama:
-        """The built-in model with the weights of the last checkpoint, read by torch and no part of ckptkit."""
+        """Return the built-in model with the weights of the last checkpoint, read by torch and no part of ckptkit."""
         model = Llama(ModelConfig.read(self.checkpoint / "config.json"))
         with warnings.catch_warnings(action="ignore"):  # torch warns that it loads in one process, as it is told to
             state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=self.checkpoint, no_dist=True)
@@ -107,7 +107,7 @@ class Trial:
 
     @cached_property
     def exported(self) -> dict[str, Tensor]:
-        """The tensors of the export by name."""
+        """Return the tensors of the export by name."""
         files = sorted(self.out.glob("*.safetensors"))
         if not files:
             raise Failed(f"no safetensors in {self.out}")
@@ -115,25 +115,25 @@ class Trial:
 
     @cached_property
     def prompt(self) -> Tensor:
-        """Tokens to compare logits on: int64 [4, sequence_length]."""
+        """Return tokens to compare logits on: int64 [4, sequence_length]."""
         generator = torch.Generator().manual_seed(1)
         return torch.randint(self.trained.config.vocab_size, (4, self.config.sequence_length), generator=generator)
 
 
-def work(task: Callable[..., None], nproc: int) -> list[Any]:
-    """Do a task on `nproc` ranks; gives what they report."""
+def run_ranks(task: Callable[..., None], nproc: int) -> list[Any]:
+    """Do a task on `nproc` ranks, and return what they report."""
     heard: list[Any] = []
     launch(task, nproc, heard.append)
     return heard
 
 
-def of(kind: type[T], heard: list[Any]) -> list[T]:
-    """The reports of one kind."""
+def of_kind(kind: type[T], heard: list[Any]) -> list[T]:
+    """Return the reports of one kind."""
     return [report for report in heard if isinstance(report, kind)]
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of a sharded or full checkpoint by their dotted names, read by torch and no part of ckptkit."""
+    """Read all tensors of a sharded or full checkpoint by their dotted names, by torch and no part of ckptkit."""
     if (checkpoint / "state.pt").exists():
         return dict(flatten(torch.load(checkpoint / "state.pt", weights_only=True)))
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -148,7 +148,7 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested dicts, each with the keys that lead to it."""
+    """Yield the tensors of nested dicts, each with the keys that lead to it."""
     for key, value in state.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
