@@ -36,7 +36,7 @@ class Axis:
         return powers(self.low, self.high) if self.is_log else ticks(self.low, self.high)
 
 
-def upright(low: float, high: float, start: float, end: float, *, may_be_log: bool = False) -> Axis:
+def value_axis(low: float, high: float, start: float, end: float, *, may_be_log: bool = False) -> Axis:
     """Return the axis for values between two: from zero if that is near, or by powers of ten if they differ much."""
     if may_be_log and low > 0 and high / low > _MANY_TIMES:
         return Axis(low, high, start, end, is_log=True)
@@ -46,7 +46,7 @@ def upright(low: float, high: float, start: float, end: float, *, may_be_log: bo
     return Axis(low if low == 0 else low - room, high + room, start, end)
 
 
-def across(axis: Axis, y: float) -> Iterator[Markup]:
+def draw_labels(axis: Axis, y: float) -> Iterator[Markup]:
     """Draw the labels of steps, below a picture whose lower edge is at `y`."""
     yield element("line", x1=axis.start, x2=axis.end, y1=y, y2=y, class_="axis")
     for number in axis.labels:
@@ -56,7 +56,7 @@ def across(axis: Axis, y: float) -> Iterator[Markup]:
             yield element("text", brief(number), x=x, y=y + 15, text_anchor=anchor)
 
 
-def lines(axis: Axis, left: float, right: float) -> Iterator[Markup]:
+def draw_grid(axis: Axis, left: float, right: float) -> Iterator[Markup]:
     """Draw a line with a label at each round value."""
     for number in axis.labels:
         y = axis.place(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ckptkit.pictures.axes import Axis, across, lines, upright
+from ckptkit.pictures.axes import Axis, draw_grid, draw_labels, value_axis
 from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import brief
 from ckptkit.pictures.series import Series, Stretch
@@ -22,19 +22,19 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
     drawn = [one for one in series if one.stretches]
     stretches = [stretch for one in drawn for stretch in one.stretches]
     x = Axis(min(s.first for s in stretches), max(s.last for s in stretches), _LEFT, _RIGHT)
-    y = upright(min(one.low for one in drawn), max(one.high for one in drawn), _BOTTOM, _TOP, may_be_log=may_be_log)
+    y = value_axis(min(one.low for one in drawn), max(one.high for one in drawn), _BOTTOM, _TOP, may_be_log=may_be_log)
     summary = "; ".join(summarise(one) for one in drawn)
     return picture(
         f"{title} by step: {summary}",
         f"0 0 {_WIDTH} {_HEIGHT}",
         element("text", title, x=2, y=14, class_="title"),
-        header(drawn),
-        lines(y, _LEFT, _RIGHT),
-        across(x, _BOTTOM),
+        draw_header(drawn),
+        draw_grid(y, _LEFT, _RIGHT),
+        draw_labels(x, _BOTTOM),
         element("text", "step", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
-        (curve(one, x, y, _CLASSES[i]) for i, one in enumerate(drawn)),
-        (marks(one, x) for one in drawn),
-        spots(drawn, x, y),
+        (draw_curve(one, x, y, _CLASSES[i]) for i, one in enumerate(drawn)),
+        (draw_missing(one, x) for one in drawn),
+        draw_tips(drawn, x, y),
     )
 
 
@@ -44,7 +44,7 @@ def summarise(series: Series) -> str:
     return f"{series.name} from {brief(series.low)} to {brief(series.high)}, last {brief(series.latest or 0.0)}{bad}"
 
 
-def header(drawn: Sequence[Series]) -> Iterator[Markup]:
+def draw_header(drawn: Sequence[Series]) -> Iterator[Markup]:
     """Draw the last number of each metric, and a sample of its line."""
     right = float(_RIGHT)
     for i, one in reversed(list(enumerate(drawn))):
@@ -57,17 +57,17 @@ def header(drawn: Sequence[Series]) -> Iterator[Markup]:
             right -= 22
 
 
-def curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
+def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
     """Draw the line of a metric, broken where numbers are missing, and the band around it."""
     paths, bands = [], []
     for piece in pieces(series.stretches):
         middle = [(x.place((s.first + s.last) / 2), y.place(s.mean)) for s in piece]
-        paths.append(path(middle))
+        paths.append(path_through(middle))
         if any(s.count > 1 for s in piece) and len(piece) > 1:
             places = [at for at, _ in middle]
             upper = list(zip(places, (y.place(s.high) for s in piece), strict=True))
             lower = list(zip(places, (y.place(s.low) for s in piece), strict=True))
-            bands.append(path([*upper, *reversed(lower)]) + "Z")
+            bands.append(path_through([*upper, *reversed(lower)]) + "Z")
         if len(series.stretches) <= _FEW or len(piece) == 1:
             yield from (element("circle", cx=at, cy=height, r=1.8, class_=f"dot {kind}") for at, height in middle)
     if bands:
@@ -85,12 +85,12 @@ def pieces(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
     return found
 
 
-def path(points: Sequence[tuple[float, float]]) -> str:
+def path_through(points: Sequence[tuple[float, float]]) -> str:
     """Return a line through points, as the attribute `d` of a path."""
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-def marks(series: Series, x: Axis) -> Iterator[Markup]:
+def draw_missing(series: Series, x: Axis) -> Iterator[Markup]:
     """Draw a short line at each step where a metric was no finite number."""
     for step in series.bad:
         at = min(max(x.place(step), _LEFT), _RIGHT)
@@ -101,7 +101,7 @@ def marks(series: Series, x: Axis) -> Iterator[Markup]:
         yield element("text", said, x=_RIGHT, y=_TOP - 8, text_anchor="end", class_="bad")
 
 
-def spots(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
+def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
     """Draw narrow upright fields that show the numbers at their step when pointed at, without a script."""
     stretches = drawn[0].stretches
     every = -(-len(stretches) // _MOST_SPOTS)
@@ -109,7 +109,7 @@ def spots(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
     places = [x.place((s.first + s.last) / 2) for s in chosen]
     edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), _RIGHT]
     for stretch, at, (left, right) in zip(chosen, places, pairwise(edges), strict=True):
-        said = tell(drawn, stretch)
+        said = describe(drawn, stretch)
         wide = 5.9 * len(said) + 12
         start = min(max(at - wide / 2, _LEFT), _RIGHT - wide)
         yield element(
@@ -123,7 +123,7 @@ def spots(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
         )
 
 
-def tell(drawn: Sequence[Series], stretch: Stretch) -> str:
+def describe(drawn: Sequence[Series], stretch: Stretch) -> str:
     """Return the numbers of a stretch in words."""
     first = f"{stretch.first:,.0f}"
     where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"

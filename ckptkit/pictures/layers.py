@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptkit.pictures.axes import Axis, across, lines, upright
-from ckptkit.pictures.curves import path
+from ckptkit.pictures.axes import Axis, draw_grid, draw_labels, value_axis
+from ckptkit.pictures.curves import path_through
 from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import brief
 from ckptkit.pictures.style import OWNERS
@@ -30,15 +30,15 @@ def draw_layers(title: str, kinds: Sequence[Kind]) -> Markup:
     numbers = [value for kind in kinds for value in kind.by_layer.values()]
     layers = [layer for kind in kinds for layer in kind.by_layer]
     x = Axis(min(layers), max(layers), _LEFT, _RIGHT)
-    y = upright(min(numbers), max(numbers), _BOTTOM, _TOP, may_be_log=True)
+    y = value_axis(min(numbers), max(numbers), _BOTTOM, _TOP, may_be_log=True)
     return picture(
         title,
         f"0 0 {_WIDTH} {_HEIGHT}",
-        lines(y, _LEFT, _RIGHT),
-        across(x, _BOTTOM),
+        draw_grid(y, _LEFT, _RIGHT),
+        draw_labels(x, _BOTTOM),
         element("text", "layer", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
         (draw_kind(kind, x, y, OWNERS[i % len(OWNERS)]) for i, kind in enumerate(kinds)),
-        names(kinds, y),
+        draw_names(kinds, y),
     )
 
 
@@ -49,16 +49,16 @@ def draw_kind(kind: Kind, x: Axis, y: Axis, fill: str) -> Markup:
         element("circle", element("title", f"{kind.name}, layer {layer}: {brief(value)}"), cx=at, cy=height, r=2.6)
         for layer, value, at, height in places
     ]
-    line = element("path", d=path([place[2:] for place in places]), class_="curve", stroke=fill)
+    line = element("path", d=path_through([place[2:] for place in places]), class_="curve", stroke=fill)
     return element("g", line, dots, fill=fill, class_="kind")
 
 
-def names(kinds: Sequence[Kind], y: Axis) -> Iterator[Markup]:
+def draw_names(kinds: Sequence[Kind], y: Axis) -> Iterator[Markup]:
     """Draw the names beside the ends of the lines, moved apart where they would overlap."""
     ends = sorted((y.place(kind.by_layer[max(kind.by_layer)]), i, kind.name) for i, kind in enumerate(kinds))
     wanted = [height for height, _, _ in ends]
     for (height, i, name), at in zip(ends, spread(wanted, _TOP, _BOTTOM), strict=True):
-        line = path([(_RIGHT + 5, height), (_RIGHT + 15, at), (_RIGHT + 22, at)])
+        line = path_through([(_RIGHT + 5, height), (_RIGHT + 15, at), (_RIGHT + 22, at)])
         yield element("g", element("path", d=line, class_="curve", stroke=OWNERS[i % len(OWNERS)]), class_="kind")
         shown = name if len(name) <= _LETTERS else f"…{name[-_LETTERS + 1 :]}"
         yield element("text", shown, x=_RIGHT + 28, y=at + 3.5, class_="name")

@@ -109,7 +109,7 @@ def draw_parts(row: Row, shards: ShardMap, place: tuple[float, float], most: int
     together = max(1, ceil(len(pairs) / most))
     for at in range(0, len(pairs), together):
         group = pairs[at : at + together]
-        area = around([rectangle for rectangle, _ in group])
+        area = enclose([rectangle for rectangle, _ in group])
         x, y = _LEFT + area.left * (_RIGHT - _LEFT), top + 2 + area.top * (height - 4)
         width, tall = (area.right - area.left) * (_RIGHT - _LEFT), (area.bottom - area.top) * (height - 4)
         owner = group[0][1].owner
@@ -121,7 +121,7 @@ def draw_parts(row: Row, shards: ShardMap, place: tuple[float, float], most: int
             yield element("text", mark, x=x + 5, y=y + tall / 2 + 4, class_="on")
 
 
-def around(rectangles: Sequence[Rectangle]) -> Rectangle:
+def enclose(rectangles: Sequence[Rectangle]) -> Rectangle:
     """Return the smallest rectangle around some."""
     return Rectangle(
         min(one.left for one in rectangles),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptkit.pictures.axes import Axis, across
+from ckptkit.pictures.axes import Axis, draw_labels
 from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import format_bytes
 
@@ -36,10 +36,10 @@ def draw_timeline(stops: Sequence[Stop], last_step: float | None = None) -> Mark
     title = f"{len(shown)} checkpoints from step {shown[0].step:,} to {shown[-1].step:,}"
     full = max(stop.nbytes for stop in shown) or 1
     drawn = (draw_stop(stop, x, full) for stop in shown)
-    return picture(title, f"0 0 {_WIDTH} {_HEIGHT}", legend(shown), across(x, _BOTTOM), drawn)
+    return picture(title, f"0 0 {_WIDTH} {_HEIGHT}", draw_legend(shown), draw_labels(x, _BOTTOM), drawn)
 
 
-def legend(shown: Sequence[Stop]) -> Iterator[Markup]:
+def draw_legend(shown: Sequence[Stop]) -> Iterator[Markup]:
     """Draw a sample of each kind of checkpoint that is shown."""
     kinds = [("saved", "complete"), ("model", "weights only"), ("unfinished", "not complete")]
     there = {kind_of(stop) for stop in shown}

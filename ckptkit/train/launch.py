@@ -62,7 +62,7 @@ def launch_here(work: Work, nproc: int, report: Report) -> None:
         rendezvous = (Path(room) / "rendezvous").as_uri()
         ranks = [start(work, Place(number, nproc, number, nproc, rendezvous)) for number in range(nproc)]
         try:
-            with passing_on(signal.SIGTERM, ranks):
+            with forwarding(signal.SIGTERM, ranks):
                 follow(ranks, report)
         finally:
             for rank in ranks:
@@ -72,15 +72,15 @@ def launch_here(work: Work, nproc: int, report: Report) -> None:
 
 
 @contextmanager
-def passing_on(number: signal.Signals, ranks: list[Rank]) -> Iterator[None]:
+def forwarding(number: signal.Signals, ranks: list[Rank]) -> Iterator[None]:
     """Pass a signal to this process on to its ranks, inside the block: each ends as it sees fit, and so do we."""
 
-    def pass_on(*_: object) -> None:
+    def forward(*_: object) -> None:
         for rank in ranks:
             if rank.process.pid is not None and rank.process.is_alive():
                 os.kill(rank.process.pid, number)
 
-    before = signal.signal(number, pass_on)
+    before = signal.signal(number, forward)
     try:
         yield
     finally:
@@ -91,13 +91,13 @@ def start(work: Work, place: Place) -> Rank:
     """Start the process of one rank. Spawned, not forked: torch's threads and CUDA do not survive a fork."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=be_rank, args=(work, place, theirs), name=f"rank {place.rank}", daemon=True)
+    process = context.Process(target=run_rank, args=(work, place, theirs), name=f"rank {place.rank}", daemon=True)
     process.start()
     theirs.close()  # so that the end of the process is the end of the pipe
     return Rank(place.rank, process, ours)
 
 
-def be_rank(work: Work, place: Place, pipe: Connection) -> None:
+def run_rank(work: Work, place: Place, pipe: Connection) -> None:
     """Work as the process of a rank: report our errors over the pipe, and exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     os.dup2(2, 1)  # results go through the pipe; what libraries print, as torch 2.10's gloo does, is none

@@ -27,7 +27,7 @@ CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Findings:
     """The findings of rank 0 for all: the checkpoint to resume, the model's place, and its tokenizer."""
 
     resume: Path | None
@@ -41,35 +41,35 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
     """Make all that a run needs, on every rank, at its first step or at the one that it resumes."""
     if config.batch_size < mesh.size():
         raise Usage(f"batch_size {config.batch_size} leaves some of {mesh.size()} ranks without a sequence")
-    ground = on_rank_0(partial(explore, config))
-    blueprint = choose_blueprint(ground.model, tied=not config.untied, vocab_size=ground.vocab_size)
-    require_fit(config, blueprint, ground)
-    run = make_run(config, {**ground.tokenizer_files, **blueprint.files()})
-    tokens = on_rank_0(partial(tokenise, config, ground))
+    found = on_rank_0(partial(find, config))
+    blueprint = choose_blueprint(found.model, tied=not config.untied, vocab_size=found.vocab_size)
+    require_fit(config, blueprint, found)
+    run = make_run(config, {**found.tokenizer_files, **blueprint.files()})
+    tokens = on_rank_0(partial(tokenise, config, found))
     corpus = open_corpus(tokens, length=config.sequence_length, seed=config.seed)
     weights = config.weights or blueprint.weights
-    trainer = Trainer(config, blueprint, corpus, mesh, None if ground.resume or weights else config.seed)
-    if ground.resume is not None:
-        trainer.load(run, ground.resume)
+    trainer = Trainer(config, blueprint, corpus, mesh, None if found.resume or weights else config.seed)
+    if found.resume is not None:
+        trainer.load(run, found.resume)
     elif weights is not None:
         load_weights(trainer.sharded, weights)
     on_rank_0(partial(prepare, config, trainer.progress.step, blueprint.files()))
     return trainer, run
 
 
-def explore(config: TrainConfig) -> Ground:
+def find(config: TrainConfig) -> Findings:
     """Find the checkpoint, the model and the tokenizer, before anything is built."""
     resume = find_resume(config)
     model = resolve_model(config.model)
     own = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
     name = config.tokenizer or own
     tokenizer = choose_tokenizer(name)
-    return Ground(resume, model, name, tokenizer.vocab_size, tokenizer.files())
+    return Findings(resume, model, name, tokenizer.vocab_size, tokenizer.files())
 
 
-def tokenise(config: TrainConfig, ground: Ground) -> TokenFile:
+def tokenise(config: TrainConfig, found: Findings) -> TokenFile:
     """Return the tokens of the data, in a file of the run that every rank opens."""
-    return prepare_tokens(config.data, choose_tokenizer(ground.tokenizer), config.run)
+    return prepare_tokens(config.data, choose_tokenizer(found.tokenizer), config.run)
 
 
 def find_resume(config: TrainConfig) -> Path | None:
@@ -87,17 +87,17 @@ def find_resume(config: TrainConfig) -> Path | None:
     return chosen.path
 
 
-def require_fit(config: TrainConfig, blueprint: Blueprint, ground: Ground) -> None:
+def require_fit(config: TrainConfig, blueprint: Blueprint, found: Findings) -> None:
     """Raise an error unless model, data and the checkpoint to resume belong together."""
     if config.sequence_length > blueprint.max_length:
         raise Usage(f"sequence_length {config.sequence_length} is beyond the model's {blueprint.max_length} positions")
-    if ground.vocab_size > blueprint.vocab_size:
+    if found.vocab_size > blueprint.vocab_size:
         raise Usage(
-            f"the tokenizer has {ground.vocab_size} tokens, the model {blueprint.vocab_size}",
+            f"the tokenizer has {found.vocab_size} tokens, the model {blueprint.vocab_size}",
             hint="give the model's own with `--tokenizer`",
         )
-    if ground.resume is not None:
-        require_same_model(ground.resume / CONFIG, blueprint.files()[CONFIG])
+    if found.resume is not None:
+        require_same_model(found.resume / CONFIG, blueprint.files()[CONFIG])
 
 
 def require_same_model(path: Path, text: bytes) -> None:
