@@ -29,7 +29,7 @@ LAYERS = (
     ("files.system", "files.stores"),
     ("files.stores.*",),
     ("files.path",),
-    ("files.ranges", "files.origin"),
+    ("files.local", "files.ranges", "files.origin"),
     ("files.crc32", "files.file", "tensors.*"),
     ("files.allocation", "files.hidden", "files.folders", "files.locks", "files.trees"),
     ("files.exchange",),

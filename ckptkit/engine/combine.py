@@ -23,7 +23,7 @@ from ckptkit.engine.sources import Sources, place_of
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import Opened, write_from
+from ckptkit.files.file import Opened
 from ckptkit.layout import Chunk, Piece
 from ckptkit.plan import Plan, Target
 from ckptkit.tensors.blocks import cut, span_of
@@ -99,7 +99,7 @@ def fill(terms: Sequence[Term], *, jobs: int | None = None, progress: Callable[[
             def make(block: Block) -> None:
                 pieces: list[list[Piece]] = []
                 data, is_taken = mean.of(block, partial(gather, block, gatherers, pieces))
-                write_from(files.fd(block.chunk.path), data, block.chunk.offset + block.start, root / block.chunk.path)
+                files[block.chunk.path].write_at(data, block.chunk.offset + block.start)
                 with lock:
                     for source, seen in zip(sources, pieces, strict=True):
                         source.note(seen)

@@ -20,7 +20,7 @@ from ckptkit.engine.units import WHOLE, Block, Share, units_of
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import Opened, write_from
+from ckptkit.files.file import Opened
 from ckptkit.layout import Chunk, Piece, Place
 from ckptkit.plan import Plan
 
@@ -83,7 +83,7 @@ def copier(plan: Plan, sources: Sources, ledger: Ledger, progress: Progress | No
         def copy_block(block: Block) -> None:
             chunk, data = block.target.chunk, out[: block.nbytes]
             pieces = fill(source, block, data)
-            write_from(files.fd(chunk.path), data, chunk.offset + block.start, plan.dst.root / chunk.path)
+            files[chunk.path].write_at(data, chunk.offset + block.start)
             crc = checksum(block, pieces, data)
             with sources.lock:
                 sources.note(pieces)

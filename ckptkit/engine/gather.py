@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.files.crc32 import Checksums, crc32
-from ckptkit.files.file import Opened, read_into
+from ckptkit.files.file import Opened
 from ckptkit.layout import Chunk, Piece
 from ckptkit.tensors.blocks import span_of
 from ckptkit.tensors.box import Box
@@ -25,7 +25,6 @@ class Gatherer:
     """Reads boxes of chunks in directory `root`. Belongs to one thread."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
         self._files = Opened(root, in_order=True)
 
     def __enter__(self) -> Self:
@@ -59,7 +58,7 @@ class Gatherer:
 
     def read_into(self, chunk: Chunk, start: int, target: memoryview) -> Piece:
         """Fill `target` with the chunk's bytes from `start`, as they lie."""
-        read_into(self._files.fd(chunk.path), target, chunk.offset + start, self._root / chunk.path)
+        self._files[chunk.path].read_into(target, chunk.offset + start)
         return Piece(chunk, start, len(target), crc32(target))
 
     def checksum(self, path: str, offset: int, length: int) -> int:
@@ -67,7 +66,7 @@ class Gatherer:
         whole: Checksums[str] = Checksums()
         for start in range(0, length, BLOCK_BYTES):
             target = self.scratch[: min(BLOCK_BYTES, length - start)]
-            read_into(self._files.fd(path), target, offset + start, self._root / path)
+            self._files[path].read_into(target, offset + start)
             whole.add(path, start, len(target), crc32(target))
         return whole.whole(path, length) or 0
 

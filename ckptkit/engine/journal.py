@@ -12,8 +12,9 @@ from pathlib import Path
 
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import translate_os_errors
-from ckptkit.files.file import opening, read_at, write_from
-from ckptkit.files.system import again, close
+from ckptkit.files.file import opening, read_at
+from ckptkit.files.local import LocalFile
+from ckptkit.files.system import again
 
 _ENDED = b'{"ended": true}\n'
 
@@ -31,8 +32,8 @@ class Journal:
                 self._load()
 
     def _load(self) -> None:
-        with opening(self.path) as (fd, size):
-            data = read_at(fd, size, 0, self.path)
+        with opening(self.path) as file:
+            data = read_at(file, file.size, 0)
         for line in data.splitlines(keepends=True):
             try:
                 entry = json.loads(line)
@@ -60,11 +61,12 @@ class Journal:
         with translate_os_errors(self.path):
             again(self.path.parent.mkdir, parents=True, exist_ok=True)
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = LocalFile(self.path, fd)
             try:
                 os.ftruncate(fd, self._nbytes)
-                write_from(fd, memoryview(line), self._nbytes, self.path)
+                file.write_at(memoryview(line), self._nbytes)
                 if sync:
                     os.fsync(fd)
             finally:
-                close(fd)
+                file.close()
         self._nbytes += len(line)

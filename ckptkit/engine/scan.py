@@ -18,7 +18,7 @@ from ckptkit.engine.regions import Block, blocks, by_file, cut, ignore
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import CkptError, Report
 from ckptkit.files.crc32 import Checksums, crc32
-from ckptkit.files.file import Opened, read_at, read_into
+from ckptkit.files.file import Opened, read_at
 from ckptkit.layout import Extent, Place
 
 Progress = Callable[[int], None]
@@ -59,7 +59,7 @@ def scan(
             def read(block: Block) -> None:
                 data = out[: block.stop - block.start]
                 try:
-                    read_into(files.fd(block.path), data, block.start, root / block.path)
+                    files[block.path].read_into(data, block.start)
                 except CkptError as error:
                     with lock:
                         report(error.blame(path=root / block.path, tensor=block.tiles[0][0].name or None))
@@ -101,7 +101,7 @@ def find_zeros(root: Path, extent: Extent) -> int | None:
     with Opened(root, in_order=True) as files:
         for start in range(extent.offset, extent.offset + extent.length, BLOCK_BYTES):
             length = min(BLOCK_BYTES, extent.offset + extent.length - start)
-            at = read_at(files.fd(extent.path), length, start, root / extent.path).find(bytes(min(_PAGE, length)))
+            at = read_at(files[extent.path], length, start).find(bytes(min(_PAGE, length)))
             if at >= 0:
                 return start + at
     return None

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
-from ckptkit.files.file import Opened, write_from
-from ckptkit.files.system import NOT_HERE, close
+from ckptkit.files.file import Opened
+from ckptkit.files.local import LocalFile
+from ckptkit.files.system import NOT_HERE
 
 
 def check_room(path: Path, nbytes: int) -> None:
@@ -49,23 +50,24 @@ def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, an
     """
     with translate_os_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        file = LocalFile(path, fd)
         try:
-            there = os.fstat(fd).st_size
+            there = file.size
             if there < size:
                 reserve(fd, size)
             elif there > size:
                 os.ftruncate(fd, size)
             for offset, content in parts:
-                write_from(fd, memoryview(content), offset, path)
+                file.write_at(memoryview(content), offset)
         finally:
-            close(fd)
+            file.close()
 
 
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
     """Write parts, each the name of a file that is there, an offset and bytes; file by file."""
     with Opened(root, writable=True) as files:
         for name, (offset, content) in sorted(parts):
-            write_from(files.fd(name), memoryview(content), offset, root / name)
+            files[name].write_at(memoryview(content), offset)
 
 
 def reserve(fd: int, size: int) -> None:

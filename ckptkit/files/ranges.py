@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from ckptkit.errors import Corrupt, IOFailure, Unsafe
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.files.path import RemotePath, at_once
 from ckptkit.files.stores import Read, reaching
 
@@ -90,6 +90,16 @@ class RemoteFile:
             page = self._page(start // _PAGE)
             first, last = max(offset, start), min(stop, start + _PAGE)
             buffer[first - offset : last - offset] = page[first - start : last - start]
+
+    def write_at(self, buffer: memoryview, offset: int) -> None:  # noqa: ARG002
+        """Raise `Unsupported`: remote files are read only."""
+        raise Unsupported("a remote file cannot be written", path=self.path)
+
+    def announce_order(self) -> None:
+        """Do nothing: a large read is a request of its own, in whatever order they come."""
+
+    def close(self) -> None:
+        """Do nothing: no connection is kept."""
 
     def fetch(self, start: int, stop: int) -> bytes:
         """The bytes from one offset up to another, by a request of their own."""

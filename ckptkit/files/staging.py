@@ -192,8 +192,8 @@ def read_key(path: Path) -> bytes | None:
     with translate_os_errors(file):
         if path.is_symlink() or not file.is_file():
             return None
-        with opening(file) as (fd, size):
-            return read_at(fd, size, 0, file)
+        with opening(file) as opened:
+            return read_at(opened, opened.size, 0)
 
 
 def write_key(path: Path, key: bytes) -> None:

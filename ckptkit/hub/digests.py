@@ -30,10 +30,11 @@ def digest(content: Content, algorithm: _Hash, follow: Follow = lambda _: None) 
     if isinstance(content, bytes):
         algorithm.update(content)
         return algorithm.hexdigest()
-    with opening(content) as (fd, size):
+    with opening(content) as file:
+        size = file.size
         for start in range(0, size, _BLOCK):
             stop = min(start + _BLOCK, size)
-            algorithm.update(read_at(fd, stop - start, start, content))
+            algorithm.update(read_at(file, stop - start, start))
             follow(stop)
     return algorithm.hexdigest()
 

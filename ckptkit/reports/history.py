@@ -114,9 +114,10 @@ def from_state(path: Path) -> History:
 def lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
     """Yield the lines of a file that were written to their end. One that is too long comes as an empty one."""
     rest = b""
-    with opening(path) as (fd, size):
+    with opening(path) as file:
+        size = file.size
         for offset in range(0, size, _BLOCK):
-            block = read_at(fd, min(_BLOCK, size - offset), offset, path)
+            block = read_at(file, min(_BLOCK, size - offset), offset)
             *lines, rest = (rest + block).split(b"\n")
             yield from (line if len(line) < _LONGEST else b"" for line in lines)
             rest = rest[-_LONGEST:]

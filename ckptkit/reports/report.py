@@ -113,8 +113,8 @@ def is_report(path: Path) -> bool:
     with translate_os_errors(path):
         if path.is_symlink() or not path.is_file():
             return False
-    with opening(path) as (fd, size):
-        return f'content="{GENERATOR}"'.encode() in read_at(fd, min(size, _HEAD), 0, path)
+    with opening(path) as file:
+        return f'content="{GENERATOR}"'.encode() in read_at(file, min(file.size, _HEAD), 0)
 
 
 def describe(latest: Inspected) -> str:

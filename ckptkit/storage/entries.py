@@ -43,8 +43,8 @@ def find_archive(blob: Blob, path: Path) -> bytes:
     if blob.content is not None:
         ((_, archive),) = make_envelope(blob.content, {}).parts
         return archive
-    with opening(path) as (fd, _):
-        data = read_at(fd, blob.length, blob.offset, path)
+    with opening(path) as file:
+        data = read_at(file, blob.length, blob.offset)
     check_contents(data)
     return data
 

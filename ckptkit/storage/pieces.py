@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from math import prod
 from operator import mul
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.files.crc32 import part_sum
-from ckptkit.files.file import Opened, write_from
+from ckptkit.files.file import Opened
 from ckptkit.layout import Chunk, Place, StoredTensor
 from ckptkit.storage.memory import make_buffer, part_of, take
 from ckptkit.tensors.blocks import cut, row_major
@@ -19,10 +18,9 @@ from ckptkit.tensors.box import Box, BoxIndex
 
 
 class PieceWriter:
-    """Writes parts of tensors into the open `files` of directory `room`; holds a block of memory at most."""
+    """Writes parts of tensors into open `files`; holds a block of memory at most."""
 
-    def __init__(self, room: Path, files: Opened) -> None:
-        self._room = room
+    def __init__(self, files: Opened) -> None:
         self._files = files
         self._buffers: dict[torch.device, Tensor] = {}
 
@@ -36,7 +34,7 @@ class PieceWriter:
 
     def _write(self, tensor: Tensor, box: Box, chunk: Chunk, shared: Box) -> int:
         """Write the elements of `shared` into a chunk."""
-        fd, path = self._files.fd(chunk.path), self._room / chunk.path
+        file = self._files[chunk.path]
         itemsize = chunk.dtype.itemsize
         total = 0
         for block in cut(shared, BLOCK_BYTES // itemsize):
@@ -45,7 +43,7 @@ class PieceWriter:
             nbytes = length * itemsize
             for i, start in enumerate(starts):
                 run, at = data[i * nbytes : (i + 1) * nbytes], start * itemsize
-                write_from(fd, run, chunk.offset + at, path)
+                file.write_at(run, chunk.offset + at)
                 total ^= part_sum(run, chunk.length - at - nbytes)
         return total
 

@@ -104,7 +104,7 @@ class RoomWriter(StorageWriter):
         names = {item.index.fqn for item in plan.items}
         made = self._read(room, names)
         with Opened(room, writable=True) as files:
-            pieces = PieceWriter(room, files)
+            pieces = PieceWriter(files)
             results = [write_item(pieces, item, planner, made) for item in plan.items]
         if self.sync:  # by each rank what it wrote: another machine could not
             for name in sorted({path for result in results for path, _ in result.storage_data}):

@@ -14,12 +14,11 @@ from ckptkit.files.file import (
     check_name,
     file_size,
     is_there,
-    open_regular,
     read_at,
     read_small,
     recognise,
-    write_from,
 )
+from ckptkit.files.local import open_regular
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "a b", "..a", "ü", "x" * 255, "-rf", "a:b"])
@@ -40,7 +39,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / "socket"))
-    os.close(open_regular(tmp_path / "file"))
+    open_regular(tmp_path / "file").close()
     for name in ("link", "directory", "pipe"):
         with pytest.raises(Unsafe) as raised:
             open_regular(tmp_path / name)
@@ -83,12 +82,12 @@ def test_absence_is_told_from_trouble(tmp_path: Path) -> None:
 def test_reading_past_the_end_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
-    fd = open_regular(path)
-    assert read_at(fd, 4, 6, path) == b"6789"
-    assert read_at(fd, 0, 99, path) == b""
+    file = open_regular(path)
+    assert read_at(file, 4, 6) == b"6789"
+    assert read_at(file, 0, 99) == b""
     with pytest.raises(Corrupt, match="ends at byte 10, but 11 are needed"):
-        read_at(fd, 5, 6, path)
-    os.close(fd)
+        read_at(file, 5, 6)
+    file.close()
     assert file_size(path) == 10
     assert read_small(path, 10) == b"0123456789"
     with pytest.raises(Corrupt):
@@ -102,7 +101,7 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
     with Opened(tmp_path, limit=3) as files:
         for _ in range(2):
             for i in range(10):
-                assert read_at(files.fd(str(i)), 1, 0, tmp_path / str(i)) == str(i).encode()
+                assert read_at(files[str(i)], 1, 0) == str(i).encode()
                 assert len(os.listdir("/proc/self/fd")) <= before + 3
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -110,7 +109,7 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
 def test_writing_fills_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"." * 8)
     with Opened(tmp_path, writable=True) as files:
-        write_from(files.fd("file"), memoryview(b"abc"), 2, tmp_path / "file")
+        files["file"].write_at(memoryview(b"abc"), 2)
     assert (tmp_path / "file").read_bytes() == b"..abc..."
 
 

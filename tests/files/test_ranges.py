@@ -78,8 +78,8 @@ ROOT = RemotePath("shelf://here")
 
 
 def read(offset: int, length: int, name: str = "file") -> bytes:
-    with opening(ROOT / name) as (file, _):
-        return read_at(file, length, offset, ROOT / name)
+    with opening(ROOT / name) as file:
+        return read_at(file, length, offset)
 
 
 def test_any_range_is_read_as_it_stands(shelf: Shelf) -> None:
@@ -183,7 +183,7 @@ def test_small_files_and_files_of_a_directory(shelf: Shelf) -> None:
         read_small(ROOT / "small", 2)
     with Opened(ROOT, limit=1) as files:
         for name in ("small", "file", "small"):
-            assert read_at(files.fd(name), 3, 0, ROOT / name) == shelf.files[name][:3]
+            assert read_at(files[name], 3, 0) == shelf.files[name][:3]
 
 
 def test_pages_are_dropped_beyond_the_limit() -> None:

@@ -59,7 +59,7 @@ def write_all(layout: Layout, parts: list[tuple[Box, Tensor]]) -> dict[Place, in
     """Write each part of tensor `t`, and add up what they give for each chunk."""
     sums: dict[Place, int] = {}
     with Opened(layout.root, writable=True) as files:
-        pieces = PieceWriter(layout.root, files)
+        pieces = PieceWriter(files)
         for box, tensor in parts:
             for place, part in pieces.write(tensor, box, layout.tensors["t"]).items():
                 sums[place] = sums.get(place, 0) ^ part

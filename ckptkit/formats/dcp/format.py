@@ -90,7 +90,7 @@ class Dcp:
             items = sorted(items_of(layout).items())
             for (path, offset, length), name in read_ahead(layout.root, items, lambda item: ends_of(*item[0])):
                 try:
-                    yield from extents_of(files, layout.root, Extent(path, offset, length, None, name))
+                    yield from extents_of(files, Extent(path, offset, length, None, name))
                 except CkptError as error:
                     report(error.blame(path=layout.root / path, tensor=name, offset=offset))
 
@@ -210,21 +210,21 @@ def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
     return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
 
 
-def reading(files: Opened, path: Path, place: Chunk | Extent) -> ReadAt:
-    """Reads inside an item of file `path`, and nowhere else."""
-    fd = files.fd(place.path)
+def reading(files: Opened, place: Chunk | Extent) -> ReadAt:
+    """Reads inside an item, and nowhere else."""
+    file = files[place.path]
 
     def read(offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > place.length:
             raise Corrupt(f"bytes {offset}:{offset + length} lie outside the item's {place.length}")
-        return read_at(fd, length, place.offset + offset, path)
+        return read_at(file, length, place.offset + offset)
 
     return read
 
 
-def extents_of(files: Opened, root: Path, item: Extent) -> Iterator[Extent]:
+def extents_of(files: Opened, item: Extent) -> Iterator[Extent]:
     """The large entries of an item's archive, the small ones compared; the item itself if it is none."""
-    read = reading(files, root / item.path, item)
+    read = reading(files, item)
     if read(0, min(2, item.length)) != b"PK":
         yield item
         return
@@ -236,7 +236,7 @@ def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: Opened, report:
     """The chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
     path = layout.root / chunk.path
     try:
-        read = reading(files, path, chunk)
+        read = reading(files, chunk)
         if chunk.wrapper != ENVELOPE:
             hint = "save it again without `_extensions`" if chunk.wrapper else None
             raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
@@ -268,7 +268,7 @@ def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob
     if blob.content is not None or blob.wrapper or blob.length > _LARGEST_CHECKED:
         return blob
     try:
-        data = read_at(files.fd(blob.path), blob.length, blob.offset, path)
+        data = read_at(files[blob.path], blob.length, blob.offset)
         if not data.startswith(b"PK"):
             return blob
         check_contents(data)

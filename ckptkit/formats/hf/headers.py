@@ -69,15 +69,16 @@ def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
 
 def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header as it stands in the file, where the data begins, and the size of the file."""
-    with opening(path) as (fd, size):
-        head = read_at(fd, min(size, 512), 0, path)
+    with opening(path) as file:
+        size = file.size
+        head = read_at(file, min(size, 512), 0)
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _LIMIT):
             message = (
                 f"a header of {length} bytes does not fit the file's {size}" if size >= 8 else f"only {size} bytes"
             )
             raise Corrupt(message, path=path, hint=recognise(head))
-        header = parse_json(read_at(fd, length, 8, path), path)
+        header = parse_json(read_at(file, length, 8), path)
     if not isinstance(header, dict):
         raise Corrupt("the header is no JSON object", path=path)
     return header, 8 + length, size

@@ -129,8 +129,8 @@ def is_torch_save(path: Path) -> bool:
     """True if `path` is a file that begins as torch.save begins one, in the old format or as an archive."""
     if not path.is_file():
         return False
-    with opening(path) as (fd, size):
-        head = read_at(fd, min(size, _HEAD), 0, path)
+    with opening(path) as file:
+        head = read_at(file, min(file.size, _HEAD), 0)
     return is_legacy(head) or (head.startswith(_ZIP) and first_name(head).endswith("/data.pkl"))
 
 
@@ -168,8 +168,9 @@ def is_whole(path: Path) -> bool:
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
     """A file of torch.save to read from, and its size."""
-    with opening(path) as (fd, length):
-        yield glance(lambda offset, size: read_at(fd, size, offset, path), length), length
+    with opening(path) as file:
+        length = file.size
+        yield glance(lambda offset, size: read_at(file, size, offset), length), length
 
 
 def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:

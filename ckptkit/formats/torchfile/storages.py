@@ -94,6 +94,6 @@ class Storages:
 
 def reading(path: Path, blob: Blob) -> ReadAt:
     """The bytes of a blob, all read at once, to read from."""
-    with opening(path) as (fd, _):
-        data = read_at(fd, blob.length, blob.offset, path)
+    with opening(path) as file:
+        data = read_at(file, blob.length, blob.offset)
     return lambda offset, length: data[offset : offset + length]

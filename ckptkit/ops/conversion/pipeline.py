@@ -196,10 +196,11 @@ def finish(drafts: Drafts, plans: Sequence[Plan], ledgers: Sequence[Ledger], sta
 
 def copy_file(src: Path, dst: Path) -> None:
     """Copy a regular file as it is."""
-    with opening(src) as (fd, size):
+    with opening(src) as file:
+        size = file.size
         with translate_os_errors(dst):
             again(dst.parent.mkdir, parents=True, exist_ok=True)
-        parts = ((start, read_at(fd, min(_PART, size - start), start, src)) for start in range(0, size, _PART))
+        parts = ((start, read_at(file, min(_PART, size - start), start)) for start in range(0, size, _PART))
         create_file(dst, size, parts, anew=False)
 
 

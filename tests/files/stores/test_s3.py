@@ -233,8 +233,8 @@ def test_a_file_that_vanishes_is_named(bucket: Bucket, tmp_path: Path) -> None:
 def verify_reading(path: Path) -> None:
     from ckptkit.files.file import opening, read_at
 
-    with opening(path) as (file, _):
-        read_at(file, 1 << 20, 1 << 20, path)
+    with opening(path) as file:
+        read_at(file, 1 << 20, 1 << 20)
 
 
 def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:

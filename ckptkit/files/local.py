@@ -1,0 +1,89 @@
+"""Open local files that a stranger may have named, and read and write ranges of their bytes. Knows no tensor."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
+from ckptkit.files.system import close
+
+# Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
+# measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
+_WRITE_BYTES = 1 << 16
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+class LocalFile:
+    """A local file at `path`, open by descriptor `fd`, which it owns."""
+
+    __slots__ = ("_fd", "path")
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    @property
+    def size(self) -> int:
+        """Return its bytes, as of now."""
+        with translate_os_errors(self.path):
+            return os.fstat(self._fd).st_size
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte `offset`. Raises `Corrupt` if the file ends before."""
+        done = 0
+        with translate_os_errors(self.path):
+            while done < len(buffer):
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+                if count == 0:
+                    message = f"the file ends at byte {self.size}, but {offset + len(buffer)} are needed"
+                    raise Corrupt(message, path=self.path)
+                done += count
+
+    def write_at(self, buffer: memoryview, offset: int) -> None:
+        """Write all of `buffer` at byte `offset`. Raises `IOFailure`, or `NoRoom` if the disk is full."""
+        done = 0
+        with translate_os_errors(self.path):
+            while done < len(buffer):
+                done += os.pwrite(self._fd, buffer[done : done + _WRITE_BYTES], offset + done)
+
+    def announce_order(self) -> None:
+        """Tell the kernel that the file is read from start to end: it reads further ahead then."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def close(self) -> None:
+        """Close it; some file systems report a failed write only here."""
+        with translate_os_errors(self.path):
+            close(self._fd)
+
+
+def open_regular(path: Path) -> LocalFile:
+    """Open the regular file `path` to be read. Raises `Unsafe` for links, devices, pipes and directories."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+    except FileNotFoundError as error:
+        raise Corrupt("the file is missing", path=path, hint="a shard was lost or never copied here") from error
+    except ValueError as error:
+        raise Unsafe(f"{path.name!a} cannot be a file's name", path=path.parent) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # what O_NOFOLLOW makes of a link
+            hint = "copy the file itself into the checkpoint"
+            raise Unsafe("the file is a symbolic link", path=path, hint=hint) from error
+        raise IOFailure((error.strerror or str(error)).lower(), path=path) from error
+    with translate_os_errors(path), ExitStack() as undo:
+        undo.callback(close, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise Unsafe("not a regular file", path=path)
+        undo.pop_all()
+    return LocalFile(path, fd)
+
+
+def open_to_write(path: Path) -> LocalFile:
+    """Open the file `path`, which is there, to be written."""
+    with translate_os_errors(path):
+        return LocalFile(path, os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
