@@ -1,24 +1,39 @@
-"""Plans: the byte copies that turn one layout into another. Opens no file."""
+"""Plan the byte copies that fill one layout from another, or from several. Opens no file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Blob, Chunk, Layout, StoredTensor
 from ckptkit.tensors.box import Box, BoxIndex, whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+
+class Combination(Protocol):
+    """A pure function that makes a block of a target from the same block of every source."""
+
+    def reads_as(self, dtype: DType) -> DType:
+        """Return the dtype in which the sources' elements are wanted for a target of `dtype`."""
+
+    def __call__(self, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+        """Return the target's elements as `dtype`, and whether its tensor is worth a note in the ledger.
+
+        Each of the `blocks`, one of every source in order, has the same elements row-major, and may be written over.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A region of a tensor that lies in chunk `src` of the one layout and in chunk `dst` of the other."""
+    """A region of a tensor that lies in chunk `src` of a source, given by its number, and in chunk `dst`."""
 
     region: Box
     src: Chunk
     dst: Chunk
+    source: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,54 +47,99 @@ class Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every target, in the order in which the destination's bytes lie in its files."""
+    """Every target, in the order in which the destination's bytes lie in its files.
+
+    With `others` besides `src` each target has copies from every source, and a `combination` makes one block of theirs.
+    Raises `Usage` for a chunk that has not been located: its bytes are not yet known from their envelope.
+    """
 
     src: Layout
     dst: Layout
     targets: tuple[Target, ...]
+    others: tuple[Layout, ...] = ()
+    combination: Combination | None = None
+
+    def __post_init__(self) -> None:
+        for target in self.targets:
+            if target.chunk.wrapper is not None:
+                raise not_located(self.dst, target.chunk, target.name)
+            for copy in target.copies:
+                if copy.src.wrapper is not None:
+                    raise not_located(self.sources[copy.source], copy.src, target.name)
+
+    @property
+    def sources(self) -> tuple[Layout, ...]:
+        """Return every layout that is read."""
+        return (self.src, *self.others)
 
     @property
     def copies(self) -> Iterator[Copy]:
-        """Every copy, in the order of the targets."""
+        """Yield every copy, in the order of the targets."""
         return (copy for target in self.targets for copy in target.copies)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes to be written."""
+        """Return the bytes to be written."""
         return sum(target.chunk.length for target in self.targets)
 
 
-def make_plan(src: Layout, dst: Layout) -> Plan:
-    """Join two layouts by name. Raises `Mismatch` if a tensor, any element of one, or a blob has no source in `src`."""
+def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
+    """Return the error for a chunk that is still in its envelope."""
+    message = f"the bytes at {chunk.offset} are an envelope, `{chunk.wrapper}`, and not yet the elements in it"
+    hint = "a layout is planned, read and compared after `ckptkit.formats.locate`"
+    return Usage(message, path=layout.root / chunk.path, tensor=name, offset=chunk.offset, hint=hint)
+
+
+def make_plan(src: Layout, dst: Layout, others: Sequence[Layout] = (), combination: Combination | None = None) -> Plan:
+    """Join layouts by name; blobs are those of `src`.
+
+    Raises `Mismatch` if a tensor, any element of one, or a blob is lacking in a source.
+    """
+    sources = (src, *others)
     targets: list[Target] = []
     for name, wanted in dst.tensors.items():
-        source = src.tensors.get(name)
-        if source is None:
-            raise Mismatch("there is no such tensor in the source", path=src.root, tensor=name)
-        if source.spec != wanted.spec:
-            raise Mismatch(f"the source has {source.spec}, wanted is {wanted.spec}", path=src.root, tensor=name)
-        targets.extend(join(name, source, wanted, src))
+        for layout in sources:
+            check_source(name, wanted, layout)
+        targets.extend(join(name, wanted, sources))
     targets += [target for name, blob in dst.blobs.items() if (target := join_blob(name, blob, src)) is not None]
-    targets.sort(key=lambda target: (target.chunk.path, target.chunk.offset))
-    return Plan(src, dst, tuple(targets))
+    return Plan(src, dst, in_order(targets), tuple(others), combination)
 
 
-def join(name: str, source: StoredTensor, wanted: StoredTensor, src: Layout) -> Iterator[Target]:
-    """The targets of one tensor: for each chunk of `wanted`, what of `source` it is made of."""
-    index = BoxIndex([chunk.box for chunk in source.chunks])
+def plan_in_place(layout: Layout) -> Plan:
+    """Return the plan by which every chunk of a layout is read as it is, in the order of its files."""
+    chunks = ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if chunk.box.numel)
+    return Plan(layout, layout, in_order(itself(name, chunk) for name, chunk in chunks))
+
+
+def check_source(name: str, wanted: StoredTensor, layout: Layout) -> None:
+    """Raise `Mismatch` unless a layout has the tensor, in the shape and dtype that are wanted."""
+    found = layout.tensors.get(name)
+    if found is None:
+        raise Mismatch("there is no such tensor in the source", path=layout.root, tensor=name)
+    if found.spec != wanted.spec:
+        raise Mismatch(f"the source has {found.spec}, wanted is {wanted.spec}", path=layout.root, tensor=name)
+
+
+def join(name: str, wanted: StoredTensor, sources: Sequence[Layout]) -> Iterator[Target]:
+    """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it is made of."""
+    found = [layout.tensors[name].chunks for layout in sources]
+    indices = [BoxIndex([chunk.box for chunk in chunks]) for chunks in found]
     for chunk in wanted.chunks:
         if not chunk.box.numel:
             continue
-        copies = tuple(Copy(shared, source.chunks[i], chunk) for i, shared in index.meeting(chunk.box))
-        found = sum(copy.region.numel for copy in copies)
-        if found != chunk.box.numel:
-            message = f"the source has {found} of the {chunk.box.numel} elements of {chunk.box}"
-            raise Mismatch(message, path=src.root, tensor=name)
-        yield Target(name, chunk, copies)
+        copies: list[Copy] = []
+        for number, (chunks, index) in enumerate(zip(found, indices, strict=True)):
+            ours = [Copy(shared, chunks[i], chunk, number) for i, shared in index.meeting(chunk.box)]
+            covered = sum(copy.region.numel for copy in ours)
+            if covered != chunk.box.numel:
+                message = f"the source has {covered} of the {chunk.box.numel} elements of {chunk.box}"
+                raise Mismatch(message, path=sources[number].root, tensor=name)
+            copies += ours
+        yield Target(name, chunk, tuple(copies))
 
 
 def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
-    """The target of one blob: its bytes as they are. None for one that holds none, or had to be made anew."""
+    """Return the target of one blob: its bytes as they are. None for one that holds none, or had to be made anew."""
     source = src.blobs.get(name)
     if source is None:
         raise Mismatch("there is no such entry in the source", path=src.root, tensor=name)
@@ -87,7 +147,22 @@ def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
         return None
     if source.length != wanted.length:
         raise Mismatch(f"the source has {source.length} bytes, wanted are {wanted.length}", path=src.root, tensor=name)
-    box = whole((wanted.length,))
-    there = Chunk(box, source.path, source.offset, source.length, DTYPES["uint8"], crc32=source.crc32)
-    here = Chunk(box, wanted.path, wanted.offset, wanted.length, DTYPES["uint8"])
-    return Target(name, here, (Copy(box, there, here),))
+    there, here = as_bytes(source), as_bytes(wanted)
+    return Target(name, here, (Copy(here.box, there, here),))
+
+
+def itself(name: str, chunk: Chunk, source: int = 0) -> Target:
+    """Return a chunk as a target that is made of nothing but itself."""
+    return Target(name, chunk, (Copy(chunk.box, chunk, chunk, source),))
+
+
+def as_bytes(stored: Blob | Chunk) -> Chunk:
+    """Return the bytes of a chunk or blob in the order in which they lie, as a chunk of bytes."""
+    box = whole((stored.length,))
+    uint8 = DTYPES["uint8"]
+    return Chunk(box, stored.path, stored.offset, stored.length, uint8, crc32=stored.crc32, wrapper=stored.wrapper)
+
+
+def in_order(targets: Iterable[Target]) -> tuple[Target, ...]:
+    """Return targets in the order in which they lie in their files."""
+    return tuple(sorted(targets, key=lambda target: (target.chunk.path, target.chunk.offset)))

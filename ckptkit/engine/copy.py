@@ -1,27 +1,27 @@
-"""Executes plans: worker threads that read, check, convert and write blocks of bounded size. Names no format.
+"""Copy what a plan says: blocks are read, checked, converted or combined, and written. Names no format.
 
-A worker holds one block in and one block out; nothing else holds tensor bytes. A block is a contiguous run of the
-destination, so each is one write, and is read straight into place wherever the source is contiguous too.
+A block is a contiguous run of the destination, so each is one write, and is read straight into place wherever the
+source is contiguous too.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
-from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
+from ckptkit.engine.blocks import Block
+from ckptkit.engine.gather import Gatherer
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.shares import WHOLE, Share, units_of
 from ckptkit.engine.sources import Sources, place_of
-from ckptkit.engine.units import WHOLE, Block, Share, units_of
+from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
-from ckptkit.errors import CkptError, Corrupt
+from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import Opened
-from ckptkit.layout import Chunk, Piece, Place
+from ckptkit.layout import Place
 from ckptkit.plan import Plan
 
 Progress = Callable[[int], None]
@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What an execution saw: the CRC-32 of each chunk written, and how many source bytes had one to compare with."""
+    """The CRC-32 of each chunk written, and how many source bytes had one to compare with."""
 
     checksums: Mapping[Place, int]
     checked_bytes: int
@@ -53,11 +53,14 @@ def copy(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Ledger:
-    """Do a share of the plan, but for what the journal says is done and is still there. What was read and written."""
+    """Do a share of the plan, but for the units that the journal says are done and that are still there.
+
+    Returns what was read and written, by the journal's account too.
+    """
     done = finished_units(plan, journal, jobs)
     ledger = Ledger()
-    for units in done.values():
-        ledger.add(units)
+    for finished in done.values():
+        ledger.add(finished)
     sources = Sources(plan, ledger)
     for unit, group in units_of(plan, share.unit_bytes(plan)):
         if not share.has(unit, plan):
@@ -66,38 +69,58 @@ def copy(
             if progress:
                 progress(sum(block.nbytes for block in group))
             continue
-        fresh = Ledger()
-        work(group, partial(copier, plan, sources, fresh, progress), jobs, plan.src.root)
+        fresh = copy_unit(plan, group, sources, jobs, progress)
         ledger.add(fresh)
         if journal:
             journal.note(unit, fresh)
     return ledger
 
 
-@contextmanager
-def copier(plan: Plan, sources: Sources, ledger: Ledger, progress: Progress | None) -> Iterator[Step[Block]]:
-    """What a worker thread does with each block: read, convert, write, and note it."""
-    out = memoryview(bytearray(BLOCK_BYTES))
-    with Gatherer(plan.src.root) as source, Opened(plan.dst.root, writable=True) as files:
+def copy_unit(
+    plan: Plan, unit: Iterator[Block], sources: Sources, jobs: int | None, progress: Progress | None
+) -> Ledger:
+    """Make the blocks of a unit. Returns what was read and written for them."""
+    ledger = Ledger()
 
-        def copy_block(block: Block) -> None:
-            chunk, data = block.target.chunk, out[: block.nbytes]
-            pieces = fill(source, block, data)
-            files[chunk.path].write_at(data, chunk.offset + block.start)
-            crc = checksum(block, pieces, data)
-            with sources.lock:
-                sources.note(pieces)
-                for piece in pieces:
-                    ledger.read.add(place_of(piece.chunk), piece.start, piece.length, piece.crc)
-                ledger.written.add(place_of(chunk), block.start, block.nbytes, crc)
-                if progress:
-                    progress(block.nbytes)
+    def make(worker: Worker, block: Block) -> tuple[int, bool]:
+        data, is_noted = (worker.read(block), False) if plan.combination is None else combine(plan, worker, block)
+        worker.write(block, data)
+        return checksum(plan, block, worker.pieces, data), is_noted
 
-        yield copy_block
+    def note(block: Block, made: tuple[int, bool], pieces: Pieces) -> None:
+        crc, is_noted = made
+        sources.note(pieces)
+        for number, found in enumerate(pieces):
+            ledger.add_read(number, found)
+        ledger.written.add(place_of(block.target.chunk), block.start, block.nbytes, crc)
+        if is_noted:
+            ledger.noted.add(block.target.name)
+        if progress:
+            progress(block.nbytes)
+
+    visit(plan, make, note, jobs, among=unit)
+    return ledger
+
+
+def combine(plan: Plan, worker: Worker, block: Block) -> tuple[memoryview, bool]:
+    """Return a block made of that of every source, and whether its tensor is worth a note."""
+    assert plan.combination is not None
+    dtype = block.target.chunk.dtype
+    reads_as = plan.combination.reads_as(dtype)
+    return plan.combination(dtype, [worker.read(block, number, reads_as) for number in range(len(plan.sources))])
+
+
+def checksum(plan: Plan, block: Block, pieces: Pieces, data: memoryview) -> int:
+    """Return the CRC-32 of a finished block: that of the one piece that it was read in, if it still is that."""
+    if plan.combination is None and len(block.parts[0]) == len(pieces[0]) == 1:
+        piece = pieces[0][0]
+        if piece.length == block.nbytes and piece.chunk.dtype == block.target.chunk.dtype:
+            return piece.crc
+    return crc32(data)
 
 
 def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dict[int, Ledger]:
-    """The units that a journal has, if what they wrote is there; of a worker that ended, without looking."""
+    """Return the units that a journal has, if what they wrote is there; of a worker that ended, without looking."""
     if journal is None or journal.has_ended:
         return {} if journal is None else dict(journal.units)
     there = dict.fromkeys(journal.units, True)
@@ -105,7 +128,7 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
 
     @contextmanager
     def checker() -> Iterator[Step[int]]:
-        with Gatherer(plan.dst.root) as source:
+        with closing(Gatherer(plan.dst.root)) as source:
 
             def check(unit: int) -> None:
                 found = all(
@@ -122,7 +145,7 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
 
 
 def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
-    """Check that all of a plan was done, by whomever, and that every source chunk is what its CRC-32 says."""
+    """Check that all of a plan was done, in whatever shares, and that every source chunk is what its CRC-32 says."""
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
     checksums: dict[Place, int] = {}
@@ -134,37 +157,14 @@ def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     return Copied(checksums, sources.checked_bytes, sources.unchecked_bytes)
 
 
-def fill(source: Gatherer, block: Block, data: memoryview) -> list[Piece]:
-    """Gather a block's elements into `data`; an error names the tensor."""
-    try:
-        return source.fill(block.parts, block.box, block.target.chunk.dtype, data)
-    except CkptError as error:
-        raise error.blame(tensor=block.target.name) from None
-
-
-def checksum(block: Block, pieces: list[Piece], data: memoryview) -> int:
-    """CRC-32 of a finished block: that of the one piece that it was read in, if it was and nothing was converted."""
-    if len(block.parts) == len(pieces) == 1:
-        piece = pieces[0]
-        if piece.length == block.nbytes and piece.chunk.dtype == block.target.chunk.dtype:
-            return piece.crc
-    return crc32(data)
-
-
 def scrub(sources: Sources, jobs: int | None) -> None:
     """Read the chunks that were not read whole once more, from end to end, to compare their CRC-32."""
+    plan = sources.unfinished()
+    again = Sources(plan, Ledger())
 
-    @contextmanager
-    def scrubber() -> Iterator[Step[Chunk]]:
-        with Gatherer(sources.root) as source:
+    def look(worker: Worker, block: Block) -> None:
+        number = block.target.copies[0].source
+        worker.read(block, number)
 
-            def read(chunk: Chunk) -> None:
-                starts = range(0, chunk.length, BLOCK_BYTES)
-                pieces = [source.read(chunk, start, min(BLOCK_BYTES, chunk.length - start)) for start in starts]
-                with sources.lock:
-                    sources.forget(chunk)
-                    sources.note(pieces)
-
-            yield read
-
-    work(sources.unfinished(), scrubber, jobs, sources.root)
+    visit(plan, look, lambda _block, _seen, pieces: again.note(pieces), jobs)
+    sources.checked_bytes += again.checked_bytes

@@ -1,7 +1,7 @@
-"""Gathering: the elements of a box, wherever its chunks lie, read into one buffer. Knows bytes and offsets; no format.
+"""Gather the elements of a box, wherever its chunks lie, into one buffer. Knows bytes and offsets; no format.
 
-What lies in the source as it shall lie in the buffer is read straight there. Only what must be put into another order
-or dtype goes through a second buffer and numpy, which is not even imported before.
+Elements that lie in the source as they shall lie in the buffer are read straight there. Only those that must be put
+into another order or dtype go through a second buffer and numpy, which is not even imported before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Self
 
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import Opened
@@ -22,26 +21,24 @@ BLOCK_BYTES = 1 << 22  # stays in a core's cache from read through CRC to write
 
 
 class Gatherer:
-    """Reads boxes of chunks in directory `root`. Belongs to one thread."""
+    """A reader of boxes of chunks in directory `root`. Belongs to one thread."""
 
     def __init__(self, root: Path) -> None:
         self._files = Opened(root, in_order=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Close its files."""
         self._files.close()
 
     @cached_property
     def scratch(self) -> memoryview:
-        """A block's worth of bytes, for what is not yet in place."""
+        """Return a block's worth of bytes, for elements that are not yet in place."""
         return memoryview(bytearray(BLOCK_BYTES))
 
     def fill(self, parts: Iterable[tuple[Chunk, Box]], box: Box, dtype: DType, out: memoryview) -> list[Piece]:
         """Put the elements of `box`, which `parts` tile with a box of a chunk each, into `out`: row-major, as `dtype`.
 
-        Returns what was read in one piece.
+        Returns the runs of bytes that were read in one piece.
         """
         pieces: list[Piece] = []
         for chunk, part in parts:
@@ -58,18 +55,18 @@ class Gatherer:
 
     def read_into(self, chunk: Chunk, start: int, target: memoryview) -> Piece:
         """Fill `target` with the chunk's bytes from `start`, as they lie."""
-        self._files[chunk.path].read_into(target, chunk.offset + start)
+        self.load(chunk.path, chunk.offset + start, target)
         return Piece(chunk, start, len(target), crc32(target))
 
+    def load(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of a file from `offset`."""
+        self._files[path].read_into(target, offset)
+
     def checksum(self, path: str, offset: int, length: int) -> int:
-        """CRC-32 of `length` bytes at `offset` of a file."""
+        """Return the CRC-32 of `length` bytes at `offset` of a file."""
         whole: Checksums[str] = Checksums()
         for start in range(0, length, BLOCK_BYTES):
             target = self.scratch[: min(BLOCK_BYTES, length - start)]
-            self._files[path].read_into(target, offset + start)
+            self.load(path, offset + start, target)
             whole.add(path, start, len(target), crc32(target))
         return whole.whole(path, length) or 0
-
-    def read(self, chunk: Chunk, start: int, length: int) -> Piece:
-        """Read bytes `start:start + length` of a chunk, at most a block, for the sake of their CRC-32."""
-        return self.read_into(chunk, start, self.scratch[:length])

@@ -1,46 +1,56 @@
-"""Ledgers: which bytes of which chunks were read and written, and their CRC-32, whoever did it. Reads no file."""
+"""Keep account of the bytes that were read and written, by whichever process, and of their CRC-32. Reads no file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.files.crc32 import Checksums
-from ckptkit.layout import Place
+from ckptkit.layout import Piece, Place
 
-Entries = Checksums[Place]
+SourcePlace = tuple[int, str, int]  # a source's number in the plan, a file and an offset in it
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Pieces of source chunks read, and of destination chunks written, each chunk known by its file and offset."""
+    """The pieces of source chunks that were read, and of destination chunks that were written, with their CRC-32.
 
-    read: Entries = field(default_factory=Checksums)
-    written: Entries = field(default_factory=Checksums)
+    `noted` are the tensors that a combination said are worth a note.
+    """
+
+    read: Checksums[SourcePlace] = field(default_factory=Checksums)
+    written: Checksums[Place] = field(default_factory=Checksums)
+    noted: set[str] = field(default_factory=set)
 
     def add(self, other: Ledger) -> None:
         """Take over the entries of another."""
-        for ours, theirs in ((self.read, other.read), (self.written, other.written)):
-            for (path, offset), start, length, crc in theirs:
-                ours.add((path, offset), start, length, crc)
+        for place, *piece in other.read:
+            self.read.add(place, *piece)
+        for target, *piece in other.written:
+            self.written.add(target, *piece)
+        self.noted |= other.noted
+
+    def add_read(self, number: int, pieces: Iterable[Piece]) -> None:
+        """Enter what was read of the source of this number."""
+        for piece in pieces:
+            self.read.add((number, piece.chunk.path, piece.chunk.offset), piece.start, piece.length, piece.crc)
 
     def to_json(self) -> dict[str, Any]:
-        """The entries as lists of file, offset of the chunk, start, length and CRC-32."""
-        return {"read": list(flat(self.read)), "written": list(flat(self.written))}
+        """Return the entries as lists of place, start, length and CRC-32, and the names."""
+        read = [[*place, *piece] for place, *piece in self.read]
+        written = [[*place, *piece] for place, *piece in self.written]
+        return {"read": read, "written": written, "noted": sorted(self.noted)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Ledger:
-        """The ledger that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the ledger that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
         ledger = cls()
-        for name, entries in (("read", ledger.read), ("written", ledger.written)):
-            for path, *numbers in value[name]:
-                offset, start, length, crc = map(int, numbers)
-                entries.add((str(path), offset), start, length, crc)
+        for source, path, *numbers in value["read"]:
+            offset, start, length, crc = map(int, numbers)
+            ledger.read.add((int(source), str(path), offset), start, length, crc)
+        for path, *numbers in value["written"]:
+            offset, start, length, crc = map(int, numbers)
+            ledger.written.add((str(path), offset), start, length, crc)
+        ledger.noted.update(map(str, value["noted"]))
         return ledger
-
-
-def flat(entries: Entries) -> Iterator[list[str | int]]:
-    """Each entry as a list."""
-    for (path, offset), start, length, crc in entries:
-        yield [path, offset, start, length, crc]

@@ -1,4 +1,4 @@
-"""Workers: threads that each take a unit of work when they are done with the one before. Know no work by name."""
+"""Share work among threads, each of which takes a unit when it is done with the one before. Knows no work by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from ckptkit.files.path import REMOTE_JOBS, RemotePath
 
 Unit = TypeVar("Unit")
 Step = Callable[[Unit], None]
-Worker = Callable[[], AbstractContextManager[Step[Unit]]]
 
 
-def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None, *sources: Path) -> None:
-    """Let `jobs` threads, one of which is the caller's, take units, each when it is done with the one before.
+def work(
+    units: Iterable[Unit],
+    worker: Callable[[], AbstractContextManager[Step[Unit]]],
+    jobs: int | None,
+    *sources: Path,
+) -> None:
+    """Let `jobs` threads, one of which is the caller's, do units in the step that `worker` gives each of them.
 
     Without a number there are as many as suit the `sources` that they read. The first error ends the work.
     """
@@ -53,9 +57,9 @@ def work(units: Iterable[Unit], worker: Worker[Unit], jobs: int | None, *sources
 
 
 def default_jobs(*sources: Path) -> int:
-    """Threads to use where nobody said: enough to keep a disk busy, no more than there are cores.
+    """Return how many threads to use by default: enough to keep a disk busy, no more than there are cores.
 
-    Of what is read from a remote source most are waiting.
+    Of those that read a remote source most are waiting.
     """
     if any(isinstance(source, RemotePath) for source in sources):
         return REMOTE_JOBS

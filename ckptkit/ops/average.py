@@ -16,8 +16,8 @@ from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.fit import abridge
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.run import Run
-from ckptkit.engine.combine import Term, fill
-from ckptkit.engine.copy import Copied, settle
+from ckptkit.engine.copy import Copied, copy
+from ckptkit.engine.mean import Mean
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.allocation import free_bytes
@@ -184,32 +184,24 @@ def write(
     """
     with opened(drafts, output, key=None) as stage:
         (first,) = create(drafts, stage.path)
-        plans = [first, *(make_plan(other, first.dst) for other in others)]
-        check_ties(plans)
-        terms = [Term(plan, share) for plan, share in zip(plans, shares, strict=True)]
-        filled = fill(terms, jobs=output.jobs, progress=telling(output.progress, first.nbytes))
-        others_done = zip(plans[1:], filled.ledgers[1:], strict=True)
-        rest = [settle(plan, ledger, jobs=output.jobs) for plan, ledger in others_done]
+        plan = make_plan(first.src, first.dst, others, Mean(shares))
+        check_ties(plan)
+        ledger = copy(plan, jobs=output.jobs, progress=telling(output.progress, plan.nbytes))
         for origin in origins[1:]:
             origin.check()
-        copied = finish(drafts, [first], filled.ledgers[:1], stage, output)
-    parts = [copied, *rest]
-    checked, unchecked = (
-        sum(values) for values in zip(*((p.checked_bytes, p.unchecked_bytes) for p in parts), strict=True)
-    )
-    return Copied({}, checked, unchecked), filled.taken
+        return finish(drafts, [plan], [ledger], stage, output), frozenset(ledger.noted)
 
 
-def check_ties(plans: Sequence[Plan]) -> None:
+def check_ties(plan: Plan) -> None:
     """Raise `Mismatch` if tensors that share their bytes in the destination do not in one of the sources."""
-    for plan in plans:
-        made_of: dict[Place, list[tuple[Box, Chunk]]] = {}
-        for target in plan.targets:
-            found = [(copy.region, copy.src) for copy in target.copies]
-            if made_of.setdefault(place_of(target.chunk), found) != found:
-                message = f"it is tied to another tensor in {plans[0].src.root}, but not here"
+    made_of: dict[tuple[int, Place], list[tuple[Box, Chunk]]] = {}
+    for target in plan.targets:
+        for number, source in enumerate(plan.sources):
+            found = [(copy.region, copy.src) for copy in target.copies if copy.source == number]
+            if made_of.setdefault((number, place_of(target.chunk)), found) != found:
+                message = f"it is tied to another tensor in {plan.src.root}, but not here"
                 hint = "`--to hf` writes each by itself"
-                raise Mismatch(message, path=plan.src.root, tensor=target.name, hint=hint)
+                raise Mismatch(message, path=source.root, tensor=target.name, hint=hint)
 
 
 def taken_note(taken: frozenset[str], last: Path) -> list[str]:

@@ -27,14 +27,13 @@ from torch.futures import Future
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.fit import restore_tied
-from ckptkit.engine.copy import fill
-from ckptkit.engine.gather import Gatherer
+from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
-from ckptkit.engine.units import Block, blocks_of
+from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
 from ckptkit.formats import locate
-from ckptkit.layout import Chunk, Layout, Piece, Spec, StoredTensor
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.plan import make_plan
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
@@ -100,12 +99,13 @@ class LayoutReader(StorageReader):
         wanted = self._wanted(items, tensors)
         copies = make_plan(locate(share_of(self.layout, wanted)), wanted)
         sources = Sources(copies, Ledger())
-        with Gatherer(copies.src.root) as gatherer:
-            filler = Filler(gatherer)
+        with Worker(copies) as worker:
+            filler = Filler(worker)
             for target in copies.targets:
                 label = target.chunk.path
-                for block in blocks_of(target):
-                    sources.note(filler.fill(block, tensors[label]))
+                for block in blocks_of(copies, target):
+                    filler.fill(block, tensors[label])
+                    sources.note(worker.pieces)
                 planner.commit_tensor(items[label], tensors[label])
 
     def _place(self, item: ReadItem) -> tuple[str, int]:
@@ -207,16 +207,22 @@ def chunks_meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk
 class Filler:
     """Reads blocks into tensors: straight into those that are contiguous memory of the CPU, others through a buffer."""
 
-    def __init__(self, gatherer: Gatherer) -> None:
-        self._gatherer = gatherer
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._buffer: Tensor | None = None
 
-    def fill(self, block: Block, tensor: Tensor) -> list[Piece]:
-        """Read a block of a target into its place in the target's tensor."""
+    def fill(self, block: Block, tensor: Tensor) -> None:
+        """Read a block of a target into its place in the target's tensor; an error names the tensor."""
+        try:
+            self._fill(block, tensor)
+        except CkptError as error:
+            raise error.blame(tensor=block.target.name) from None
+
+    def _fill(self, block: Block, tensor: Tensor) -> None:
         if is_memory(tensor):
-            return fill(self._gatherer, block, as_bytes(tensor)[block.start : block.start + block.nbytes])
+            self._worker.read(block, out=as_bytes(tensor)[block.start : block.start + block.nbytes])
+            return
         if self._buffer is None:
             self._buffer = make_buffer(tensor.device)
-        pieces = fill(self._gatherer, block, as_bytes(self._buffer)[: block.nbytes])
+        self._worker.read(block, out=as_bytes(self._buffer)[: block.nbytes])
         put(part_of(tensor, block.box.relative_to(block.target.chunk.box)), self._buffer)
-        return pieces

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from ckptkit.engine.units import blocks
+from ckptkit.engine.blocks import blocks
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, check_cover
 from ckptkit.plan import make_plan
 from ckptkit.tensors.box import Box

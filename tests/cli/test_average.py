@@ -75,16 +75,16 @@ def run_and_die(how: str, *arguments: object) -> subprocess.CompletedProcess[str
     """`ckptkit` with these arguments in a process that gets a signal when it has written two blocks."""
     code = (
         "import os, signal, sys\n"
-        "from ckptkit.engine import combine\n"
+        "from ckptkit.engine.visit import Worker\n"
         "from ckptkit.cli import main\n"
-        "write, written = combine.write_from, []\n"
+        "write, written = Worker.write, []\n"
         "number = signal.Signals[sys.argv.pop(1)]\n"
         "def write_and_die(*arguments):\n"
         "    write(*arguments)\n"
         "    written.append(1)\n"
         "    if len(written) == 2:\n"
         "        os.kill(os.getpid(), number)\n"
-        "combine.write_from = write_and_die\n"
+        "Worker.write = write_and_die\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, how, *map(str, arguments)]

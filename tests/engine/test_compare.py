@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckptkit.engine.compare import compare, fingerprints
 from ckptkit.errors import Corrupt
-from ckptkit.files.file import Handle, read_into
+from ckptkit.files.local import LocalFile
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.distance import Tolerance
@@ -33,7 +33,7 @@ SMALL = 96  # bytes of a block in these tests
 def small_blocks() -> Iterator[None]:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("engine.compare", "engine.copy", "engine.gather", "engine.units"):
+        for module in ("engine.blocks", "engine.gather", "engine.visit"):
             patch.setattr(f"ckptkit.{module}.BLOCK_BYTES", SMALL)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", SMALL // 2)
         yield
@@ -154,11 +154,13 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     layouts = pair(tmp_path, numbers, numbers)
     nbytes: list[int] = []
 
-    def count_and_read(fd: Handle, buffer: memoryview, offset: int, path: Path) -> None:
-        nbytes.append(len(buffer))
-        read_into(fd, buffer, offset, path)
+    read_into = LocalFile.read_into
 
-    monkeypatch.setattr("ckptkit.engine.gather.read_into", count_and_read)
+    def count_and_read(file: LocalFile, buffer: memoryview, offset: int) -> None:
+        nbytes.append(len(buffer))
+        read_into(file, buffer, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", count_and_read)
     compare(*layouts)
     assert sum(nbytes) == 2 * numbers.nbytes
 

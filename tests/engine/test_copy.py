@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from ckptkit.engine.copy import Copied, copy, execute, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.units import Share
+from ckptkit.engine.shares import Share
+from ckptkit.engine.visit import Worker
 from ckptkit.errors import Corrupt, Unsafe
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.plan import Plan, make_plan
@@ -34,7 +35,7 @@ SMALL = 96  # bytes of a block in these tests, so that small tensors are cut as 
 def small_blocks() -> object:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("copy", "gather", "units"):
+        for module in ("blocks", "gather", "shares", "visit"):
             patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", SMALL)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", SMALL // 2)
         yield
@@ -120,20 +121,20 @@ def test_a_share_that_is_missing_is_noticed(tmp_path: Path) -> None:
 
 
 def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.engine.units.UNIT_BYTES", SMALL)
+    monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
     plan = a_long_plan(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         copy(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
     assert len(Journal(tmp_path / "j").units) == 6
     written: list[int] = []
-    monkeypatch.setattr("ckptkit.engine.copy.write_from", lambda fd, data, at, path: written.append(at))
+    monkeypatch.setattr(Worker, "write", lambda worker, block, data: written.append(block.start))
     copy(plan, journal=Journal(tmp_path / "j"), jobs=1)
     assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
 
 
 def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a power cut, which may lose what was written, though it was noted."""
-    monkeypatch.setattr("ckptkit.engine.units.UNIT_BYTES", SMALL)
+    monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
     plan = a_long_plan(tmp_path)
     whole_file = plan.dst.root / "f0"
     with pytest.raises(KeyboardInterrupt):

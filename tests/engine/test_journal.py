@@ -10,7 +10,7 @@ from ckptkit.engine.ledger import Ledger
 
 def a_ledger(number: int) -> Ledger:
     ledger = Ledger()
-    ledger.read.add((f"src{number}", 8), 0, 4, 0x1234)
+    ledger.read.add((0, f"src{number}", 8), 0, 4, 0x1234)
     ledger.written.add(("dst", 64), 4 * number, 4, 0xFFFFFFFF)
     return ledger
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.engine.regions import blocks, by_file, cut
+from ckptkit.engine.regions import between, by_file, cut
 from ckptkit.errors import CkptError
 from ckptkit.layout import Extent
 
@@ -50,16 +50,12 @@ def test_blocks_hold_every_byte_of_every_tile_once(lengths: list[int], limit: in
     size = sum(lengths)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     tiles = [Extent("f", start, length, None, "") for start, length in zip(starts, lengths, strict=True)]
-    seen = [
-        (tile.offset, byte)
-        for block in blocks("f", size, tiles, limit)
-        for tile, start, stop in block.tiles
-        for byte in range(start, stop)
-    ]
+    blocks = [(start, min(start + limit, size)) for start in range(0, size, limit)]
+    inside = [list(between(tiles, start, stop)) for start, stop in blocks]
+    seen = [(tile.offset, byte) for found in inside for tile, low, high in found for byte in range(low, high)]
     assert seen == [(start, start + i) for start, length in zip(starts, lengths, strict=True) for i in range(length)]
-    for block in blocks("f", size, tiles, limit):
-        assert block.stop - block.start <= limit
-        assert (block.tiles[0][1], block.tiles[-1][2]) == (block.start, block.stop)
+    for (start, stop), found in zip(blocks, inside, strict=True):
+        assert (found[0][1], found[-1][2]) == (start, stop)
 
 
 def test_only_the_files_asked_for() -> None:

@@ -19,8 +19,8 @@ from ckptkit.checkpoints.manifest import Manifest, source_of, sum_files
 from ckptkit.engine.copy import Copied, copy, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.shares import Share
 from ckptkit.engine.sources import place_of
-from ckptkit.engine.units import Share
 from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsafe, translate_os_errors
 from ckptkit.files.allocation import check_room, create_file, missing_bytes, write_parts
 from ckptkit.files.file import file_size, is_there, opening, read_at

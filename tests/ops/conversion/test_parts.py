@@ -170,13 +170,13 @@ def bytes_written(arguments: Sequence[str]) -> int:
     """Bytes of tensors that `ckptkit` with these arguments writes."""
     code = (
         "import sys\n"
-        "from ckptkit.engine import copy\n"
+        "from ckptkit.engine.visit import Worker\n"
         "from ckptkit.cli import app\n"
-        "written, write = [0], copy.write_from\n"
-        "def count(fd, data, *rest):\n"
+        "written, write = [0], Worker.write\n"
+        "def count(worker, block, data):\n"
         "    written[0] += len(data)\n"
-        "    write(fd, data, *rest)\n"
-        "copy.write_from = count\n"
+        "    write(worker, block, data)\n"
+        "Worker.write = count\n"
         "app(sys.argv[1:], standalone_mode=False)\n"
         "print(written[0])\n"
     )

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.engine.combine import Term, fill
-from ckptkit.engine.copy import settle
+from ckptkit.engine.copy import copy, execute, settle
+from ckptkit.engine.journal import Journal
+from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.mean import Mean
+from ckptkit.engine.shares import Share
 from ckptkit.engine.sources import Sources
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
@@ -32,8 +35,7 @@ EDGES = [0.0, -0.0, 1.0, 0.1, -3.4e38, 3.4e38, 1e-45, np.nan, np.inf]
 def small_blocks() -> Iterator[None]:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.engine.combine._NUMEL", 12)
-        for module in ("copy", "gather"):
+        for module in ("blocks", "gather", "visit"):
             patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", 96)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", 48)
         yield
@@ -52,12 +54,10 @@ def source(root: Path, numbers: Numbers, dtype: DType, data: st.DataObject | Non
 
 def averaged(home: Path, sources: list[Layout], weights: list[float], dst: Layout, jobs: int = 1) -> bytes:
     """What the sources are averaged to, when all checksums have been compared."""
-    terms = [Term(make_plan(src, dst), weight) for src, weight in zip(sources, weights, strict=True)]
+    plan = make_plan(sources[0], dst, sources[1:], Mean(weights))
     told: list[int] = []
-    filled = fill(terms, jobs=jobs, progress=told.append)
-    for term, ledger in zip(terms, filled.ledgers, strict=True):
-        done = settle(term.plan, ledger)
-        assert done.checked_bytes == sum(chunk.length for chunk in term.plan.src.tensors["t"].chunks if chunk.length)
+    done = execute(plan, jobs=jobs, progress=told.append)
+    assert done.checked_bytes == sum(chunk.length for src in sources for chunk in src.tensors["t"].chunks)
     assert sum(told) == dst.nbytes
     assert home.is_dir()
     return contents(dst)
@@ -105,17 +105,16 @@ def test_the_mean_of_the_same_is_the_same(dtype: str, data: st.DataObject) -> No
 def test_what_is_read_in_a_row_need_not_be_read_again(tmp_path: Path) -> None:
     sources = [source(tmp_path / f"src{i}", np.arange(90, dtype=np.float32), FLOAT32) for i in range(2)]
     dst = allocated(tmp_path / "dst", Spec(FLOAT32, (90,)), [whole((90,))])
-    terms = [Term(make_plan(src, dst), 0.5) for src in sources]
-    for term, ledger in zip(terms, fill(terms).ledgers, strict=True):
-        assert Sources(term.plan, ledger).unfinished() == []
+    plan = make_plan(sources[0], dst, sources[1:], Mean([0.5, 0.5]))
+    assert Sources(plan, copy(plan)).unfinished().targets == ()
 
 
 def test_integers_are_those_of_the_last(tmp_path: Path) -> None:
     kind = DTYPES["int32"]
     sources = [source(tmp_path / f"src{i}", np.arange(40, dtype=np.int32) + i // 2, kind) for i in range(3)]
     dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [whole((40,))])
-    filled = fill([Term(make_plan(src, dst), 1 / 3) for src in sources])
-    assert filled.taken == {"t"}
+    ledger = copy(make_plan(sources[0], dst, sources[1:], Mean([1 / 3] * 3)))
+    assert ledger.noted == {"t"}
     assert contents(dst) == (np.arange(40, dtype=np.int32) + 1).tobytes()
 
 
@@ -124,8 +123,26 @@ def test_small_floats_that_differ_have_no_mean(tmp_path: Path) -> None:
     sources = [source(tmp_path / f"src{i}", np.full(40, i, np.uint8), kind) for i in range(2)]
     dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [whole((40,))])
     with pytest.raises(Unsupported) as raised:
-        fill([Term(make_plan(src, dst), 0.5) for src in sources])
+        execute(make_plan(sources[0], dst, sources[1:], Mean([0.5, 0.5])))
     assert raised.value.tensor == "t"
+
+
+def test_shares_of_a_mean_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Done in any order, by processes that only leave their journals."""
+    monkeypatch.setattr("ckptkit.engine.shares.BLOCK_BYTES", 96)
+    numbers = np.arange(300, dtype=np.int32)
+    sources = [source(tmp_path / f"src{i}", numbers + i, DTYPES["int32"]) for i in range(2)]
+    dst = allocated(tmp_path / "dst", Spec(DTYPES["int32"], (300,)), [whole((300,))])
+    plan = make_plan(sources[0], dst, sources[1:], Mean([0.5, 0.5]))
+    for number in (2, 0, 1):
+        copy(plan, Share(number, 3), Journal(tmp_path / f"{number}.jsonl"))
+    ledger = Ledger()
+    for number in range(3):
+        for unit in Journal(tmp_path / f"{number}.jsonl").units.values():
+            ledger.add(unit)
+    assert settle(plan, ledger).checked_bytes == 2 * dst.nbytes
+    assert ledger.noted == {"t"}
+    assert contents(dst) == (numbers + 1).tobytes()
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
@@ -145,7 +162,8 @@ def test_what_does_not_fit_the_dtype_names_the_tensor(tmp_path: Path) -> None:
     sources = [source(tmp_path / f"src{i}", np.full(3, 1e30 * (i + 1), np.float64), FLOAT64) for i in range(2)]
     dst = allocated(tmp_path / "dst", Spec(DTYPES["float16"], (3,)), [whole((3,))])
     with pytest.raises(Unsupported) as raised:
-        fill([Term(make_plan(src_as(src, "float16"), dst), 0.5) for src in sources])
+        one, other = (src_as(src, "float16") for src in sources)
+        execute(make_plan(one, dst, [other], Mean([0.5, 0.5])))
     assert raised.value.tensor == "t"
 
 

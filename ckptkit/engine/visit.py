@@ -1,0 +1,104 @@
+"""Visit the blocks of a plan: threads read them from its sources, look at them or write them, and note what they saw.
+
+A thread holds one block of each source, and one more of any that has its elements in another order; nothing else holds
+tensor bytes. Copying, combining, comparing and counting are each a step that is shown every block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Self, TypeVar
+
+from ckptkit.engine.blocks import Block, blocks
+from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
+from ckptkit.engine.workers import Step, work
+from ckptkit.errors import CkptError, Report, refuse
+from ckptkit.files.file import Opened
+from ckptkit.layout import Piece
+from ckptkit.plan import Plan
+from ckptkit.tensors.dtypes import DType
+
+Seen = TypeVar("Seen")
+Pieces = Sequence[Sequence[Piece]]  # what was read of each source in one piece
+
+
+class Worker:
+    """The open files of one thread, and a buffer for each source, which it keeps from block to block."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.sources = [Gatherer(layout.root) for layout in plan.sources]
+        self.pieces: list[list[Piece]] = [[] for _ in self.sources]  # read for the block at hand
+        self._buffers: list[memoryview | None] = [None for _ in self.sources]
+        self._files = Opened(plan.dst.root, writable=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with ExitStack() as closing:
+            closing.callback(self._files.close)
+            for source in self.sources:
+                closing.callback(source.close)
+
+    def buffer(self, nbytes: int, source: int = 0) -> memoryview:
+        """Return the first bytes of the buffer of a source."""
+        whole = self._buffers[source]
+        if whole is None:
+            whole = self._buffers[source] = memoryview(bytearray(BLOCK_BYTES))
+        return whole[:nbytes]
+
+    def read(
+        self, block: Block, source: int = 0, dtype: DType | None = None, out: memoryview | None = None
+    ) -> memoryview:
+        """Return the elements of a block as a source has them: row-major, as `dtype`, or as the target stores them.
+
+        They are in `out`, or else in the buffer of the source until it is read from again.
+        """
+        dtype = dtype or block.target.chunk.dtype
+        if out is None:
+            out = self.buffer(block.box.numel * dtype.itemsize, source)
+        self.pieces[source] = self.sources[source].fill(block.parts[source], block.box, dtype, out)
+        return out
+
+    def write(self, block: Block, data: memoryview) -> None:
+        """Write a block to where it belongs in the destination."""
+        chunk = block.target.chunk
+        self._files[chunk.path].write_at(data, chunk.offset + block.start)
+
+
+def visit(
+    plan: Plan,
+    look: Callable[[Worker, Block], Seen],
+    note: Callable[[Block, Seen, Pieces], None],
+    jobs: int | None = None,
+    *,
+    among: Iterable[Block] | None = None,
+    report: Report = refuse,
+) -> None:
+    """Let `jobs` threads `look` at every block of a plan, or at those `among` them, and `note` what was seen.
+
+    `note` gets what was read besides; one thread at a time is in it. An error names the block's tensor and is reported;
+    if that raises it, or anything else is raised, the other threads finish their block and the work ends.
+    """
+    lock = threading.Lock()
+
+    @contextmanager
+    def worker() -> Iterator[Step[Block]]:
+        with Worker(plan) as own:
+
+            def step(block: Block) -> None:
+                own.pieces = [[] for _ in own.sources]
+                try:
+                    seen = look(own, block)
+                    with lock:
+                        note(block, seen, own.pieces)
+                except CkptError as error:
+                    with lock:
+                        report(error.blame(tensor=block.target.name or None))
+
+            yield step
+
+    roots = (layout.root for layout in plan.sources)
+    work(blocks(plan) if among is None else among, worker, jobs, *roots)
