@@ -1,4 +1,4 @@
-"""Edits: from one layout to another, by arithmetic on names and specs. No bytes move."""
+"""Edit layouts, by arithmetic on names and specs. No bytes move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptkit.tensors.dtypes import DType
 
 
 def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
-    """The tensors and blobs whose name `keep` accepts."""
+    """Return the tensors and blobs whose name `keep` accepts."""
     return replace(
         layout,
         tensors={name: tensor for name, tensor in layout.tensors.items() if keep(name)},
@@ -20,7 +20,7 @@ def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
 
 
 def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
-    """The same tensors under other names. Raises `Mismatch` if two would get the same; blobs are left behind."""
+    """Return the same tensors under other names. Raises `Mismatch` if two would get the same; blobs are left behind."""
     came_from: dict[str, str] = {}
     for name in layout.tensors:
         new = new_name(name)
@@ -32,7 +32,7 @@ def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
 
 
 def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
-    """The same tensors and blobs, each by a new way through the nested dict.
+    """Return the same tensors and blobs, each by a new way through the nested dict.
 
     Raises `Mismatch` if two names become one, or one lies on the way to another.
     """
@@ -64,18 +64,18 @@ def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
 
 
 def nest(layout: Layout, above: KeyPath) -> Layout:
-    """The same tensors and blobs, all under one key of the nested dict."""
+    """Return the same tensors and blobs, all under one key of the nested dict."""
     return rekey(layout, {name: (*above, *layout.key(name)) for name in layout.names})
 
 
 def clash(layout: Layout, one: str, other: str, new: str) -> Mismatch:
-    """The error for two names that would become one."""
+    """Return the error for two names that would become one."""
     message = f"`{one}` and `{other}` would both be called this"
     return Mismatch(message, path=layout.root, tensor=new, hint="change --rename, or leave one out with --exclude")
 
 
 def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
-    """The same tensors, in the dtypes that `wanted` gives; chunks stay what they are and are converted when read."""
+    """Return the same tensors in the dtypes that `wanted` gives; chunks stay, and are converted when read."""
     tensors = {
         name: replace(tensor, spec=replace(tensor.spec, dtype=wanted(name, tensor.spec)))
         for name, tensor in layout.tensors.items()

@@ -1,4 +1,4 @@
-"""Errors: what can go wrong, as a tree. Knows exit codes; prints nothing and exits nowhere.
+"""Name every error, in a tree. Knows exit codes; prints nothing and exits nowhere.
 
 CkptError
 ├── Usage         the request contradicts itself                              exit 2
@@ -23,7 +23,7 @@ from typing import Self
 
 
 class CkptError(Exception):
-    """Something is wrong with a checkpoint or a request, said in one line.
+    """A fault of a checkpoint or a request, said in one line.
 
     `path` is the file at fault, `tensor` the tensor, `offset` the byte of the file, `hint` what to do about it.
     """
@@ -62,7 +62,7 @@ class CkptError(Exception):
         return self
 
     def to_json(self) -> dict[str, str | int | None]:
-        """The error as `--json` prints it: code, message, path, tensor, offset, hint."""
+        """Return the error as `--json` prints it: code, message, path, tensor, offset, hint."""
         path = None if self.path is None else str(self.path)
         place = {"path": path, "tensor": self.tensor, "offset": self.offset}
         return {"code": self.code, "message": self.message, **place, "hint": self.hint}
@@ -72,54 +72,54 @@ Report = Callable[[CkptError], None]  # told of a problem after which there is m
 
 
 def refuse(problem: CkptError) -> None:
-    """The `Report` of whoever can do nothing with a checkpoint that has a problem: the first ends it."""
+    """Raise the problem: the `Report` of a caller who can do nothing with a checkpoint that has one."""
     raise problem
 
 
 class Usage(CkptError):
-    """The request contradicts itself or names what is not there."""
+    """A request that contradicts itself or names what is not there."""
 
     code, exit_code = "usage", 2
 
 
 class NotACheckpoint(CkptError):
-    """No format claims this path."""
+    """A path that no format claims."""
 
     code, exit_code = "not_a_checkpoint", 3
 
 
 class Corrupt(CkptError):
-    """The files contradict themselves: a gap, an overlap, a short file, a bad CRC."""
+    """Files that contradict themselves: a gap, an overlap, a short file, a bad CRC."""
 
     code, exit_code = "corrupt", 3
 
 
 class Unsupported(CkptError):
-    """Valid, but beyond us."""
+    """A valid thing that is beyond us."""
 
     code, exit_code = "unsupported", 3
 
 
 class Mismatch(CkptError):
-    """Two layouts do not fit: a tensor is missing or has another shape."""
+    """Two layouts that do not fit: a tensor is missing or has another shape."""
 
     code, exit_code = "mismatch", 3
 
 
 class IOFailure(CkptError):
-    """The operating system refused to read or write."""
+    """A refusal of the operating system to read or write."""
 
     code, exit_code = "io", 4
 
 
 class NoRoom(IOFailure):
-    """There is not enough disk for the plan."""
+    """A disk too small for the plan."""
 
     code = "no_room"
 
 
 class Occupied(CkptError):
-    """The destination exists, or somebody else is working on it."""
+    """A destination that exists, or that somebody else is working on."""
 
     code, exit_code = "occupied", 5
 

@@ -1,4 +1,4 @@
-"""Layouts: where every byte of a checkpoint lies. Opens no file and names no format."""
+"""Say where every byte of a checkpoint lies. Opens no file and names no format."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor is, not where: element type and shape."""
+    """The dtype and shape of a tensor, whatever place it lies at."""
 
     dtype: DType
     shape: Shape
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes, row-major and without padding."""
+        """Return the number of bytes, row-major and without padding."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -41,7 +41,8 @@ class Chunk:
 
     Row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
     recorded over those bytes, None where none was. While `wrapper` is set the bytes are still inside an
-    envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it.
+    envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it, and no plan is
+    made before.
     """
 
     box: Box
@@ -55,18 +56,18 @@ class Chunk:
 
     @property
     def start(self) -> Shape:
-        """The index of its first element."""
+        """Return the index of its first element."""
         return self.box.start
 
     @property
     def size(self) -> Shape:
-        """Its extent along each axis."""
+        """Return its extent along each axis."""
         return self.box.size
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a chunk that were read as they lie: `length` of them from `start`, and their CRC-32."""
+    """A run of bytes of a chunk that were read as they lie: `length` of them from `start`, and their CRC-32."""
 
     chunk: Chunk
     start: int
@@ -101,7 +102,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of a file with a CRC-32 to themselves, None where none was recorded; of the tensor or blob `name`."""
+    """A run of bytes of a file with a CRC-32 of its own, None where none was recorded; of the tensor or blob `name`."""
 
     path: str
     offset: int
@@ -128,7 +129,7 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a writer is asked for: the most bytes in a file, and how many ranks are to load it; each heeds its own."""
+    """The wishes to a writer: the most bytes in a file, and how many ranks are to load it; each heeds its own."""
 
     max_shard_size: int
     world_size: int = 1
@@ -153,21 +154,21 @@ class Layout:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What each tensor is."""
+        """Return the dtype and shape of each tensor."""
         return {name: tensor.spec for name, tensor in self.tensors.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of every tensor, then of every blob."""
+        """Return the name of every tensor, then of every blob."""
         return (*self.tensors, *self.blobs)
 
     def key(self, name: str) -> KeyPath:
-        """The recorded way to `name` through the producer's nested dict."""
+        """Return the recorded way to `name` through the producer's nested dict."""
         return self.keys.get(name, (name,))
 
 
@@ -182,7 +183,7 @@ def check_cover(layout: Layout, report: Report = refuse) -> None:
 
 
 def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
-    """What is wrong with how the chunks tile a tensor, if anything is."""
+    """Return the fault in how the chunks tile a tensor, if there is one."""
     shape = tensor.spec.shape
     boxes = [chunk.box for chunk in tensor.chunks]
     outside = find_outside(shape, boxes)

@@ -1,4 +1,4 @@
-"""Progress: how whoever asked for something is told how far it is. Prints nothing."""
+"""Tell a caller how far its request is. Prints nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Told = Callable[[int], None]  # (bytes just done)
 
 
 def telling(progress: Progress | None, total: int) -> Told | None:
-    """Tells `progress`, if there is one, of bytes just done, and of how many there are in all."""
+    """Return a function that tells `progress`, if there is one, of bytes just done and of how many there are in all."""
     return progress and partial(tell, progress, total)
 
 

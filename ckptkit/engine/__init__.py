@@ -1,1 +1,1 @@
-"""The engine: what carries out a plan. Workers read, check, convert and write blocks, and note what they did."""
+"""Carry out plans: threads visit blocks of bounded size, read and check them, and copy, combine, compare or count."""

@@ -1,4 +1,4 @@
-"""Journals: what a worker has done of its share of a plan, on disk beside the work, so that it can be gone on with.
+"""Keep a journal, on disk beside the work, of the units of a share that are finished, so that the work can be resumed.
 
 A line for each unit that was finished, and one when the share was. A line says what was written, not that the disk has
 it: it is believed after the bytes have been read again, unless the worker ended, whose files were on the disk before.
@@ -48,12 +48,12 @@ class Journal:
             self._nbytes += len(line)
 
     def note(self, unit: int, ledger: Ledger) -> None:
-        """Write down that a unit is finished, and what was read and written for it."""
+        """Note that a unit is finished, and what was read and written for it."""
         self.units[unit] = ledger
         self._append(json.dumps({"unit": unit, **ledger.to_json()}).encode() + b"\n")
 
     def end(self, *, sync: bool) -> None:
-        """Write down that the share is finished; its files are on the disk if `sync`, and then so is the journal."""
+        """Note that the share is finished; its files are on the disk if `sync`, and then so is the journal."""
         self.has_ended = True
         self._append(_ENDED, sync=sync)
 

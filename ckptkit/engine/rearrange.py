@@ -1,4 +1,4 @@
-"""Rearranging: elements brought from the order and dtype they are stored in to those that are wanted. Opens no file."""
+"""Rearrange elements from the order and dtype they are stored in to those that are wanted. Opens no file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ckptkit.tensors.dtypes import DType
 Array = NDArray[Any]
 Read = Callable[[Chunk, int, memoryview], Piece]  # fills a buffer with a chunk's bytes from the given one on
 
-_SMALL_SPAN = 1 << 16  # bytes that are cheaper to read with strangers between than one by one
+_SMALL_SPAN = 1 << 16  # bytes that are cheaper to read with others between than one by one
 _RAW = {size: np.dtype(f"u{size}" if size <= 8 else f"V{size}") for size in (1, 2, 4, 8, 16)}
 
 
 @dataclass(frozen=True, slots=True)
 class Rearrangement:
-    """How a chunk is read: by which function, through which buffer, to become which dtype."""
+    """A chunk to be read by a function, through a buffer, to become elements of a dtype."""
 
     read: Read
     scratch: memoryview
@@ -70,7 +70,7 @@ def assign(values: Array, src: DType, dst: DType, view: Array) -> None:
 
 
 def view_of(array: Array, part: Box, whole: Box) -> Array:
-    """The elements of `part` in an array that holds those of `whole`; a view even of a single one."""
+    """Return the elements of `part` in an array that holds those of `whole`; a view even of a single one."""
     inner = part.relative_to(whole)
     index: tuple[Any, ...] = (*(slice(a, a + n) for a, n in zip(inner.start, inner.size, strict=True)), ...)
     view: Array = array[index]

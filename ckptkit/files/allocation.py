@@ -1,4 +1,4 @@
-"""Allocation: files made with the size they will have and what is known of them, before any data. Knows no tensor."""
+"""Make files with the size they will have and the bytes known beforehand, before any data. Knows no tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_room(path: Path, nbytes: int) -> None:
 
 
 def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
-    """Bytes that files of these sizes still need on the disk, by their names in directory `root`."""
+    """Return the bytes that files of these sizes still need on the disk, by their names in directory `root`."""
     missing = 0
     for name, nbytes in sizes.items():
         try:
@@ -35,7 +35,7 @@ def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free for us on the file system that `path` is or will be on."""
+    """Return the bytes free for us on the file system that `path` is or will be on."""
     there = path.absolute()
     with translate_os_errors(path):
         while not there.exists():

@@ -17,12 +17,12 @@ _ONES = 0xFFFFFFFF
 
 
 def crc32(data: bytes | bytearray | memoryview) -> int:
-    """CRC-32 of `data`, as zip and PNG compute it."""
+    """Return the CRC-32 of `data`, as zip and PNG compute it."""
     return isal_zlib.crc32(data)
 
 
 class Checksums(Generic[Key]):
-    """CRC-32 of many byte ranges, each known by a key, gathered piece by piece.
+    """The CRC-32 of many byte ranges, each known by a key, gathered piece by piece.
 
     Neighbouring pieces are merged as they come, so what is held stays as small as the disorder.
     """
@@ -31,7 +31,7 @@ class Checksums(Generic[Key]):
         self._pieces: dict[Key, list[tuple[int, int, int]]] = {}  # start, stop, crc; in order, apart from each other
 
     def add(self, key: Key, start: int, length: int, crc: int) -> None:
-        """Bytes `start:start + length` of range `key` have CRC-32 `crc`. A piece that overlaps another is ignored."""
+        """Enter the CRC-32 of bytes `start:start + length` of range `key`, unless the piece overlaps another."""
         pieces = self._pieces.setdefault(key, [])
         stop = start + length
         at = bisect(pieces, (start, stop, 0))
@@ -47,14 +47,14 @@ class Checksums(Generic[Key]):
         pieces[low:high] = [(start, stop, crc)]
 
     def whole(self, key: Key, length: int) -> int | None:
-        """CRC-32 of the whole range of `length` bytes, or None while a part of it is missing."""
+        """Return the CRC-32 of the whole range of `length` bytes, or None while a part of it is missing."""
         if length == 0:
             return 0
         start, stop, crc = self._pieces.get(key, [(0, 0, 0)])[0]
         return crc if (start, stop) == (0, length) else None
 
     def __iter__(self) -> Iterator[tuple[Key, int, int, int]]:
-        """Each merged piece: key, start, length, CRC-32."""
+        """Yield each merged piece: key, start, length, CRC-32."""
         for key, pieces in self._pieces.items():
             for start, stop, crc in pieces:
                 yield key, start, stop - start, crc
@@ -65,10 +65,10 @@ class Checksums(Generic[Key]):
 
 
 def part_sum(data: memoryview, after: int) -> int:
-    """What `data`, with `after` bytes to follow it in the whole, adds to the sum of the parts, by XOR."""
+    """Return what `data`, with `after` bytes to follow it in the whole, adds to the sum of the parts, by XOR."""
     return isal_zlib.crc32_combine(isal_zlib.crc32(data, _ONES) ^ _ONES, 0, after)
 
 
 def whole_crc32(parts: int, length: int) -> int:
-    """The CRC-32 of a whole of `length` bytes from the sum of all its parts, none of which overlap."""
+    """Return the CRC-32 of a whole of `length` bytes from the sum of all its parts, none of which overlap."""
     return isal_zlib.crc32_combine(_ONES, 0, length) ^ _ONES ^ parts

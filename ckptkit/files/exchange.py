@@ -1,4 +1,4 @@
-"""Exchanges: what was made takes the place of what was there, in one step where the system can."""
+"""Put what was made in the place of what was there, in one step where the system can."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
 
 
 def swap(a: Path, b: Path) -> bool:
-    """Swap two directories in one step; False where the system cannot."""
+    """Swap two directories in one step. Returns False where the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

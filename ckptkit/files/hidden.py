@@ -1,4 +1,4 @@
-"""Hidden names: what lies beside a destination while it is made."""
+"""Name the hidden files and directories beside a destination while it is made."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)
 
 
 def staging_path(dst: Path) -> Path:
-    """The hidden sibling in which `dst` is made; one name, so that a later run finds what a dead one left."""
+    """Return the hidden sibling in which `dst` is made; one name, so that a later run finds what a dead one left."""
     return dst.parent / f".{dst.name}.ckptkit.tmp"
 
 
 def aside_path(dst: Path) -> Path:
-    """The hidden sibling that the old `dst` is for a moment, where two directories cannot be swapped in one step."""
+    """Return the hidden sibling that the old `dst` is for a moment, where directories cannot be swapped in one step."""
     return dst.parent / f".{dst.name}.ckptkit.old"
 
 
 def lock_path(dst: Path) -> Path:
-    """The hidden sibling that whoever makes `dst` holds a lock on."""
+    """Return the hidden sibling that the maker of `dst` holds a lock on."""
     return dst.parent / f".{dst.name}.ckptkit.lock"

@@ -1,4 +1,4 @@
-"""Locks: on files, for as long as a process lives and has them open. Know nothing of what they are for."""
+"""Lock files, for as long as a process lives and has them open. Knows nothing of what the locks are for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WITHOUT_LOCKS = (*NOT_HERE, errno.ENOLCK)
 
 
 def acquire(path: Path, *, patience: float = 0) -> int:
-    """A lock on file `path`, which its owner removes when done; `Occupied` if it is not free within `patience` s."""
+    """Lock file `path`, which its owner removes when done. Raises `Occupied` if it is not free in `patience` s."""
     last = time.monotonic() + patience
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -36,7 +36,7 @@ def acquire(path: Path, *, patience: float = 0) -> int:
 
 
 def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
-    """Lock the file open as `fd` for as long as it stays open; False if somebody has a lock that forbids this.
+    """Lock the file open as `fd` until it is closed. Returns False if somebody has a lock that forbids this.
 
     Where the file system has no locks all are free, and there is a warning.
     """
@@ -52,7 +52,7 @@ def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
 
 
 def is_same_file(fd: int, path: Path) -> bool:
-    """True if `path` still is the file open as `fd`."""
+    """Return True if `path` still is the file open as `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Origins: whether what is being read still is what it was when reading began. Reads nothing itself."""
+"""Tell whether a checkpoint still is the one that it was when reading began. Reads nothing itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """What is at `path` now; perhaps nothing."""
+        """Return what is at `path` now; perhaps nothing."""
         with translate_os_errors(path):
             try:
                 found = path.stat()

@@ -1,4 +1,4 @@
-"""Remote: what a user names as a source, as a path; of a local file or directory, or of one behind a URL.
+"""Make paths of the sources that a user names: local files and directories, and those behind a URL.
 
 A remote path is a path like any other as long as it is looked at, listed and put together. What needs a local one,
 such as `open`, refuses it: nothing local is ever read in its place.
@@ -48,44 +48,44 @@ class RemotePath(PosixPath):
 
     @property
     def parent(self) -> Self:
-        """The directory that this is in. A bucket or repository is in none, and is its own parent."""
+        """Return the directory that this is in. A bucket or repository is in none, and is its own parent."""
         return self if len(self.parts) <= self._depth else super().parent
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """True for a directory, or what goes for one where there are only keys with slashes."""
+        """Return True for a directory, or for a prefix of keys where there are only keys with slashes."""
         entry = self.entry()
         return entry is not None and entry.is_dir
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """True for a file."""
+        """Return True for a file."""
         entry = self.entry()
         return entry is not None and not entry.is_dir
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """True if anything is there."""
+        """Return True if anything is there."""
         return self.entry() is not None
 
     def is_symlink(self) -> bool:
-        """False: a store follows its links, if it has any."""
+        """Return False: a store follows its links, if it has any."""
         return False
 
     def absolute(self) -> Self:
-        """The path itself."""
+        """Return the path itself."""
         return self
 
     def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002
-        """The path itself."""
+        """Return the path itself."""
         return self
 
     def iterdir(self) -> Generator[Self, None, None]:
-        """What is in the directory."""
+        """Yield what is in the directory."""
         store, key = self._place
         with reaching(self, store.store):
             names = list(store.entries(key))
         yield from (self / name for name in names)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002
-        """Kind, size and time of change. In place of the inode, a number that changes with the content."""
+        """Return kind, size and time of change. In place of the inode, a number that changes with the content."""
         from hashlib import blake2b
 
         entry = self.entry()
@@ -98,17 +98,17 @@ class RemotePath(PosixPath):
         return os.stat_result((mode, inode, 0, 1, 0, 0, entry.size, when, when, when), times)
 
     def lstat(self) -> os.stat_result:
-        """The same as `stat`."""
+        """Return the same as `stat`."""
         return self.stat()
 
     def entry(self) -> Entry | None:
-        """What the store tells of it, None if there is nothing."""
+        """Return what the store tells of it, None if there is nothing."""
         store, key = self._place
         with reaching(self, store.store):
             return store.find(key)
 
     def find_change(self) -> RemotePath | None:
-        """Ask the store anew: something here that is not what it was, or None."""
+        """Ask the store anew. Returns something here that is not what it was, or None."""
         store, key = self._place
         with reaching(self, store.store):
             changed = store.find_change(key)
@@ -116,12 +116,12 @@ class RemotePath(PosixPath):
 
     @property
     def store(self) -> Known:
-        """The store that it lies in."""
+        """Return the store that it lies in."""
         return self._place[0]
 
     @property
     def key(self) -> str:
-        """Where in its store it lies."""
+        """Return its key in its store."""
         return self._place[1]
 
     @property
@@ -146,7 +146,7 @@ class RemotePath(PosixPath):
 
 
 def to_path(place: str | os.PathLike[str]) -> Path:
-    """The path that a user means by `place`: a local one, a URL, or the id of a model on the Hub.
+    """Return the path that a user means by `place`: a local one, a URL, or the id of a model on the Hub.
 
     Something like `org/name` is an id if there is neither such a path here nor a directory `org`.
     """
@@ -161,9 +161,9 @@ def to_path(place: str | os.PathLike[str]) -> Path:
 
 
 def list_ahead(paths: Iterable[Path], *, depth: int = 2) -> None:
-    """Ask what is in those of the directories that are remote, and below, many at a time: from then on it is known.
+    """List those of the directories that are remote, and those below, many at a time: from then on it is known.
 
-    What cannot be listed says so to whoever needs it.
+    One that cannot be listed is left to its reader, who then gets the error.
     """
     waiting = [path for path in paths if isinstance(path, RemotePath)]
     if not waiting:
@@ -179,7 +179,7 @@ def list_ahead(paths: Iterable[Path], *, depth: int = 2) -> None:
 
 
 def at_once(ask: Callable[[T], U], things: Iterable[T]) -> list[U]:
-    """What `ask` gives for each of the things, in order; many are asked about at the same time."""
+    """Return what `ask` gives for each of the things, in order; many are asked about at the same time."""
     from concurrent.futures import ThreadPoolExecutor  # slow to import, and few need it
 
     with ThreadPoolExecutor(REMOTE_JOBS) as pool:
@@ -187,7 +187,7 @@ def at_once(ask: Callable[[T], U], things: Iterable[T]) -> list[U]:
 
 
 def parse_url(url: str) -> Path:
-    """The path that a URL means; that of a local file is a local path. Raises `Usage` for one that means nothing."""
+    """Return the path that a URL means, a local one for a local file. Raises `Usage` for a URL that means nothing."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if scheme in ("file", "local"):
@@ -205,7 +205,7 @@ def parse_url(url: str) -> Path:
 
 
 def to_local(place: str | os.PathLike[str]) -> Path:
-    """The local path that a user means by `place`, where something is to be written. Raises `Usage` for a URL."""
+    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for a URL."""
     if isinstance(place, RemotePath) or (isinstance(place, str) and _URL.match(place)):
         hint = "write to a local directory; `ckptkit push` takes it to the Hub"
         raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)

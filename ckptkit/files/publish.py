@@ -1,4 +1,4 @@
-"""Publishing: a file that others may be looking at, written in one step."""
+"""Publish a file that others may be looking at, in one step."""
 
 from __future__ import annotations
 

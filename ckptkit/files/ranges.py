@@ -1,7 +1,7 @@
-"""Ranges: reading from remote files with few requests. Small reads are answered from pages that were read before.
+"""Read ranges of remote files with few requests. Small reads are answered from pages that were read before.
 
-A small read brings what lies around it; what will be needed can be said beforehand, and is then fetched in few large
-ranges at once. Large reads are a request each, and kept nowhere. Knows offsets and lengths; no format.
+A small read brings the bytes around it; ranges that will be needed can be named beforehand, and are then fetched in few
+large ones at once. Large reads are a request each, and kept nowhere. Knows offsets and lengths; no format.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pages:
         self._busy = [threading.Lock() for _ in range(256)]
 
     def get(self, key: PageKey) -> bytes | None:
-        """A page, if it is still there."""
+        """Return a page, if it is still there."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -53,7 +53,7 @@ class Pages:
                 self._kept.popitem(last=False)
 
     def busy(self, *key: object) -> threading.Lock:
-        """A lock for whoever fetches what is called so: others who want it wait, and then find it here."""
+        """Return the lock to hold while fetching what is called so: others who want it wait, and then find it here."""
         return self._busy[hash(key) % len(self._busy)]
 
 
@@ -61,7 +61,7 @@ PAGES = Pages(_CACHE)
 
 
 class RemoteFile:
-    """A remote file to read from, of `size` bytes. Belongs to one thread."""
+    """A remote file at `path`, of `size` bytes. Belongs to one thread."""
 
     __slots__ = ("_entry", "_read", "path", "size")
 
@@ -102,7 +102,7 @@ class RemoteFile:
         """Do nothing: no connection is kept."""
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """The bytes from one offset up to another, by a request of their own."""
+        """Return the bytes from one offset up to another, by a request of their own."""
         store = self.path.store.store
         with reaching(self.path, store):
             try:
@@ -125,7 +125,7 @@ class RemoteFile:
             PAGES.put(self._key(number), data[at : at + _PAGE])
 
     def pages(self, ranges: Iterable[Range]) -> list[int]:
-        """The numbers of the pages that hold `ranges`, in order, but for those that are here."""
+        """Return the numbers of the pages that hold `ranges`, in order, but for those that are here."""
         spans = ((start, min(stop, self.size)) for _, start, stop in ranges if 0 <= start < self.size)
         numbers = {number for start, stop in spans for number in range(start // _PAGE, -(-stop // _PAGE))}
         return sorted(number for number in numbers if PAGES.get(self._key(number)) is None)
@@ -136,7 +136,7 @@ class RemoteFile:
             return found
         first = number - number % (_WINDOW // _PAGE)
         with PAGES.busy(str(self.path), first):
-            found = PAGES.get(self._key(number))  # whoever was here before has fetched it
+            found = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile
             if found is None:
                 start, stop = first * _PAGE, min(self.size, first * _PAGE + _WINDOW)
                 data = self.fetch(start, stop)
@@ -151,9 +151,9 @@ class RemoteFile:
 
 
 def read_ahead(root: Path, things: Iterable[T], ranges: Callable[[T], Iterable[Range]]) -> Iterator[T]:
-    """The things, in order; of a remote directory, once the ranges of files are here that are needed for each.
+    """Yield things, in order; of a remote directory, once the ranges of files are here that are needed for each.
 
-    Whoever takes them makes small reads, which would otherwise be a request each, one after the other.
+    Small reads for each thing would otherwise be a request each, one after the other.
     """
     if not isinstance(root, RemotePath):
         yield from things
@@ -178,7 +178,7 @@ def prefetch(root: RemotePath, ranges: Iterable[Range]) -> None:
 
 
 def coalesce(numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Numbers of pages, in order, as runs that are worth one request each."""
+    """Yield numbers of pages, given in order, as runs that are worth one request each."""
     run: list[int] = []
     for number in numbers:
         if run and ((number - run[-1]) * _PAGE > _GAP or (number - run[0]) * _PAGE >= _RUN):

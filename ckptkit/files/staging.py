@@ -1,4 +1,4 @@
-"""Staging: output is made in a hidden directory beside its destination and renamed into place when whole.
+"""Stage output in a hidden directory beside its destination, and rename it into place when whole.
 
 At every moment the destination is absent, old and whole, or new and whole. Knows files and renames; no tensor.
 """
@@ -31,7 +31,7 @@ class Stage:
     Holds a lock beside the destination from one to the other: a second run on the same destination is `Occupied`
     while the first is alive, and clears its leavings away when it is not.
 
-    With a `key`, which says what is being made, a directory that was begun under the same key is gone on with, and
+    With a `key`, which says what is being made, a directory that was begun under the same key is resumed, and
     `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time, from
     when each lets the others in.
 
@@ -61,14 +61,14 @@ class Stage:
 
     @property
     def work(self) -> Path:
-        """A directory in `path` for notes on what has been done; it is not part of the output."""
+        """Return the directory in `path` for notes on what has been done; it is not part of the output."""
         return self.path / WORK
 
     def open(self) -> Self:
-        """Lock the destination and make `path`, empty unless there is something to go on with.
+        """Lock the destination and make `path`, empty unless there is something to resume.
 
-        Apart from `__init__`, so that there is something to discard whenever a signal comes. Whoever makes a part waits
-        until others have let it in, and has the directory to itself until it does so.
+        Apart from `__init__`, so that there is something to discard whenever a signal comes. The maker of a part waits
+        until others have let it in, and has the directory to itself until it lets them in.
         """
         check_destination(self.dst, self.overwrite, is_file=self.is_file)
         with translate_os_errors(self.dst):
@@ -96,11 +96,11 @@ class Stage:
                     raise
 
     def let_others_in(self) -> None:
-        """Let others open it too, that are to make other parts of the same."""
+        """Let other processes open it too, to make other parts of the same."""
         self._release()
 
     def commit(self) -> None:
-        """Make the destination what `path` holds, durably. A failed fsync is never tried again."""
+        """Put what `path` holds in the destination, durably. A failed fsync is never tried again."""
         with translate_os_errors(self.path):
             remove(self.work)
             if self.sync:
@@ -134,7 +134,7 @@ class Stage:
         self.leave()
 
     def leave(self) -> None:
-        """Let go of what was made, for others to go on with."""
+        """Let go of what was made, for others to resume."""
         claimed, self._claim = self._claim, None
         close(claimed)
         self._release()
@@ -147,7 +147,7 @@ class Stage:
 
 @contextmanager
 def staging(dst: Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
-    """A directory to write into, which becomes `dst` when the block ends well and vanishes when it does not."""
+    """Give a directory to write into, which becomes `dst` when the block ends well and vanishes when it does not."""
     stage = Stage(dst, overwrite=overwrite, sync=sync)
     try:
         yield stage.open().path
@@ -171,7 +171,7 @@ def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> N
 
 
 def claim(path: Path, *, shared: bool = False) -> int | None:
-    """A lock on what is being made in directory `path`, None if nothing is that others may go on with."""
+    """Lock what is being made in directory `path`. Returns None if it is nothing that others may resume."""
     try:
         fd = os.open(path / WORK / _KEY, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def claim(path: Path, *, shared: bool = False) -> int | None:
 
 
 def read_key(path: Path) -> bytes | None:
-    """The key under which directory `path` was begun; None if there is no such directory, or it has none."""
+    """Return the key under which directory `path` was begun; None if there is no such directory, or it has none."""
     file = path / WORK / _KEY
     with translate_os_errors(file):
         if path.is_symlink() or not file.is_file():
@@ -197,7 +197,7 @@ def read_key(path: Path) -> bytes | None:
 
 
 def write_key(path: Path, key: bytes) -> None:
-    """Begin directory `path` under a key; whoever reads one reads all of it."""
+    """Begin directory `path` under a key, which is absent or whole at every moment."""
     written = path / WORK / f"{_KEY}.new"
     with translate_os_errors(path):
         again((path / WORK).mkdir)
@@ -217,7 +217,7 @@ def make_empty(path: Path) -> None:
 
 
 def clear_dead(root: Path) -> None:
-    """Remove what runs that died have left hidden in directory `root`, but for what can be gone on with."""
+    """Remove what runs that died have left hidden in directory `root`, but for what can be resumed."""
     with translate_os_errors(root):
         names = {match[1] for path in root.iterdir() if (match := HIDDEN.fullmatch(path.name))}
         for dst in (root / name for name in sorted(names)):

@@ -1,4 +1,4 @@
-"""System: calls to the operating system, made to the end where a signal interrupts them. Decides nothing.
+"""Call the operating system, again where a signal interrupts the call. Decides nothing.
 
 Python makes those again that POSIX says can be interrupted (PEP 475). Network and user-space file systems interrupt
 others too.
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 class PromiseLost(UserWarning):
-    """Something cannot be promised on this file system, which lacks what it takes."""
+    """A promise that cannot be kept on this file system, which lacks the call that it takes."""
 
 
 def warn_of_loss(path: Path, what: str) -> None:
-    """Say which promise is lost at `path`."""
+    """Warn of the promise that is lost at `path`."""
     warnings.warn(f"{path}: {what}", PromiseLost, stacklevel=2)
 
 
 def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `call` gives, which is made again as long as a signal interrupts it."""
+    """Return what `call` gives, which is made again as long as a signal interrupts it."""
     while True:
         with suppress(InterruptedError):
             return call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Trees: directories made, removed with all they hold, and forced to the disk."""
+"""Make directories, remove them with all they hold, and force them to the disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sync_tree(root: Path) -> None:
 
 
 def fail(error: OSError) -> None:
-    """What `os.walk` is to do about a directory that cannot be listed; by itself it leaves it out."""
+    """Raise the error of a directory that cannot be listed, which `os.walk` by itself leaves out."""
     raise error
 
 

@@ -1,1 +1,1 @@
-"""Tensors without any file: what elements they have, where each lies in them, and what its number is."""
+"""Know tensors without any file: their elements, the place of each in its tensor, and its number."""

@@ -1,4 +1,4 @@
-"""Arrays: stored elements as numpy arrays and torch tensors. Reads no file; imports torch when a tensor is made."""
+"""Make numpy arrays and torch tensors of stored elements. Reads no file; imports torch when a tensor is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 def to_numpy(data: bytearray, dtype: DType, shape: Shape) -> Array:
-    """The elements in `data` as an array, which shares its memory where numpy has the dtype.
+    """Return the elements in `data` as an array, which shares its memory where numpy has the dtype.
 
     What numpy lacks becomes the next dtype that holds every number of it: float32 for bfloat16 and floats of 8 bits,
     complex64 for complex32. Raises `Unsupported` for elements that are two numbers, or have scales that are not here.
@@ -42,7 +42,7 @@ def _widened(data: bytearray, name: str) -> Array:
 
 
 def to_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
-    """The elements in `data` as a tensor on the CPU, which shares its memory.
+    """Return the elements in `data` as a tensor on the CPU, which shares its memory.
 
     Raises `Unsupported` for quantized dtypes, whose scales are not here.
     """

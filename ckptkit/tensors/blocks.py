@@ -1,4 +1,4 @@
-"""Blocks: boxes cut into pieces of bounded size, and where they lie in a strided chunk. Pure integers."""
+"""Cut boxes into pieces of bounded size, and find where they lie in a strided chunk. Pure integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptkit.tensors.box import Box, Shape
 
 
 def row_major(shape: Shape) -> Shape:
-    """The strides, in elements, of a tensor whose elements lie in the order of their indices."""
+    """Return the strides, in elements, of a tensor whose elements lie in the order of their indices."""
     return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
@@ -31,15 +31,15 @@ def cut(box: Box, limit: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From the first to the last element of a box in a strided chunk: `start` and `length` in elements."""
+    """The elements of a strided chunk from the first to the last of a box: `start` and `length` in elements."""
 
     start: int
     length: int
-    is_run: bool  # row-major and without a stranger between
+    is_run: bool  # row-major, without other elements between
 
 
 def span_of(box: Box, chunk: Box, strides: Shape | None) -> Span:
-    """Where the elements of `box` lie in the memory of `chunk`, which holds them by `strides` (row-major if None)."""
+    """Return where the elements of `box` lie in `chunk`, which holds them by `strides` (row-major if None)."""
     inner = box.relative_to(chunk)
     is_plain = strides is None
     steps = row_major(chunk.size) if strides is None else strides

@@ -1,4 +1,4 @@
-"""Boxes: rectangular regions of a tensor's index space. Integers only; knows no bytes and no files."""
+"""Compute with boxes, the rectangular regions of a tensor's index space. Integers only; knows no bytes and no files."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ class Box:
 
     @property
     def stop(self) -> Shape:
-        """The first index past the box on every axis."""
+        """Return the first index past the box on every axis."""
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
 
     @property
     def numel(self) -> int:
-        """How many elements it holds."""
+        """Return the number of elements it holds."""
         return prod(self.size)
 
     def relative_to(self, outer: Box) -> Box:
-        """The same elements, counted from the corner of `outer`."""
+        """Return the same elements, counted from the corner of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
 
 def whole(shape: Shape) -> Box:
-    """The box of a whole tensor."""
+    """Return the box of a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both boxes, or None if there are none."""
+    """Return the elements in both boxes, or None if there are none."""
     start = tuple(map(max, a.start, b.start))
     size = tuple(min(x, y) - s for x, y, s in zip(a.stop, b.stop, start, strict=True))
     return Box(start, size) if all(n > 0 for n in size) else None
 
 
 class BoxIndex:
-    """Finds which of many boxes meet a given one without trying them all.
+    """An index of many boxes, which finds those that meet a given one without trying them all.
 
     Boxes are sorted along the axis on which they differ most; `furthest[i]` is the largest stop among
     the first `i + 1`, so a query is two bisections and a scan of the boxes between.
@@ -69,11 +69,11 @@ class BoxIndex:
 
     @property
     def is_stacked(self) -> bool:
-        """True if the boxes follow one another along an axis, as shards do: then no two of them overlap."""
+        """Return True if the boxes follow one another along an axis, as shards do: then no two of them overlap."""
         return self._axis is not None and all(map(le, self._furthest, self._starts[1:]))
 
     def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """The position of each box that meets `wanted`, with what they share, in order of start."""
+        """Yield the position of each box that meets `wanted`, with the box they share, in order of start."""
         for i in self._candidates(wanted):
             shared = intersect(self._boxes[i], wanted)
             if shared is not None:
@@ -89,7 +89,7 @@ class BoxIndex:
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
-    """Two boxes that share elements, and what they share; None if no two do. Empty boxes share nothing."""
+    """Return the positions of two boxes that share elements, and those; None if no two do. Empty ones share nothing."""
     index = BoxIndex(boxes)
     if index.is_stacked:
         return None
@@ -101,7 +101,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
 
 
 def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
-    """The position of a box that does not lie inside a tensor of `shape`; None if all do."""
+    """Return the position of a box that does not lie inside a tensor of `shape`; None if all do."""
     for i, box in enumerate(boxes):
         inside = len(box.start) == len(box.size) == len(shape) and all(
             a >= 0 and n >= 0 and a + n <= end for a, n, end in zip(box.start, box.size, shape, strict=True)
@@ -112,7 +112,7 @@ def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
 
 
 def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
-    """Where disjoint boxes leave a tensor of `shape` uncovered: `(axis, start, stop)` of a slab with a hole.
+    """Return where disjoint boxes leave a tensor of `shape` uncovered: `(axis, start, stop)` of a slab with a hole.
 
     Compares, slab by slab along each axis, how many elements of a cross-section are covered.
     """

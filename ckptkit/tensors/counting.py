@@ -1,4 +1,4 @@
-"""Counting: what kinds of numbers are among stored elements, and their moments. Reads no file, and needs no torch.
+"""Count the kinds of numbers among stored elements, and take their moments. Reads no file, and needs no torch.
 
 Floats are told apart by their bits, which order like integers within a sign
 (https://en.wikipedia.org/wiki/IEEE_754-1985#Comparing_floating-point_numbers): the extremes of the bits, read as signed
@@ -26,7 +26,7 @@ _PART_BYTES = 1 << 18  # at a time: the passes over them stay in the cache
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Of how many numbers how many are NaN, infinite, zero and denormal; the lowest and the highest that is not NaN.
+    """The kinds of some numbers: how many are NaN, infinite, zero, denormal; the lowest and highest that is not NaN.
 
     A complex element is two numbers, and so is a byte that holds two of 4 bits. `low` and `high` are None where all are
     NaN. The `moments` are those of the finite ones.
@@ -43,21 +43,21 @@ class Count:
 
     @property
     def is_all_zero(self) -> bool:
-        """True if there are numbers, and all are zero."""
+        """Return True if there are numbers, and all are zero."""
         return 0 < self.zero == self.numbers
 
     @property
     def is_constant(self) -> bool:
-        """True if there are several numbers, and all are the same."""
+        """Return True if there are several numbers, and all are the same."""
         return self.numbers > 1 and not self.nan and self.low == self.high
 
     @property
     def sparsity(self) -> float:
-        """The share of zeros."""
+        """Return the share of zeros."""
         return self.zero / self.numbers if self.numbers else 0.0
 
     def merge(self, other: Count) -> Count:
-        """The statistics of both together."""
+        """Return the statistics of both together."""
         return Count(
             self.numbers + other.numbers,
             self.nan + other.nan,
@@ -71,7 +71,7 @@ class Count:
 
 
 def count(data: memoryview, dtype: DType) -> Count:
-    """The statistics of elements of a dtype, as they are stored; no integer or boolean is NaN, infinite or denormal."""
+    """Return the statistics of stored elements of a dtype; no integer or boolean is NaN, infinite or denormal."""
     found = Count()
     for start in range(0, len(data), _PART_BYTES):
         found = found.merge(_count_part(data[start : start + _PART_BYTES], dtype))
@@ -121,11 +121,11 @@ class _Float:
 
     @property
     def sign(self) -> int:
-        """The bit that negative numbers have, and magnitudes have not."""
+        """Return the bit that negative numbers have, and magnitudes have not."""
         return 1 << (8 * self.nbytes - 1)
 
     def decode(self, bits: int) -> float:
-        """The number that these bits are."""
+        """Return the number that these bits are."""
         raw = bits.to_bytes(self.nbytes, "little").rjust(self.numpy_nbytes, b"\0")
         return float(np.frombuffer(raw, f"<f{self.numpy_nbytes}")[0])
 
@@ -140,7 +140,7 @@ _COMPONENTS = {"complex128": "float64", "complex64": "float32", "complex32": "fl
 
 
 def _count_floats(bits: Array, kind: _Float) -> Count:
-    """The statistics of floats, given as unsigned integers."""
+    """Return the statistics of floats, given as unsigned integers."""
     seen = _Extremes.of(bits, kind)
     if kind.normal <= seen.least and seen.most < kind.infinity:
         return Count(len(bits), low=kind.decode(seen.low), high=kind.decode(seen.high))
@@ -161,7 +161,7 @@ def _count_floats(bits: Array, kind: _Float) -> Count:
 
 @dataclass(frozen=True, slots=True)
 class _Extremes:
-    """The least and the greatest magnitude, and the lowest and the highest number, all as bits."""
+    """Return the least and the greatest magnitude, and the lowest and the highest number, all as bits."""
 
     least: int
     most: int
@@ -170,7 +170,7 @@ class _Extremes:
 
     @classmethod
     def of(cls, bits: Array, kind: _Float) -> Self:
-        """Of some floats at least.
+        """Return the extremes of some floats, at least of one.
 
         Read as unsigned, negative numbers come after the others, and as signed, before them; within a sign, bits grow
         with the magnitude.
@@ -190,7 +190,7 @@ class _Extremes:
 
 
 def _count_small(codes: Array, kind: SmallFloat) -> Count:
-    """The statistics of small floats, given as bytes."""
+    """Return the statistics of small floats, given as bytes."""
     often = np.bincount(codes, minlength=256)
     if kind.nbits == 4:
         pairs = often.reshape(16, 16)

@@ -1,4 +1,4 @@
-"""Distances: how far the numbers of one tensor are from those of another. Knows no bytes; measures nothing itself."""
+"""Tell how far the numbers of one tensor are from those of another. Knows no bytes; measures nothing itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Numbers are close if `|a - b| <= atol + rtol * |b|`, if both are the same infinity, or both NaN."""
+    """The bound by which numbers are close: `|a - b| <= atol + rtol * |b|`, the same infinity, or both NaN."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -19,7 +19,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far elements `b` are from elements `a`: of `elements` that were measured, how many are `different`.
+    """The distance of elements `b` from elements `a`: of `elements` that were measured, so many are `different`.
 
     `strange` of these are NaN or infinite on one side or both. All else is of finite numbers: `max_abs` is the largest
     |a - b|, exact for integers; `gap`, `size_a` and `size_b` are sums of squares, of a - b, of a and of b. `first` is
@@ -36,7 +36,7 @@ class Distance:
     first: Index | None = None
 
     def merge(self, other: Self) -> Distance:
-        """The distance of both parts together, in whatever order they come."""
+        """Return the distance of both parts together, in whatever order they come."""
         firsts = [first for first in (self.first, other.first) if first is not None]
         return Distance(
             self.elements + other.elements,
@@ -51,14 +51,14 @@ class Distance:
 
     @property
     def rel_l2(self) -> float:
-        """||a - b|| / ||a||: 0 where there is no gap, infinite where there is one and all of `a` is zero."""
+        """Return ||a - b|| / ||a||: 0 where there is no gap, infinite where there is one and all of `a` is zero."""
         if not self.gap:
             return 0.0
         return sqrt(self.gap / self.size_a) if self.size_a and isfinite(self.gap) else inf
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between `a` and `b`; None where one of them is zero, or too large to be squared."""
+        """Return the cosine of the angle between `a` and `b`; None where one is zero, or too large to be squared."""
         if not (self.size_a and self.size_b and isfinite(self.size_a + self.size_b + self.gap)):
             return None
         cosine = (self.size_a + self.size_b - self.gap) / (2 * sqrt(self.size_a) * sqrt(self.size_b))

@@ -1,4 +1,4 @@
-"""Dtypes: the one list of element types a checkpoint can hold. Converts nothing."""
+"""List the element types that a checkpoint can hold. Converts nothing."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class DType:
     kind: Kind
 
     def can_become(self, other: DType) -> bool:
-        """True if numbers of this dtype can be converted to `other`: both are floats of 16 bits or more."""
+        """Return True if numbers of this dtype can be converted to `other`: both are floats of 16 bits or more."""
         return self.kind == other.kind == "float"
 
     def compares_with(self, other: DType) -> bool:
-        """True if elements of both are one number each, so that they can be held against each other, or alike."""
+        """Return True if elements of both are one number each, or alike, so that they can be compared."""
         return self == other or not any(d.kind == "quantized" or d.name.endswith("_x2") for d in (self, other))
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ SHORT_NAMES = {
 
 
 def parse_dtype(name: str) -> DType:
-    """The dtype that a user calls `name`: torch's name, with or without `torch.`, or a short form like `bf16`."""
+    """Return the dtype that a user calls `name`: torch's, with or without `torch.`, or a short form like `bf16`."""
     plain = name.removeprefix("torch.").lower()
     dtype = DTYPES.get(SHORT_NAMES.get(plain, plain))
     if dtype is None:

@@ -1,4 +1,4 @@
-"""Measuring: how far stored elements are from others, of any two dtypes. Reads no file, and needs no torch."""
+"""Measure how far stored elements are from others, of any two dtypes. Reads no file, and needs no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMPY = {  # the dtypes that numpy knows by another name, or has the bits of
 
 @np.errstate(all="ignore")
 def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = None) -> Distance:
-    """How far the elements of `box` are from each other, row-major in both, in dtypes that compare.
+    """Return how far the elements of `box` are from each other, row-major in both, in dtypes that compare.
 
     Without a tolerance elements of one dtype are different if any bit is, and those of two dtypes if the numbers are;
     NaN is NaN then.
@@ -43,7 +43,7 @@ def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = No
 
 @np.errstate(all="ignore")
 def size_of(elements: Elements) -> float:
-    """The sum of squares of the finite ones among the numbers of some elements."""
+    """Return the sum of squares of the finite ones among the numbers of some elements."""
     data, dtype = elements
     numel = len(data) // dtype.itemsize
     parts = (slice(start, min(start + _PART, numel)) for start in range(0, numel, _PART))
@@ -85,7 +85,7 @@ def _measure_part(a: Elements, b: Elements, box: Box, start: int, tolerance: Tol
 
 
 def index_in(box: Box, at: int) -> Index:
-    """The index of the element of a box that comes after `at` others in row-major order."""
+    """Return the index of the element of a box that comes after `at` others in row-major order."""
     index = np.unravel_index(at, box.size) if box.size else ()
     return tuple(low + int(i) for low, i in zip(box.start, index, strict=True))
 

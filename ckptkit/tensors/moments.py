@@ -1,4 +1,4 @@
-"""Moments: mean and spread of numbers, in parts that are put together without loss of accuracy. Reads no file.
+"""Take mean and spread of numbers, in parts that are put together without loss of accuracy. Reads no file.
 
 All sums are in float64. Those of a part are of differences to its first number, so that a spread much smaller than the
 mean is not lost; parts are merged by the formula of Chan, Golub and LeVeque
@@ -23,7 +23,7 @@ _ROW = 1 << 13  # numbers in a dot product: of more, BLAS makes threads of its o
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of `finite` numbers the mean, and the sum of the squares of their distances from it."""
+    """The mean of `finite` numbers, and the sum of the squares of their distances from it."""
 
     finite: int = 0
     mean: float = 0.0
@@ -31,16 +31,16 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation, of these numbers and not of a population that they were drawn from."""
+        """Return the standard deviation, of these numbers and not of a population that they were drawn from."""
         return sqrt(self.spread / self.finite) if self.finite else 0.0
 
     @property
     def norm(self) -> float:
-        """The root of the sum of the squares."""
+        """Return the root of the sum of the squares."""
         return sqrt(self.spread + self.finite * self.mean * self.mean)
 
     def merge(self, other: Moments) -> Moments:
-        """Those of both together."""
+        """Return the moments of both together."""
         if not self.finite or not other.finite:
             return self if self.finite else other
         finite = self.finite + other.finite
@@ -53,7 +53,7 @@ class Moments:
 
 
 def measure(stored: Array, widen: Callable[[Array], Array]) -> Moments:
-    """Those of the finite ones among some numbers, 1-D; `widen` makes numbers of what is stored."""
+    """Return the moments of the finite ones among some numbers, 1-D; `widen` makes numbers of what is stored."""
     found = Moments()
     scratch = np.empty(min(_PART, len(stored)))
     for start in range(0, len(stored), _PART):
@@ -62,7 +62,7 @@ def measure(stored: Array, widen: Callable[[Array], Array]) -> Moments:
 
 
 def measure_often(numbers: Array, often: Array) -> Moments:
-    """Those of numbers of which each is there so and so often."""
+    """Return the moments of the finite ones among numbers of which each is there so and so often."""
     there = np.isfinite(numbers) & (often > 0)
     values, times = numbers[there], often[there]
     finite = int(times.sum())

@@ -1,4 +1,4 @@
-"""Small floats: every number that a dtype of 8 bits or fewer can hold. Counts and converts nothing.
+"""List every number that a dtype of 8 bits or fewer can hold. Counts and converts nothing.
 
 Sources: the OCP specifications of 8-bit floats (E4M3, E5M2) and of microscaling formats (E8M0, E2M1), and
 https://arxiv.org/abs/2206.02915 for those without a negative zero (fnuz).
@@ -13,7 +13,7 @@ from math import inf, nan
 
 @dataclass(frozen=True)
 class SmallFloat:
-    """A dtype: bits of a number, those of them that are the mantissa, and the bias of the exponent.
+    """A dtype: its bits, those of them that are the mantissa, and the bias of the exponent.
 
     `infinity` is a magnitude, as bits, above which all is NaN; where there is none, the bits in `nans` are NaN.
     """
@@ -27,12 +27,12 @@ class SmallFloat:
 
     @property
     def normal(self) -> float:
-        """The least magnitude that is not denormal."""
+        """Return the least magnitude that is not denormal."""
         return 2.0 ** ((1 if self.mantissa else 0) - self.bias)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """The number that each pattern of bits is."""
+        """Return the number that each pattern of bits is."""
         return tuple(map(self._decode, range(1 << self.nbits)))
 
     def _decode(self, bits: int) -> float:

@@ -1,4 +1,4 @@
-"""Views: the part of a tensor that indexing leaves, as a box and the axes that are still there. Pure integers."""
+"""Index a tensor: the part that is left, as a box and the axes that are still there. Pure integers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class View:
 
     @classmethod
     def of(cls, shape: Shape) -> Self:
-        """All of a tensor."""
+        """Return all of a tensor."""
         return cls(whole(shape), tuple(range(len(shape))))
 
     @property
     def shape(self) -> Shape:
-        """Its extent along the axes that are left."""
+        """Return its extent along the axes that are left."""
         return tuple(self.box.size[axis] for axis in self.axes)
 
     def take(self, index: Index | tuple[Index, ...]) -> View:
-        """What numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
+        """Return what numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
 
         Raises IndexError for an index that is out of range or one too many, TypeError for one of another kind, and
         ValueError for a slice with a step.

@@ -1,4 +1,4 @@
-"""Stores: where remote checkpoints lie, each a tree of entries and their bytes. Knows neither formats nor checkpoints.
+"""Open stores, in which remote checkpoints lie: trees of entries and their bytes. Knows no format and no checkpoint.
 
 What a store was once asked is kept for the process, so that all who look see one state of it.
 """
@@ -29,7 +29,7 @@ _PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file or directory of a store. Of a file its bytes, when it was changed (seconds since 1970, 0 if nobody tells).
+    """A file or directory of a store. Of a file its bytes, and its change (seconds since 1970, 0 if nobody tells).
 
     Whatever changes with the content of a file, such as an ETag, is its `tag`.
     """
@@ -42,7 +42,7 @@ class Entry:
 
 
 class Store(Protocol):
-    """Something that holds files. A `key` is a path in it, with slashes; the root's is empty.
+    """A place that holds files. A `key` is a path in it, with slashes; the root's is empty.
 
     Each method may raise `FileNotFoundError`, `PermissionError` or an error of a library's own. `hint` says what to
     look at when it does not answer.
@@ -51,28 +51,28 @@ class Store(Protocol):
     hint: str
 
     def find(self, key: str) -> Entry | None:
-        """What is at `key`, or None."""
+        """Return the entry at `key`, or None."""
 
     def entries(self, key: str) -> list[Entry]:
-        """What is in the directory at `key`."""
+        """Return the entries in the directory at `key`."""
 
     def open(self, key: str, entry: Entry) -> Read:
-        """A way to read from the file at `key`, for one thread, as long as it is what `entry` says."""
+        """Return a function, for one thread, that reads from the file at `key` as long as it is what `entry` says."""
 
     def forget(self) -> None:
-        """Ask again from now on, whatever was asked before."""
+        """Forget every answer: ask again from now on."""
 
 
 @dataclass(slots=True)
 class Known:
-    """A store and what it has been asked for: entries by key, and listings by key of their directory."""
+    """A store and its answers so far: entries by key, and listings by key of their directory."""
 
     store: Store
     found: dict[str, Entry | None] = field(default_factory=dict)
     listed: dict[str, dict[str, Entry]] = field(default_factory=dict)
 
     def find(self, key: str) -> Entry | None:
-        """What is at `key`, or None."""
+        """Return the entry at `key`, or None."""
         folder, _, name = key.rpartition("/")
         if key and folder in self.listed:
             return self.listed[folder].get(name)
@@ -81,7 +81,7 @@ class Known:
         return self.found[key]
 
     def entries(self, key: str) -> dict[str, Entry]:
-        """What is in the directory at `key`, by name. Raises `FileNotFoundError` or `NotADirectoryError`."""
+        """Return the entries in the directory at `key`, by name. Raises `FileNotFoundError` or `NotADirectoryError`."""
         if key not in self.listed:
             entry = self.find(key)
             if entry is None:
@@ -92,7 +92,7 @@ class Known:
         return self.listed[key]
 
     def find_change(self, key: str) -> str | None:
-        """The key of something at or below `key` that is not what it was when it was first asked for, or None."""
+        """Return the key of something at or below `key` that is not what it was when first asked for, or None."""
         self.store.forget()
         fresh = Known(self.store)
         below = f"{key}/" if key else ""
@@ -106,7 +106,7 @@ class Known:
         return key if seen is not None and fresh.find(key) != seen else None
 
     def _rules_out(self, folder: str) -> bool:
-        """True if there is no such directory, as far as can be told without asking."""
+        """Return True if there is no such directory, as far as can be told without asking."""
         above, _, name = folder.rpartition("/")
         if folder and above in self.listed:
             entry = self.listed[above].get(name)
@@ -116,7 +116,7 @@ class Known:
 
 @cache
 def open_store(url: str) -> Known:
-    """The store whose root is `url`, the same for all who ask. Raises `Usage` if nothing here knows such URLs."""
+    """Return the store whose root is `url`, one for all callers. Raises `Usage` if nothing here knows such URLs."""
     scheme = url.partition("://")[0]
     module, _, attribute = STORES.get(scheme, OTHERS).partition(":")
     return Known(cast(Store, getattr(import_module(module), attribute)(url)))
@@ -124,7 +124,7 @@ def open_store(url: str) -> Known:
 
 @contextmanager
 def reaching(path: Path, store: Store) -> Iterator[None]:
-    """Turn whatever a store or its library raises inside the block into an `IOFailure` that names `path`.
+    """Turn any error that a store or its library raises inside the block into an `IOFailure` that names `path`.
 
     That nothing is there is no failure.
     """
@@ -141,7 +141,7 @@ def reaching(path: Path, store: Store) -> Iterator[None]:
 
 
 def patiently(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
-    """What `request` gives, which is made again, after a pause, a few times when the connection is `dropped`."""
+    """Return what `request` gives, which is made again, after a pause, a few times when the connection is `dropped`."""
     for pause in _PAUSES:
         try:
             return request()

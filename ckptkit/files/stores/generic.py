@@ -1,4 +1,4 @@
-"""Stores of every kind that fsspec knows: S3, Google Cloud, Azure, HTTP, SFTP, and so on. Keeps no bytes.
+"""Open stores of every kind that fsspec knows: S3, Google Cloud, Azure, HTTP, SFTP, and so on. Keeps no bytes.
 
 Credentials, endpoints and retries are those of fsspec and of the library behind it, from the environment and from their
 own files.
@@ -42,7 +42,7 @@ class FileSystem:
         self._base = base.rstrip("/")
 
     def find(self, key: str) -> Entry | None:
-        """What is at `key`, or None. The root is a directory if it can be listed, whatever else one may ask of it."""
+        """Return the entry at `key`, or None. The root is a directory if it can be listed, whatever else it is."""
         try:
             if key:
                 return entry_of(self._files.info(self._path(key)))
@@ -52,12 +52,12 @@ class FileSystem:
         return Entry("", is_dir=True)
 
     def entries(self, key: str) -> list[Entry]:
-        """What is in the directory at `key`, but for the empty objects that some tools put there in its place."""
+        """Return the entries in the directory at `key`, but for empty objects that some tools put in its place."""
         place = self._path(key).strip("/")
         return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != place]
 
     def open(self, key: str, entry: Entry) -> Read:
-        """A way to read from the file at `key`. S3 is asked for the object as it was listed, by its ETag."""
+        """Return a function that reads from the file at `key`. S3 is asked for the object that was listed, by ETag."""
         path = self._path(key)
         if not self._files.async_impl:
             return lambda start, stop: self._read_alone(path, start, stop)
@@ -90,7 +90,7 @@ class FileSystem:
 
 
 def entry_of(info: Mapping[str, Any]) -> Entry:
-    """An entry as fsspec describes it. The tag is what the store itself has for the content, or else the time."""
+    """Return an entry as fsspec describes it. The tag is the store's own for the content, or else the time."""
     times = [info[name] for name in _TIMES if info.get(name)]
     changed = seconds(times[0]) if times else 0.0
     tags = [str(info[name]).strip('"') for name in _TAGS if info.get(name)]
@@ -101,7 +101,7 @@ def entry_of(info: Mapping[str, Any]) -> Entry:
 
 
 def seconds(time: Any) -> float:
-    """A time in seconds since 1970, whichever way a library gives it; whole, for a store may tell it in two ways."""
+    """Return a time in seconds since 1970, however a library gives it; whole, as a store may tell it in two ways."""
     if isinstance(time, str):
         try:
             time = datetime.fromisoformat(time)
@@ -111,7 +111,7 @@ def seconds(time: Any) -> float:
 
 
 def dropped_connections() -> tuple[type[Exception], ...]:
-    """What says that a connection was lost where the library does not try again by itself."""
+    """Return the errors by which a connection is lost where the library does not try again by itself."""
     try:
         from aiohttp import ClientConnectionError, ClientPayloadError
     except ImportError:
