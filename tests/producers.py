@@ -414,6 +414,18 @@ def hf_shards_in_parts(root: Path) -> Truth:
     return _on_ranks(3, _save_hf_shards, root, 3)
 
 
+def _save_hf_shards_deduplicated(root: Path) -> Mapping[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    state = {"w": distribute_tensor(counted(5, 3), mesh, [Shard(0), Replicate()])}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(root), save_distributed=True))
+    return state
+
+
+def hf_shards_deduplicated(root: Path) -> Truth:
+    """The same of 4 ranks, of which the second and the fourth held copies alone and wrote no file."""
+    return _on_ranks(4, _save_hf_shards_deduplicated, root)
+
+
 def hf_alone(root: Path) -> Truth:
     """`HuggingFaceStorageWriter()` in one process: a sharded repository whose files note that all begins at 0."""
     state = {f"layers.{layer}.weight": counted(4, 3) + layer for layer in range(5)} | {"scale": torch.tensor(2.5)}

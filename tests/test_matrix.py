@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Unsupported
 from ckptkit.files.origin import Origin
-from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate
+from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, writable_formats
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.ops.conversion.drafts import Draft, Drafts
 from ckptkit.ops.conversion.output import Output
@@ -40,7 +40,7 @@ from tests.producers import Producer, Truth, counted
 from tests.raw import Files, Numbers, contents
 from tests.strategies import shapes, tilings
 
-WRITERS = [name for name in FORMATS if isinstance(get_format(name), Writer)]
+WRITERS = writable_formats()
 NESTING = ("dcp", "pt")  # formats that hold key paths, and what is no tensor
 Leaves = dict[tuple[str, ...], Any]  # what a nested state holds, by the way to it
 
@@ -134,7 +134,8 @@ SOURCES: tuple[Producer, ...] = (
     *(producers.dtypes, producers.strided, producers.nothing, producers.strange_names),
     *(producers.under_state_model, producers.under_app),
     *(producers.full, torch_save, torch_save_legacy),
-    *(producers.hf_shards, producers.hf_shards_in_parts, producers.hf_alone, single_file),
+    *(producers.hf_shards, producers.hf_shards_in_parts, producers.hf_shards_deduplicated),
+    *(producers.hf_alone, single_file),
 )
 UNHOLDABLE: dict[tuple[Producer, str], str] = {(producers.dtypes, "hf"): "complex128"}
 OPTIONS = (Options(1 << 40), Options(150, world_size=3))
@@ -143,6 +144,7 @@ HELD_BESIDE: dict[Producer, Leaves] = {
     producers.no_collectives: {("step",): 7},
     producers.hf_shards: {},
     producers.hf_shards_in_parts: {},
+    producers.hf_shards_deduplicated: {},
 }
 
 
@@ -159,6 +161,10 @@ def as_held(state: Leaves, form: str) -> Leaves:
     if form in NESTING:
         return state
     return {(".".join(way),): leaf for way, leaf in state.items() if isinstance(leaf, Tensor)}
+
+
+def test_the_table_says_which_formats_are_written() -> None:
+    assert tuple(name for name in FORMATS if isinstance(get_format(name), Writer)) == WRITERS
 
 
 # -- the matrix --------------------------------------------------------------------------------------------------------

@@ -208,6 +208,11 @@ def test_hf_shards_in_parts_have_a_file_per_rank_and_part(produce: Produce) -> N
     }
 
 
+def test_deduplicated_hf_shards_are_of_every_other_rank(produce: Produce) -> None:
+    names = {path.name for path in produce(producers.hf_shards_deduplicated).root.iterdir()}
+    assert names == {f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in (1, 3)}
+
+
 def test_hf_alone_has_an_index_and_notes_offsets(produce: Produce) -> None:
     root = produce(producers.hf_alone).root
     assert {path.name for path in root.iterdir()} == {

@@ -40,6 +40,7 @@ LAYERS = (
     ("engine.*",),
     (
         "formats.json_text",
+        "formats.protocols",
         "formats.torchfile.inert_pickle",
         "formats.torchfile",
         "formats.dcp",

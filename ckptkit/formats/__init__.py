@@ -1,109 +1,94 @@
-"""Formats: the protocols that each keeps, the table of all, and the way from a path to its layout.
+"""Find the format of a checkpoint, and with it the layout: the table of all formats, and the way from a path.
 
-A format is one file here and one line in `FORMATS`. It imports no other format, and nothing imports it by name.
+A format is a folder here and a line in `FORMATS`. It imports no other format, and nothing imports it by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import NamedTuple, cast
 
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
-from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
+from ckptkit.formats.protocols import Reader, Writer
+from ckptkit.layout import Layout
 
-# the word that users type, and the class, imported when first needed; `open_layout` asks in this order
+__all__ = [
+    "FORMATS",
+    "Reader",
+    "Writer",
+    "describe_formats",
+    "describe_writable",
+    "detect_format",
+    "find_format",
+    "get_format",
+    "get_writer",
+    "locate",
+    "title_of",
+    "writable_formats",
+]
+
+
+class Known(NamedTuple):
+    """A format of the table: its class, imported when first needed; what people call it; whether it is written too."""
+
+    where: str
+    title: str
+    is_written: bool
+
+
+# by the word that users type; `detect_format` asks in this order
 FORMATS = {
-    "dcp": "ckptkit.formats.dcp.format:Dcp",
-    "hf": "ckptkit.formats.hf.format:HuggingFace",
-    "pt": "ckptkit.formats.pt.format:Pt",
+    "dcp": Known("ckptkit.formats.dcp.format:Dcp", "PyTorch distributed checkpoint (DCP)", is_written=True),
+    "hf": Known("ckptkit.formats.hf.format:HuggingFace", "Hugging Face safetensors", is_written=True),
+    "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", is_written=True),
 }
-
-
-class Reader(Protocol):
-    """A format that can be read. It `is_sharded` if each rank of a job has a file of its own."""
-
-    name: str
-    is_sharded: bool
-    is_model_only: bool  # it has no place for anything but tensors of a model
-
-    def owns(self, name: str) -> bool:
-        """True if a file of this name, in a checkpoint's directory, can only be a part of it or of an older one."""
-
-    def rank_of(self, name: str) -> int | None:
-        """The rank that wrote a file of this name, None where names do not tell."""
-
-    def detect(self, path: Path) -> bool:
-        """True if `path` looks like mine. Cheap: file names, never data."""
-
-    def is_complete(self, path: Path) -> bool:
-        """True if what `detect` saw has been written to its end."""
-
-    def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Where every chunk of the checkpoint at `path` lies. Opens no tensor data.
-
-        Reports whatever is missing, too short or contradicts itself; raises what makes it unreadable.
-        """
-
-    def locate(self, layout: Layout, report: Report = refuse) -> Layout:
-        """The layout with the bytes of each chunk found inside the envelope they may be wrapped in.
-
-        Reports each chunk of which they are not, and leaves it as it is.
-        """
-
-    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """The bytes of what `read` gave, each run with the CRC-32 that was recorded for it.
-
-        Small runs that have one may be compared right away: those that differ are reported, the others left out.
-        """
-
-
-@runtime_checkable
-class Writer(Reader, Protocol):
-    """A format that can also be written: by its reader, once its files have been made.
-
-    `suffixes` are those of a file that is a checkpoint by itself, if one can be.
-    """
-
-    suffixes: tuple[str, ...]  # of a checkpoint that is one file
-
-    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
-        """The files of a checkpoint with the tensors and blobs of `wanted`: final names and sizes, all but the data."""
-
-    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:
-        """What is to be written, by file, when the data is there: `checksums` gives the CRC-32 of each chunk."""
 
 
 @cache
 def get_format(name: str) -> Reader:
-    """The format that users call `name`."""
-    module, _, attribute = FORMATS[name].partition(":")
+    """Return the format that users call `name`."""
+    module, _, attribute = FORMATS[name].where.partition(":")
     return cast(Reader, getattr(import_module(module), attribute)())
 
 
 def get_writer(name: str) -> Writer:
-    """The format `name`, to write. Raises `Unsupported` for one that can only be read."""
+    """Return the format `name`, to write. Raises `Unsupported` for one that can only be read."""
     found = get_format(name)
     if not isinstance(found, Writer):
         raise Unsupported(f"ckptkit reads `{name}`, but does not write it")
     return found
 
 
+def writable_formats() -> tuple[str, ...]:
+    """Return the names of all formats that can be written."""
+    return tuple(name for name, known in FORMATS.items() if known.is_written)
+
+
+def describe_writable() -> str:
+    """Return the names of all formats that can be written, each with what people call it."""
+    return "; ".join(f"{name}: {title_of(name)}" for name in writable_formats())
+
+
+def title_of(name: str) -> str:
+    """Return what people call the format `name`. A name that is none of ours is not said: it may be anything."""
+    return FORMATS[name].title if name in FORMATS else "a checkpoint"
+
+
 def describe_formats() -> str:
-    """Return what each format is known by, in words."""
-    return "DCP's `.metadata`, `*.safetensors` with its index, a file of torch.save"
+    """Return what every format is known by, for the hint on a path that no format claims."""
+    return ", ".join(get_format(name).known_by for name in FORMATS)
 
 
 def detect_format(path: Path) -> Reader | None:
-    """The first format that claims `path`, or None."""
+    """Return the first format that claims `path`, or None."""
     with translate_os_errors(path):
         return next((reader for reader in map(get_format, FORMATS) if reader.detect(path)), None)
 
 
 def find_format(path: Path) -> Reader:
-    """The format of the checkpoint at `path`. Raises `NotACheckpoint` if none claims it."""
+    """Return the format of the checkpoint at `path`. Raises `NotACheckpoint` if none claims it."""
     reader = detect_format(path)
     if reader is None:
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
@@ -111,7 +96,12 @@ def find_format(path: Path) -> Reader:
     return reader
 
 
-def locate(layout: Layout) -> Layout:
-    """The layout with every chunk's bytes found; what a plan needs."""
+def locate(layout: Layout, report: Report = refuse) -> Layout:
+    """Return the layout with every chunk's bytes found, in whatever envelope they lie; what a plan needs.
+
+    Reports each chunk of which they are not, and leaves it as it is.
+    """
+    from ckptkit.formats.torchfile import locate as envelopes  # a layout of other formats has none
+
     with translate_os_errors(layout.root):
-        return get_format(layout.format).locate(layout)
+        return envelopes.locate(layout, report)

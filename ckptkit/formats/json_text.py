@@ -1,4 +1,4 @@
-"""JSON text: what a stranger wrote, parsed strictly. Opens no file, and knows nothing of what it says."""
+"""Parse JSON that a stranger wrote, strictly. Opens no file, and knows nothing of what it says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.files.file import recognise
 
 
 def parse_json(data: bytes, path: Path) -> Any:
-    """The JSON value in `data`, of file `path`; two equal keys in one object are `Corrupt`, not the last of them."""
+    """Return the JSON value in `data`, of file `path`. Raises `Corrupt` for two equal keys in one object."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     except CkptError as error:
@@ -22,7 +22,7 @@ def parse_json(data: bytes, path: Path) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are all different."""
+    """Return a JSON object, unless two of its keys are equal."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = sorted(name for name, _ in pairs)

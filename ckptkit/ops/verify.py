@@ -19,7 +19,7 @@ from ckptkit.files.file import file_size, is_there
 from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path
-from ckptkit.formats import find_format
+from ckptkit.formats import find_format, locate
 from ckptkit.layout import Extent, Place
 from ckptkit.ops.own_files import Subject, within
 from ckptkit.progress import Progress, Told, telling
@@ -196,7 +196,7 @@ def look_inside(subject: Subject, sizes: Mapping[str, int], problems: Problems) 
     Gives the bytes of tensors and other entries in them, and the runs of bytes that remain to be compared.
     """
     sound = within(subject.layout, sizes)
-    located = subject.reader.locate(sound, problems.add)
+    located = locate(sound, problems.add)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
     return content, list(subject.reader.extents(sound, problems.add))

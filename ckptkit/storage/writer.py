@@ -30,7 +30,7 @@ from ckptkit.files.crc32 import whole_crc32
 from ckptkit.files.file import Opened, check_name
 from ckptkit.files.staging import Stage
 from ckptkit.files.trees import sync_path
-from ckptkit.formats import get_writer
+from ckptkit.formats import get_writer, locate
 from ckptkit.layout import Chunk, Extent, Layout, Options, Place, Spec, StoredTensor, check_cover
 from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
 from ckptkit.storage.memory import find_dtype
@@ -121,6 +121,7 @@ class RoomWriter(StorageWriter):
         made = self._read(self.room, self._planned.tensors)
         checksums = add_up(made, chain(*results))
         write_parts(self.room, self._format.seal(made, checksums))
+        self._format.check(made)
         names = {(c.path, c.offset): (name, c.length) for name, t in made.tensors.items() for c in t.chunks}
         extents = [Extent(*place, names[place][1], crc, names[place][0]) for place, crc in checksums.items()]
         sums = sum_files(self.room, self._sizes, extents)
@@ -135,7 +136,7 @@ class RoomWriter(StorageWriter):
     def _read(self, room: Path, names: Iterable[str]) -> Layout:
         """Where the bytes of these tensors belong."""
         with translate_os_errors(room):
-            return self._format.locate(edits.select(self._format.read(room), set(names).__contains__))
+            return locate(edits.select(self._format.read(room), set(names).__contains__))
 
 
 class Writer(RoomWriter):

@@ -131,9 +131,10 @@ class WriterContract(ReaderContract):
         root.mkdir()
         for file in writer.arrange(source, Options(max_shard_size, self.world_size)):
             create_file(root / file.name, file.nbytes, file.parts)
-        made = writer.locate(writer.read(root))
+        made = locate(writer.read(root))
         copied = execute(make_plan(source, made), jobs=2)
         write_parts(root, writer.seal(made, copied.checksums))
+        writer.check(made)
         return writer.read(root)
 
     def check_writing(self, root: Path, tensors: dict[str, Tensor], *, max_shard_size: int = 1 << 40) -> None:

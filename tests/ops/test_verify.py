@@ -109,7 +109,7 @@ def places_in(root: Path, file: str) -> dict[str, tuple[Path, int, int]]:
     """Of a damaged checkpoint, the places in a file that is not."""
     reader = find_format(root)
     ignored: list[CkptError] = []
-    layout = reader.locate(reader.read(root, ignored.append), ignored.append)
+    layout = locate(reader.read(root, ignored.append), ignored.append)
     return {
         name: (root / chunk.path, chunk.offset, chunk.length)
         for name, tensor in layout.tensors.items()

@@ -1,4 +1,4 @@
-"""Metadata: the pickled `Metadata` of a DCP checkpoint, read into a layout. Opens no other file.
+"""Read the pickled `Metadata` of a DCP checkpoint into a layout. Opens no other file.
 
 Source: torch/distributed/checkpoint/metadata.py. It says which chunk of which tensor lies in which range of which file.
 """
@@ -13,12 +13,12 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import check_name, read_small, recognise
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
+from ckptkit.formats.torchfile.locate import ENVELOPE
 from ckptkit.formats.torchfile.read_archive import as_shape
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.dtypes import DTYPES, DType
 
-ENVELOPE = "torch.save"
 _METADATA_LIMIT = 1 << 34
 
 _THERE = "torch.distributed.checkpoint"
@@ -65,7 +65,7 @@ _NAMES = frozenset(
 
 
 def read_metadata(path: Path) -> Record:
-    """The pickled `Metadata` object in file `path`, as a record."""
+    """Return the pickled `Metadata` object in file `path`, as a record."""
     data = read_small(path, _METADATA_LIMIT)
     try:
         value, _ = inert_pickle.load(data, _NAMES)
@@ -78,7 +78,7 @@ def read_metadata(path: Path) -> Record:
 
 
 def has_fields(metadata: Record) -> bool:
-    """True if the record has the fields that torch has always written."""
+    """Return True if the record has the fields that torch has always written."""
     has_planner_data = isinstance(metadata.state, dict) and "planner_data" in metadata.state
     return has_planner_data and isinstance(metadata.get("state_dict_metadata"), dict)
 
@@ -87,11 +87,10 @@ Places = Mapping[tuple[str, Shape | None], Mapping[str, Any]]
 
 
 class Reading:
-    """Gathers one layout from one or more `Metadata` records; the chunks still in their envelopes."""
+    """A layout as it is gathered from one or more `Metadata` records; the chunks still in their envelopes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.files_seen = 0
         self.specs: dict[str, Spec] = {}
         self.chunks: dict[str, dict[tuple[Shape, Shape], Chunk]] = {}
         self.blobs: dict[str, Blob] = {}
@@ -99,7 +98,6 @@ class Reading:
 
     def add(self, metadata: Record, file: Path) -> None:
         """Add what one record, read from `file`, describes."""
-        self.files_seen += 1
         places = self._places(metadata, file)
         for name, entry in metadata.get("state_dict_metadata").items():
             if type(name) is not str:
@@ -113,7 +111,7 @@ class Reading:
         self.keys.update(key_paths(metadata, file))
 
     def _places(self, metadata: Record, file: Path) -> Places:
-        """Where each entry lies: `storage_data`, keyed by name and chunk offset (None for byte entries)."""
+        """Return where each entry lies: `storage_data`, keyed by name and chunk offset (None for byte entries)."""
         try:
             return {
                 (as_name(index.state["fqn"]), as_offset(index.state.get("offset"))): info.state
@@ -143,7 +141,7 @@ class Reading:
             chunks.setdefault((box.start, box.size), chunk)  # a replica: one copy is enough
 
     def _place(self, info: Mapping[str, Any] | None) -> tuple[str, int, int, str]:
-        """File name, offset, length and kind of envelope of one item."""
+        """Return file name, offset, length and kind of envelope of one item."""
         if info is None:
             raise Corrupt("the metadata does not say where this entry lies")
         path, offset, length = as_name(info["relative_path"]), info["offset"], info["length"]
@@ -154,25 +152,25 @@ class Reading:
         return path, offset, length, "+".join(map(as_name, transforms)) if transforms else ENVELOPE
 
     def layout(self, name: str) -> Layout:
-        """What was gathered, as a layout of the format `name`."""
+        """Return what was gathered, as a layout of the format `name`."""
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
         return Layout(self.root, name, tensors, self.blobs, self.keys)
 
 
 def as_name(value: Any) -> str:
-    """A string, or `TypeError`: what a pickle holds instead may cost the world to hash or to print."""
+    """Return a string, or raise `TypeError`: anything else in a pickle may cost the world to hash or to print."""
     if type(value) is not str:
         raise TypeError("name")
     return value
 
 
 def as_offset(value: Any) -> Shape | None:
-    """A chunk's offset; byte entries have none."""
+    """Return a chunk's offset; byte entries have none."""
     return None if value is None else as_shape(value)
 
 
 def as_dtype(properties: Record) -> DType:
-    """The dtype in a `TensorProperties`, whose state is `(dtype, layout, requires_grad, memory format, pinned)`."""
+    """Return the dtype in a `TensorProperties`, its state `(dtype, layout, requires_grad, memory format, pinned)`."""
     named = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
     dtype = DTYPES.get(named.name)
     if dtype is None:
@@ -181,7 +179,7 @@ def as_dtype(properties: Record) -> DType:
 
 
 def key_paths(metadata: Record, file: Path) -> dict[str, KeyPath]:
-    """`planner_data`: for each flattened name its way through the nested dict. Absent if nothing was flattened.
+    """Return `planner_data`: each flattened name's way through the nested dict; {} if nothing was flattened.
 
     The names are these ways joined by dots, so each is there twice, and a damaged one shows.
     """

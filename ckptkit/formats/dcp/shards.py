@@ -1,4 +1,4 @@
-"""Shards: a checkpoint dealt out to ranks as FSDP2 shards a model, item by item and file by file. Writes none of it.
+"""Deal a checkpoint out to ranks as FSDP2 shards a model, item by item and file by file. Writes none of it.
 
 Source: torch.chunk, by which FSDP2 cuts dim 0, and torch/distributed/checkpoint/filesystem.py.
 """
@@ -33,9 +33,9 @@ class Item:
 
 
 def deal(wanted: Layout, ranks: int) -> list[list[Item]]:
-    """The items of each rank's file, in the order in which they lie there: the blobs, as torch does it, then tensors.
+    """Return the items of each rank's file, in the order in which they lie there: first blobs, as torch does it.
 
-    What no rank shards (blobs, scalars, and tensors that lie in one chunk where others are sharded) goes to rank 0.
+    Blobs, scalars, and tensors that lie in one chunk where others are sharded, go to rank 0.
     """
     files: list[list[Item]] = [[] for _ in range(ranks)]
     for name, blob in wanted.blobs.items():
@@ -57,7 +57,7 @@ def append(file: list[Item], name: str, box: Box | None, nbytes: int, envelope: 
 
 
 def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
-    """Rank and box of each shard along dim 0: equal numbers of rows, fewer in the last, and one empty box past the end.
+    """Return rank and box of each shard along dim 0: equal numbers of rows, fewer in the last, then an empty box.
 
     torch lets every rank past the end record the same empty chunk, of which one remains.
     """
@@ -75,7 +75,7 @@ def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
 
 
 def wrap_blob(name: str, blob: Blob) -> Envelope | None:
-    """The archive of a blob that is only a value so far. Raises `Unsupported` for one that is transformed."""
+    """Return the archive of a blob that is only a value so far. Raises `Unsupported` for one that is transformed."""
     if blob.wrapper is not None:
         hint = "save it again without `_extensions`, or leave it out with --exclude"
         raise Unsupported(f"stored through the transform `{blob.wrapper}`", tensor=name, hint=hint)
@@ -83,7 +83,7 @@ def wrap_blob(name: str, blob: Blob) -> Envelope | None:
 
 
 def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> Envelope:
-    """The archive around the bytes of a tensor's box."""
+    """Return the archive around the bytes of a tensor's box."""
     try:
         return wrap(Spec(tensor.spec.dtype, box.size))
     except CkptError as error:
@@ -92,7 +92,7 @@ def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> Envelope:
 
 @lru_cache(maxsize=4096)
 def wrap(spec: Spec) -> Envelope:
-    """The archive around a tensor; the same for all of one shape and dtype."""
+    """Return the archive around a tensor; the same for all of one shape and dtype."""
     return make_envelope(dump(describe_tensor(spec, _ONLY)), {_ONLY: spec.nbytes})
 
 
@@ -109,12 +109,12 @@ class Known:
 
 
 def end_of(items: list[Item]) -> int:
-    """The size of a file in bytes."""
+    """Return the size of a file in bytes."""
     return items[-1].offset + items[-1].nbytes if items else 0
 
 
 def seal(spec: Spec, offset: int, checksum: int) -> Iterable[Part]:
-    """Where in its file the CRC-32 of the data of a chunk belongs, which lies at `offset`."""
+    """Return the CRC-32 of the data of a chunk at `offset`, with the places in its file where it belongs."""
     envelope = wrap(spec)
     start = offset - envelope.holes[_ONLY].offset
     return [(start + at, content) for at, content in envelope.seal(_ONLY, checksum)]

@@ -1,4 +1,4 @@
-"""Recording: the `.metadata` of a DCP checkpoint to be written, which says where each of its items lies.
+"""Write the `.metadata` of a DCP checkpoint to be made, which says where each of its items lies.
 
 Source: torch/distributed/checkpoint/metadata.py. The pickle has only what torch has read since 2.0. A checkpoint may
 have a million chunks, so whatever recurs is pickled once and then recalled, and none of them is an object on the way.
@@ -43,7 +43,7 @@ Placed = tuple[str, Item]  # an item, and the name of its file
 
 
 def record(wanted: Layout, files: Mapping[str, list[Item]]) -> bytes:
-    """The pickled `Metadata` of a checkpoint whose files, by name, have these items."""
+    """Return the pickled `Metadata` of a checkpoint whose files, by name, have these items."""
     placed: dict[str, list[Placed]] = {name: [] for name in (*wanted.tensors, *wanted.blobs)}
     for file, items in files.items():
         for item in items:
@@ -52,7 +52,7 @@ def record(wanted: Layout, files: Mapping[str, list[Item]]) -> bytes:
 
 
 class _Recording:
-    """Writes the pickle: first every string and global that occurs in it, then, by recalling them, the object."""
+    """A pickle as it is written: first every string and global that occurs in it, then, recalling them, the object."""
 
     def __init__(self, wanted: Layout, files: Iterable[str]) -> None:
         self.wanted = wanted
@@ -68,14 +68,14 @@ class _Recording:
         self.size = cache(lambda shape: self.pickler.piece(Record(_SIZE, (shape,))))
 
     def describe(self, dtype: DType) -> bytes:
-        """The `TensorProperties` of a plain tensor; their state is a tuple."""
+        """Return the `TensorProperties` of a plain tensor; their state is a tuple."""
         for value in (Global("torch", dtype.name), _STRIDED, _CONTIGUOUS):
             self.pickler.declare(value)
         state = (Global("torch", dtype.name), _STRIDED, False, _CONTIGUOUS, False)
         return self.new["TensorProperties"] + self.pickler.piece(state) + b"b"
 
     def write(self, placed: dict[str, list[Placed]]) -> bytes:
-        """Write the object; the whole pickle."""
+        """Write the object; return the whole pickle."""
         keys = {name: self.wanted.key(name) for name in placed}
         parts: tuple[Iterable[bytes], ...] = (
             dictionary(self.entries(placed)),
@@ -94,7 +94,7 @@ class _Recording:
         return bytes(out)
 
     def entries(self, placed: dict[str, list[Placed]]) -> Iterator[bytes]:
-        """Name by name what it is: a tensor and its chunks, or bytes."""
+        """Return name by name what it is: a tensor and its chunks, or bytes."""
         for name, items in placed.items():
             yield self.text[name]
             tensor = self.wanted.tensors.get(name)
@@ -104,7 +104,7 @@ class _Recording:
                 yield from self.tensor(tensor.spec, [item for _, item in items])
 
     def tensor(self, spec: Spec, items: list[Item]) -> Iterator[bytes]:
-        """A `TensorStorageMetadata`."""
+        """Return a `TensorStorageMetadata`, in pieces."""
         properties, size, chunks = (self.text[field] for field in _FIELDS["TensorStorageMetadata"])
         yield self.new["TensorStorageMetadata"] + b"}("
         yield properties + self.properties[spec.dtype] + size + self.size(spec.shape) + chunks + b"]("
@@ -115,7 +115,7 @@ class _Recording:
         yield b"eub"
 
     def storage(self, placed: dict[str, list[Placed]]) -> Iterator[bytes]:
-        """For each chunk and blob its `MetadataIndex`, and the `_StorageInfo` of where it lies."""
+        """Return for each chunk and blob its `MetadataIndex`, and the `_StorageInfo` of where it lies."""
         index, fqn, position, start = self.opening("MetadataIndex")
         info, path, offset, length = self.opening("_StorageInfo")
         number = self.pickler.piece
@@ -127,12 +127,12 @@ class _Recording:
                 yield b"ub"
 
     def opening(self, name: str) -> tuple[bytes, ...]:
-        """A new object of a class and the start of its state, and the names of what is in it."""
+        """Return a new object of a class and the start of its state, and the names of what is in it."""
         return self.new[name] + b"}(", *(self.text[field] for field in _FIELDS[name])
 
 
 def dictionary(pairs: Iterable[bytes]) -> Iterator[bytes]:
-    """A dict of keys and values that are written already."""
+    """Return a dict of keys and values that are written already."""
     yield b"}("
     yield from pairs
     yield b"u"

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: safetensors files, and the index that says which tensor is in which.
+"""Read and write Hugging Face checkpoints: safetensors files, and the index that says which tensor is in which.
 
 Source: huggingface_hub's `split_torch_state_dict_into_shards`. Also the files that each rank writes of its own shards,
 by torch.distributed.checkpoint's `HuggingFaceStorageWriter` and so by transformers' `distributed_checkpoint=True`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,49 +16,48 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, names_in, read_small
 from ckptkit.files.ranges import read_ahead
-from ckptkit.formats.hf.headers import check_writable, make_header, read_header
+from ckptkit.formats.hf.headers import check_readable, check_writable, make_header, read_header
 from ckptkit.formats.json_text import parse_json
-from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, StoredTensor, check_cover
+from ckptkit.formats.protocols import Writer
+from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Spec, StoredTensor, check_cover
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
-_NUMBERED = re.compile(r"model-[0-9]+-of-[0-9]+\.safetensors")
+_NUMBERED = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
 _INDEX_LIMIT = 1 << 28
 _HEAD = 1 << 16  # bytes; most headers are shorter
 
 
-class HuggingFace:
-    """Reads and writes `model.safetensors`, or several such files with their index. Reads the shards of ranks too."""
+class HuggingFace(Writer):
+    """The format of `model.safetensors`, or several such files with their index. The shards of ranks are only read."""
 
     name = "hf"
-    is_sharded = False
+    known_by = "`*.safetensors` with its index"
     is_model_only = True
-    suffixes = ()
 
     def owns(self, name: str) -> bool:
-        """True for safetensors and an index of them."""
+        """Return True for safetensors and an index of them."""
         return name.endswith((_SUFFIX, f"{_SUFFIX}.index.json"))
 
     def rank_of(self, name: str) -> int | None:
-        """The rank that wrote a shard; other files are of no rank."""
+        """Return the rank that wrote a shard; other files are of no rank."""
         match = _SHARD.fullmatch(name)
         return int(match[1]) - 1 if match else None
 
     def detect(self, path: Path) -> bool:
-        """True for a safetensors file, or a directory with one or with an index of several."""
+        """Return True for a safetensors file, or a directory with one or with an index of several."""
         if path.is_dir():
             return any(name.endswith(_SUFFIX) or name == INDEX for name in names_in(path))
         return path.suffix == _SUFFIX
 
-    def is_complete(self, path: Path) -> bool:
-        """True if the file or the index is there; numbered files come before their index. Shards show no end."""
-        names = names_in(path) if path.is_dir() else []
-        return self.detect(path) and (INDEX in names or not any(map(_NUMBERED.fullmatch, names)))
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report files that the index names and that are missing; raise if it does not show which belong together."""
+        find_files(path, report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """The layout of a file, or of the directory whose index, single file or shards say what belongs to it.
+        """Return the layout of a file, or of the directory whose index, single file or numbers say what belongs to it.
 
         Of shards, those of the last ranks may be missing without a trace: nothing states how many there were, or the
         shape of a tensor. The layout's `world_size` says how many are here.
@@ -81,21 +80,20 @@ class HuggingFace:
         described_by = () if found.index is None else (INDEX,)
         layout = Layout(found.root, self.name, tensors, world_size=found.world_size, descriptions=described_by)
         if not unread:
-            check_cover(layout, report)
-        return layout
-
-    def locate(self, layout: Layout, report: Report = refuse) -> Layout:  # noqa: ARG002
-        """The layout itself: a header gives the place of every byte."""
+            gaps: list[CkptError] = []
+            check_cover(layout, gaps.append)
+            for gap in [found.lost] if gaps and found.lost else gaps:
+                report(gap)
         return layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002
-        """The tensors of every file; none has a checksum."""
+        """Return the tensors of every file; none has a checksum."""
         for name, tensor in layout.tensors.items():
             for chunk in tensor.chunks:
                 yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
-        """The files for the tensors of `wanted`: headers, index, and room for the data. Blobs have no place in them."""
+        """Return the files for the tensors of `wanted`: headers, index, room for data. Blobs have no place there."""
         specs = wanted.specs
         for name, spec in specs.items():
             check_writable(name, spec)
@@ -110,13 +108,18 @@ class HuggingFace:
             files.append(NewFile(INDEX, len(index), ((0, index),)))
         return tuple(files)
 
-    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:  # noqa: ARG002
-        """Nothing: safetensors keep no checksums."""
-        return ()
+    def check(self, made: Layout) -> None:
+        """Raise `Corrupt` unless the safetensors library sees in each file the tensors that `made` has there."""
+        files: dict[str, dict[str, Chunk]] = {}
+        for name, tensor in made.tensors.items():
+            for chunk in tensor.chunks:
+                files.setdefault(chunk.path, {})[name] = chunk
+        for file, chunks in files.items():
+            check_readable(made.root / file, chunks)
 
 
 def new_file(name: str, specs: Mapping[str, Spec]) -> NewFile:
-    """A safetensors file with its header, and holes for the tensors."""
+    """Return a safetensors file with its header, and holes for the tensors."""
     header = make_header(specs)
     return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
 
@@ -126,7 +129,7 @@ class Files:
     """The files of a checkpoint in directory `root`, and what their index says, where there is one.
 
     `missing` are those that the index names besides. `world_size` is the number of ranks that wrote the files, where
-    each wrote its own.
+    each wrote its own, and `lost` says which rank's is not here: one that held nothing wrote none.
     """
 
     root: Path
@@ -134,10 +137,11 @@ class Files:
     index: Mapping[str, str] | None = None
     missing: Sequence[str] = ()
     world_size: int | None = None
+    lost: Corrupt | None = None
 
 
 def find_files(path: Path, report: Report) -> Files:
-    """The files that make the checkpoint at `path`; reports missing ones. What could mean two things is refused."""
+    """Return the files that make the checkpoint at `path`; report missing ones. Two possible meanings are refused."""
     if not path.is_dir():
         if _SHARD.fullmatch(path.name):
             raise Unsupported("the file is the shard of one rank", path=path, hint="name the directory of all of them")
@@ -148,16 +152,19 @@ def find_files(path: Path, report: Report) -> Files:
         return find_shards(path, shards, present)
     if INDEX in present:
         return find_indexed(path, present, report)
+    numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
+    if numbered:
+        return find_numbered(path, numbered, present)
     return Files(path, [SINGLE if SINGLE in present else find_only(path, present)])
 
 
 def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> Files:
-    """The files of all ranks. Raises `Corrupt` if by their numbers one is missing, or if another model lies there too.
+    """Return the files of all ranks. Raises `Corrupt` if a part is missing, or another model lies there too.
 
-    Of the model's parts a rank has files only for those that it holds something of.
+    A rank has files only for those parts of the model that it holds something of.
     """
     names = [match[0] for match in shards]
-    ranks, parts, counts = ({int(match[i]) for match in shards} for i in (1, 2, 3))
+    ranks, parts = ({int(match[i]) for match in shards} for i in (1, 2))
     other = min((name for name in present.difference(names) if name.endswith(_SUFFIX) or name == INDEX), default=None)
     if other is not None:
         raise Corrupt(
@@ -165,35 +172,56 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
             path=path,
             hint="consolidated where the shards lie, or of different saves: move one of them elsewhere",
         )
+    lost = find_lost("shard-*-model-{:05d}-*", parts, count_of(path, shards, 3), path)
+    if lost is not None:
+        raise lost
+    return Files(path, names, world_size=len(ranks), lost=find_lost("shard-{:05d}-*", ranks, max(ranks), path))
+
+
+def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str]) -> Files:
+    """Return the files `model-0000i-of-0000N` that have no index. Raises `Corrupt` if one of the N is missing."""
+    if SINGLE in present:
+        raise of_two_exports(path, files[0][0])
+    count = count_of(path, files, 2)
+    lost = find_lost(f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", {int(match[1]) for match in files}, count, path)
+    if lost is not None:
+        raise lost
+    return Files(path, [match[0] for match in files])
+
+
+def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
+    """Return the number of parts that the names of all files give. Raises `Corrupt` where they disagree."""
+    counts = {int(match[group]) for match in files}
     if len(counts) > 1:
         few, many = min(counts), max(counts)
         raise Corrupt(f"shards of different saves: some of {few} parts and some of {many}", path=path)
-    check_numbers("shard-{:05d}-*", ranks, max(ranks), path)
-    check_numbers("shard-*-model-{:05d}-*", parts, max(counts), path)
-    return Files(path, names, world_size=len(ranks))
+    return counts.pop()
 
 
-def check_numbers(pattern: str, found: set[int], last: int, path: Path) -> None:
-    """Raise `Corrupt` if a number from 1 to `last` is not among those found where `pattern` has it in files' names."""
+def find_lost(pattern: str, found: set[int], last: int, path: Path) -> Corrupt | None:
+    """Return the error for a number from 1 to `last` that no file's name has in `pattern`'s place, if one lacks."""
     missing = next(number for number in count(1) if number not in found)
-    if missing <= last:
-        raise Corrupt(
-            f"there is no `{pattern.format(missing)}`, of {last}",
-            path=path,
-            hint="it was lost or never copied here, or not every rank had finished",
-        )
+    if missing > last:
+        return None
+    message = f"there is no `{pattern.format(missing)}`, of {last}"
+    return Corrupt(message, path=path, hint="it was lost or never copied here, or not every rank had finished")
+
+
+def of_two_exports(path: Path, other: str) -> Corrupt:
+    """Return the error for a single file beside `other`, which is of a model in several."""
+    return Corrupt(
+        f"both `{SINGLE}` and `{other}` are here, of different exports",
+        path=path,
+        hint="loaders disagree on which one counts: remove the older",
+    )
 
 
 def find_indexed(path: Path, present: set[str], report: Report) -> Files:
-    """The files that the index names; a single file beside them is ambiguous."""
+    """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
     index = read_index(path / INDEX)
     names = sorted(set(index.values()))
     if SINGLE in present and SINGLE not in names:
-        raise Corrupt(
-            f"both `{SINGLE}` and `{INDEX}` are here, of different exports",
-            path=path,
-            hint="loaders disagree on which one counts: remove the older",
-        )
+        raise of_two_exports(path, INDEX)
     missing = [name for name in names if name not in present]
     if missing:
         report(Corrupt(f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}", path=path))
@@ -201,10 +229,8 @@ def find_indexed(path: Path, present: set[str], report: Report) -> Files:
 
 
 def find_only(path: Path, present: set[str]) -> str:
-    """The one safetensors file of a directory in which nothing says what belongs together."""
+    """Return the one safetensors file of a directory in which nothing says what belongs together."""
     names = sorted(name for name in present if name.endswith(_SUFFIX))
-    if any(map(_NUMBERED.fullmatch, names)):
-        raise Corrupt(f"the files of a sharded model are here, but not `{INDEX}`", path=path)
     if len(names) != 1:
         raise Unsupported(
             f"{len(names)} safetensors files and no index that says which belong together",
@@ -215,7 +241,7 @@ def find_only(path: Path, present: set[str]) -> str:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """`weight_map` of an index: tensor name to file name."""
+    """Return the `weight_map` of an index: tensor name to file name."""
     index = parse_json(read_small(path, _INDEX_LIMIT), path)
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -244,7 +270,7 @@ def check_index(
 
 
 def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
-    """The tensor that files hold these chunks of. Nothing states its shape: it ends where the last of them does."""
+    """Return the tensor that files hold these chunks of. It ends where the last does: nothing states its shape."""
     first, *others = chunks
     for chunk in others:
         if (chunk.dtype, len(chunk.size)) != (first.dtype, len(first.size)):
@@ -255,13 +281,13 @@ def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A sort key by which `layers.9` comes before `layers.10`."""
+    """Return a sort key by which `layers.9` comes before `layers.10`."""
     parts = re.split(r"([0-9]+)", name)  # text and digits in turn; fewer digits are a smaller number
     return [(len(digits := part.lstrip("0")), digits) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
 def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
-    """Names shared out to files of at most `limit` bytes, in natural order; a larger tensor gets its own file."""
+    """Return names shared out to files of at most `limit` bytes, in natural order; a larger tensor has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in sorted(specs, key=lambda name: (natural(name), name)):
@@ -275,14 +301,14 @@ def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
 
 
 def shard_names(count: int) -> list[str]:
-    """File names of a model in `count` files."""
+    """Return the file names of a model in `count` files."""
     if count == 1:
         return [SINGLE]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def make_index(specs: Mapping[str, Spec], places: Mapping[str, str]) -> bytes:
-    """The index, as transformers writes it."""
+    """Return the index, as transformers writes it."""
     metadata = {
         "total_parameters": sum(spec.numel for spec in specs.values()),
         "total_size": sum(spec.nbytes for spec in specs.values()),

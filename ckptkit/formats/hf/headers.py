@@ -1,4 +1,4 @@
-"""The header of one safetensors file: which tensors it holds, and where. Reads and makes headers; no tensor data.
+"""Read and make the header of a safetensors file: which tensors it holds, and where. Touches no tensor data.
 
 Source: https://github.com/huggingface/safetensors#format. A file is 8 bytes of header length, a JSON header, and the
 tensors without a gap. `HuggingFaceStorageWriter` of torch.distributed.checkpoint notes beside them where in its tensor
@@ -53,7 +53,7 @@ _PACKED = "float4_e2m1fn_x2"  # two numbers in an element of torch's; the header
 
 
 def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
-    """What one file holds of each tensor. Refuses all that the safetensors library refuses, and equal keys besides.
+    """Return what a file holds of each tensor. Refuses all that the safetensors library refuses, and equal keys.
 
     That is the whole tensor, unless the file says where in it the part lies; with `is_shard` it must say so of each.
     """
@@ -68,7 +68,7 @@ def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
 
 
 def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header as it stands in the file, where the data begins, and the size of the file."""
+    """Return the header as it stands in the file, where the data begins, and the size of the file."""
     with opening(path) as file:
         size = file.size
         head = read_at(file, min(size, 512), 0)
@@ -85,7 +85,7 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
-    """By name, where in its tensor begins what the file has of it, as torch noted in the free metadata; {} if not."""
+    """Return by name where in its tensor the file's part begins, as torch noted in the free metadata; {} if not."""
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -100,7 +100,7 @@ def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path, data_start: int) -> Chunk:
-    """One entry of a header: `{"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted from the data.
+    """Return the chunk of an entry `{"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted from the data.
 
     `start` is the index at which it begins in its tensor, None for the first.
     """
@@ -125,7 +125,7 @@ def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path,
 
 
 def unpack_shape(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
-    """The shape as torch counts it: of a packed dtype the header counts single numbers in the last axis."""
+    """Return the shape as torch counts it: of a packed dtype the header counts single numbers in the last axis."""
     if dtype.name != _PACKED:
         return shape
     if not shape or shape[-1] % 2:
@@ -134,7 +134,7 @@ def unpack_shape(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
 
 
 def pack_shape(spec: Spec) -> Shape:
-    """The shape as the header counts it."""
+    """Return the shape as the header counts it."""
     if spec.dtype.name != _PACKED:
         return spec.shape
     return (*spec.shape[:-1], spec.shape[-1] * 2)
@@ -171,8 +171,33 @@ def check_writable(name: str, spec: Spec) -> None:
         raise Unsupported("the name is no valid Unicode", tensor=name, hint="give it another with --rename")
 
 
+def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:
+    """Raise `Corrupt` unless the safetensors library finds these tensors in file `path`, each one chunk, and no more.
+
+    It does not tell where a tensor lies. But it refuses a file with a gap, or a tensor of another length than its dtype
+    and shape give, so the order of all tells that too. Tensors without bytes lie nowhere.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            order = [name for name in opened.offset_keys() if name not in chunks or chunks[name].length]
+    except (SafetensorError, OSError) as error:
+        raise Corrupt(f"the safetensors library cannot read what was written: {error}", path=path) from error
+    specs = {name: Spec(chunk.dtype, chunk.size) for name, chunk in chunks.items()}
+    meant = {name: (_SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
+    wrong = min((name for name in found.keys() | meant.keys() if found.get(name) != meant.get(name)), default=None)
+    if wrong is not None:
+        message = f"the safetensors library sees {found.get(wrong)} where {meant.get(wrong)} was written"
+        raise Corrupt(message, path=path, tensor=wrong)
+    if order != sorted(order, key=lambda name: chunks[name].offset):
+        raise Corrupt("the safetensors library sees the tensors in another order than they were written", path=path)
+
+
 def make_header(specs: Mapping[str, Spec]) -> bytes:
-    """Length and JSON of a file's header, in the library's order and padding: the same tensors give the same bytes."""
+    """Return length and JSON of a file's header, in the library's order and padding: equal tensors give equal bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in sorted(specs, key=lambda name: (_RANK[specs[name].dtype.name], name.encode("utf-8", "surrogatepass"))):

@@ -1,4 +1,4 @@
-"""torch.save files: a nested dict of tensors in one file, as FULL_STATE_DICT and plain scripts write it.
+"""Read and write torch.save files: a nested dict of tensors in one file, as FULL_STATE_DICT and plain scripts have it.
 
 Source: torch/serialization.py. A pickle nests dicts and lists down to tensors, each a view of a storage that lies
 uncompressed in the same file: an archive, or what torch wrote before version 1.6. The pickle is read and written
@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
+from ckptkit.errors import CkptError, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in, opening, read_at
 from ckptkit.files.ranges import read_ahead
+from ckptkit.formats.protocols import Writer
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.flatten import flatten
 from ckptkit.formats.torchfile.inert_pickle import ANY_NAME
@@ -36,36 +37,39 @@ _HEAD = 2048  # bytes, enough for the first entry's name
 _PICKLE_LIMIT = 1 << 28  # bytes; those of the largest models have a few million
 
 
-class Pt:
-    """Reads a file of torch.save, or the directory that holds one; writes `state.pt`.
+class Pt(Writer):
+    """The format of torch.save: read from a file, or the directory that holds one; written as `state.pt`.
 
     Of a directory that is `state.pt`, or else the only file that is no optimizer, scheduler, sampler or random state by
     its name.
     """
 
     name = "pt"
-    is_sharded = False
-    is_model_only = False
+    known_by = "a file of torch.save"
     suffixes = _SUFFIXES
 
     def owns(self, name: str) -> bool:
-        """True for the name that is always the model's."""
+        """Return True for the name that is always the model's."""
         return name == MAIN
 
-    def rank_of(self, name: str) -> int | None:  # noqa: ARG002
-        """None: one file holds everything."""
-        return None
-
     def detect(self, path: Path) -> bool:
-        """True for a torch.save file of any name, or a directory with one under a usual name."""
+        """Return True for a torch.save file of any name, or a directory with one under a usual name."""
         return bool(find_files(path))
 
-    def is_complete(self, path: Path) -> bool:
-        """True if all is there that the pickle names, or the archive's directory, which torch writes last."""
-        return all(map(is_whole, find_files(path)))
+    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - what is wrong with one file is one
+        """Raise `Unsupported` if several files could be meant, `Corrupt` if the one breaks off.
+
+        All is there if the archive's directory is, which torch writes last, or all that an old file's pickle names.
+        """
+        file = choose_file(path)
+        try:
+            with opened(file) as (read, length):
+                entries_of(read, length)
+        except CkptError as error:
+            raise error.blame(path=file) from None
 
     def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - what is wrong with one file is one
-        """The layout of the file at or in `path`. What is no tensor becomes a blob with a pickle of its own value.
+        """Return the layout of the file at or in `path`. An entry that is no tensor becomes a blob with its own pickle.
 
         Every tensor that the state dict leads to is in the layout, or the file is refused.
         """
@@ -77,12 +81,8 @@ class Pt:
             raise error.blame(path=file) from None
         return Layout(file.parent, self.name, flat.tensors, flat.blobs, flat.keys)
 
-    def locate(self, layout: Layout, report: Report = refuse) -> Layout:  # noqa: ARG002
-        """The layout itself: reading it has found every byte."""
-        return layout
-
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Every entry of the file: its storages, its pickle and what torch puts beside them."""
+        """Return every entry of the file: its storages, its pickle and what torch puts beside them."""
         places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
         for path in sorted({path for path, _ in places} | {blob.path for blob in layout.blobs.values()}):
             try:
@@ -94,9 +94,9 @@ class Pt:
                 report(error.blame(path=layout.root / path))
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:  # noqa: ARG002
-        """The one file, with room for the data of all tensors; tensors with the same chunks share theirs.
+        """Return the one file, with room for the data of all tensors; tensors with the same chunks share theirs.
 
-        Whatever is no tensor is read, and put with its value where its key path leads.
+        An entry that is no tensor is read, and put with its value where its key path leads.
         """
         storages = Storages(wanted)
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
@@ -104,7 +104,7 @@ class Pt:
         return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
 
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
-        """The CRC-32 of each storage, in both of its places."""
+        """Return the CRC-32 of each storage, in both of its places."""
         with opened(made.root / MAIN) as (read, length):
             entries = read_directory(read, length)
         for entry in entries.values():
@@ -115,7 +115,7 @@ class Pt:
 
 
 def find_files(path: Path) -> list[Path]:
-    """`path` if it is a torch.save file; of a directory its `state.pt`, or else the files that may be the model."""
+    """Return `path` if it is a torch.save file; of a directory its `state.pt`, or else all that may be the model."""
     if not path.is_dir():
         return [path] if is_torch_save(path) else []
     if is_there(path / MAIN):  # whatever it is: the error then names it
@@ -126,7 +126,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def is_torch_save(path: Path) -> bool:
-    """True if `path` is a file that begins as torch.save begins one, in the old format or as an archive."""
+    """Return True if `path` is a file that begins as torch.save begins one, in the old format or as an archive."""
     if not path.is_file():
         return False
     with opening(path) as file:
@@ -135,12 +135,12 @@ def is_torch_save(path: Path) -> bool:
 
 
 def first_name(head: bytes) -> str:
-    """The name of a zip's first entry."""
+    """Return the name of a zip's first entry."""
     return head[30 : 30 + int.from_bytes(head[26:28], "little")].decode("utf-8", "replace")
 
 
 def choose_file(path: Path) -> Path:
-    """The one file that is meant by `path`. Raises `Unsupported` if there are several."""
+    """Return the one file that is meant by `path`. Raises `Unsupported` if there are several."""
     files = find_files(path)
     if len(files) == 1:
         return files[0]
@@ -150,43 +150,29 @@ def choose_file(path: Path) -> Path:
     )
 
 
-def is_whole(path: Path) -> bool:
-    """True if the file's end is there and all that should lie before it; also if it is beyond us."""
-    try:
-        with opened(path) as (read, length):
-            if is_legacy(read(0, min(length, _HEAD))):
-                read_legacy(read, length)
-            else:
-                read_directory(read, length)
-    except (Corrupt, Unsafe):
-        return False
-    except Unsupported:
-        return True
-    return True
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
-    """A file of torch.save to read from, and its size."""
+    """Open a file of torch.save to read from; give its size too."""
     with opening(path) as file:
         length = file.size
         yield glance(lambda offset, size: read_at(file, size, offset), length), length
 
 
 def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
-    """Where everything in a file of `length` bytes lies, by name."""
+    """Return where everything in a file of `length` bytes lies, by name. A TorchScript program is `Unsupported`."""
     if is_legacy(read(0, min(length, _HEAD))):
         return read_legacy(read, length)[1]
-    return read_directory(read, length)
-
-
-def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
-    """The pickled object in a file of `length` bytes, and where its pickle and its storages lie, by name."""
-    if is_legacy(read(0, min(length, _HEAD))):
-        return read_legacy(read, length)
     entries = read_directory(read, length)
     if "constants.pkl" in entries:
         raise Unsupported("a TorchScript program, not a state dict", hint="save its `state_dict()`")
+    return entries
+
+
+def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
+    """Return the pickled object in a file of `length` bytes, and where its pickle and its storages lie, by name."""
+    if is_legacy(read(0, min(length, _HEAD))):
+        return read_legacy(read, length)
+    entries = entries_of(read, length)
     check_byte_order(read, entries)
     state, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
     return state, entries

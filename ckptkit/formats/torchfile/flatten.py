@@ -1,7 +1,7 @@
-"""Flattening: a pickled state dict as tensors and other entries, under the names that DCP would give. Opens no file.
+"""Flatten a pickled state dict into tensors and other entries, under the names that DCP would give. Opens no file.
 
-Dicts are entered, and lists with a dict or a tensor in them; whatever else there is is an entry with a pickle of its
-own. Unlike DCP, a tuple with a tensor in it is entered as a list is, and a dict with nothing in it is an entry.
+Dicts are entered, and lists with a dict or a tensor in them; all else is an entry with a pickle of its own. Unlike DCP,
+a tuple with a tensor in it is entered as a list is, and a dict with nothing in it is an entry.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Flat:
 
 
 def flatten(state: Any, entries: Mapping[str, Entry], path: str) -> Flat:
-    """What is in the state dict of file `path`, whose pickle and storages are `entries` as an archive calls them.
+    """Return the contents of a state dict of file `path`; `entries` are its pickle and storages, as in an archive.
 
-    Every tensor that there is is found, or the file is refused: `Unsupported` names what it is in.
+    Every tensor in it is found, or the file is refused: `Unsupported` names what it is in.
     """
     flattening = _Flattening(entries, path)
     if pairs_of(state) != []:
@@ -47,7 +47,7 @@ def flatten(state: Any, entries: Mapping[str, Entry], path: str) -> Flat:
 
 
 class _Flattening:
-    """Gathers what is in one pickle, at a cost bounded by its size: by sharing, few bytes can say much."""
+    """The entries of one pickle as they are gathered. Its size bounds the cost: by sharing, few bytes can say much."""
 
     def __init__(self, entries: Mapping[str, Entry], path: str) -> None:
         self.entries = entries
@@ -71,7 +71,7 @@ class _Flattening:
             self.add_all(children, key)
 
     def children(self, value: Any) -> list[tuple[str | int, Any]] | None:
-        """What a dict or list holds, by the steps to it; None for what is one entry."""
+        """Return what a dict or list holds, by the steps to it; None for what is one entry."""
         pairs = pairs_of(value)
         if pairs and all(isinstance(key, (str, int)) for key, _ in pairs):
             return [(str(key), child) for key, child in pairs]
@@ -93,7 +93,7 @@ class _Flattening:
             raise error.blame(tensor=name) from None
 
     def stored(self, value: Any) -> StoredTensor:
-        """A tensor with the one chunk that its storage is, or that is a part of it."""
+        """Return a tensor with the one chunk that its storage is, or that is a part of it."""
         try:
             found = place_tensor(as_tensor(value), self.entries)
         except CkptError as error:
@@ -104,7 +104,7 @@ class _Flattening:
         return StoredTensor(Spec(dtype, shape), (chunk,))
 
     def blob(self, value: Any) -> Blob:
-        """A value that is no tensor, pickled by itself."""
+        """Return a value that is no tensor, pickled by itself."""
         if holds_tensor(value):
             raise Unsupported(f"a tensor inside {describe(value)}", hint="save it in a dict, by a name")
         content = dump(value)
@@ -120,7 +120,7 @@ class _Flattening:
 
 
 def is_entered(value: Any) -> bool:
-    """True for a list with a dict in it, or in the lists in it, and for a list or tuple with a tensor anywhere."""
+    """Return True for a list with a dict in it or in its lists, and for a list or tuple with a tensor anywhere."""
     if isinstance(value, list):
         lists = inert_pickle.walk(value, lambda part: part if isinstance(part, list) else ())
         return any(pairs_of(part) is not None for part in lists) or holds_tensor(value)
@@ -128,12 +128,12 @@ def is_entered(value: Any) -> bool:
 
 
 def holds_tensor(value: Any) -> bool:
-    """True if a tensor or a bare storage is anywhere in a value."""
+    """Return True if a tensor or a bare storage is anywhere in a value."""
     return any(is_tensor(part) or isinstance(part, PersistentId) for part in inert_pickle.walk(value))
 
 
 def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """The keys and values of a dict of any kind; None for what is no dict."""
+    """Return the keys and values of a dict of any kind; None for what is no dict."""
     if isinstance(value, dict):
         return list(value.items())
     if not isinstance(value, Record) or value.of not in _MAPPINGS:
@@ -147,7 +147,7 @@ def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def describe(value: Any) -> str:
-    """What kind of thing a pickled value would have been."""
+    """Return in words what a pickled value would have been."""
     if is_tensor(value):
         return "a single tensor"
     return f"`{value.of if isinstance(value, Record) and isinstance(value.of, Global) else type(value).__name__}`"

@@ -1,4 +1,4 @@
-"""Pickles: read without running anything. Every global is a name, every call a record; imports nothing they mention.
+"""Read pickles without running anything. Every global is a name, every call a record; nothing they name is imported.
 
 The machine knows the opcodes that torch's pickles use and no others
 (https://github.com/python/cpython/blob/3.13/Lib/pickletools.py describes them). Each consumes at least a byte of
@@ -29,7 +29,7 @@ class Global:
 
 
 class Record:
-    """A call that the pickle would have made: of what, with which arguments, then given which state and contents.
+    """A call that the pickle would have made: the callee, its arguments, and the state and contents given afterwards.
 
     `is_new` if a class would have made an instance without its `__init__`. `items` are pairs put into what would be a
     dict, `members` what was added to a list.
@@ -46,7 +46,7 @@ class Record:
         self.members: list[Any] | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The attribute `name` of the object that this would have been."""
+        """Return the attribute `name` of the object that this would have been."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
     def __repr__(self) -> str:
@@ -73,10 +73,10 @@ _u16, _u32, _u64, _i32, _f64 = Struct("<H"), Struct("<I"), Struct("<Q"), Struct(
 
 
 def load(data: bytes, names: Names, *, at: int = 0) -> tuple[Any, int]:
-    """The object pickled in `data` from byte `at`, and the offset past it.
+    """Return the object pickled in `data` from byte `at`, and the offset past it.
 
     `names` holds each `(module, name)` that may occur; an unknown one is `Unsupported`, since a checkpoint
-    has no need of it. Whatever is malformed is `Corrupt`.
+    has no need of it. Anything malformed is `Corrupt`.
     """
     machine = _Machine(data, names, at)
     try:
@@ -95,7 +95,7 @@ def load(data: bytes, names: Names, *, at: int = 0) -> tuple[Any, int]:
 
 
 def parts_of(value: Any) -> Sequence[Any]:
-    """Everything directly in a loaded value, whatever it would have been."""
+    """Return everything directly in a loaded value, of any kind."""
     if isinstance(value, Record):
         return [value.of, value.args, value.members, value.items, value.state]
     if isinstance(value, PersistentId):
@@ -106,7 +106,7 @@ def parts_of(value: Any) -> Sequence[Any]:
 
 
 def walk(value: Any, parts: Callable[[Any], Sequence[Any]] = parts_of) -> Iterator[Any]:
-    """A loaded value and all that is in it (or what of that `parts` gives), each once and in the pickle's order."""
+    """Return a loaded value and all that is in it, or as much as `parts` gives, each once and in the pickle's order."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:

@@ -1,4 +1,4 @@
-"""The format of torch.save before version 1.6: pickles one after another, then every storage. Reads no tensor data.
+"""Read the format of torch.save before version 1.6: pickles one after another, then every storage. No tensor data.
 
 Source: `_legacy_save` in torch/serialization.py. The pickles are a magic number, a version, the facts of the machine,
 the object, and the keys of its storages; each storage is a count of elements and their bytes. Where the storages begin
@@ -29,18 +29,18 @@ _ITEM_SIZES = {storage: DTYPES[name].itemsize for storage, name in STORAGES.item
 
 
 def is_legacy(head: bytes) -> bool:
-    """True if a file that begins with `head` is of this format, or of the one before it."""
+    """Return True if a file that begins with `head` is of this format, or of the one before it."""
     magic = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little")
     return (head[:1] == b"\x80" and magic in head[:32]) or is_tar(head)
 
 
 def is_tar(head: bytes) -> bool:
-    """True for the first format of all, a tar archive with the facts of the machine before everything else."""
+    """Return True for the first format of all, a tar archive with the facts of the machine before everything else."""
     return head[257:262] == b"ustar" and b"sys_info\0" in head
 
 
 def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
-    """The object in a file of `length` bytes, and where its pickle and storages lie, called as in an archive."""
+    """Return the object in a file of `length` bytes, and where its pickle and storages lie, called as in an archive."""
     pickled = _Pickles(read, length)
     if is_tar(pickled.data):
         raise Unsupported("the tar archive that torch.save once wrote", hint="load it with torch and save it again")
@@ -65,7 +65,7 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
 
 
 def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
-    """Elements, and bytes of each, of every storage that a pickled object refers to, by its key."""
+    """Return elements, and bytes of each, of every storage that a pickled object refers to, by its key."""
     sizes: dict[str, tuple[int, int]] = {}
     for part in inert_pickle.walk(state):
         if not isinstance(part, PersistentId):
@@ -83,7 +83,7 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
 
 
 def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) -> Entry:
-    """The place of the storage of `numel` elements whose count is at byte `at` of a file of `length` bytes."""
+    """Return the place of the storage of `numel` elements whose count is at byte `at` of a file of `length` bytes."""
     start = at + _COUNT_BYTES
     if start > length:
         raise Corrupt(f"the file ends at byte {length}, but a storage should begin at {at}")
@@ -106,6 +106,7 @@ class _Pickles:
         self.at = 0
 
     def next(self) -> Any:
+        """Return the object of the next pickle."""
         while True:
             try:
                 value, self.at = inert_pickle.load(self.data, ANY_NAME, at=self.at)

@@ -1,4 +1,4 @@
-"""Archives: the zip that torch.save writes, and where the bytes of a tensor lie inside it.
+"""Read the zip that torch.save writes: where the bytes of a tensor lie inside it.
 
 Source: torch/serialization.py and caffe2/serialize/inline_container.cc; the zip fields are those of PKWARE's
 APPNOTE.TXT. Local headers carry no sizes (flag bit 3), so everything is found from the central directory.
@@ -99,7 +99,7 @@ class Entry:
 
     @property
     def crc_at(self) -> tuple[int, int]:
-        """Where its CRC-32 stands: in the description that follows the content, and in the directory."""
+        """Return where its CRC-32 stands: in the description that follows the content, and in the directory."""
         return self.offset + self.length + 4, self.record + 16
 
 
@@ -115,14 +115,14 @@ class TensorRecord:
 
     @property
     def span(self) -> int:
-        """Elements of the storage from the tensor's first to its last, both included."""
+        """Return the elements of the storage from the tensor's first to its last, both included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def is_row_major(self) -> bool:
-        """True if its elements lie one after another in the order of their indices."""
+        """Return True if its elements lie one after another in the order of their indices."""
         expected = prod(self.shape)
         for n, stride in zip(self.shape, self.strides, strict=True):
             expected //= n or 1
@@ -151,7 +151,7 @@ def locate_tensor(read: ReadAt, length: int) -> Located:
 
 
 def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
-    """Where the bytes of a tensor lie, by the archive's directory. Raises `Corrupt` if its storage is too small."""
+    """Return where the bytes of a tensor lie, by the archive's directory. Its storage may be too small: `Corrupt`."""
     storage = entries.get(f"data/{tensor.key}")
     if storage is None:
         raise Corrupt(f"the archive has no entry `data/{tensor.key}`")
@@ -170,7 +170,7 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
 
 
 def glance(read: ReadAt, length: int) -> ReadAt:
-    """`read`, answering from two reads made in advance, of the archive's first and last bytes, where they suffice."""
+    """Return `read`, answering from two reads of the archive's first and last bytes made in advance, where possible."""
     head = read(0, min(length, GLANCE))
     cut = max(0, length - GLANCE)
     tail = read(cut, length - cut) if cut else head
@@ -186,7 +186,7 @@ def glance(read: ReadAt, length: int) -> ReadAt:
 
 
 def read_directory(read: ReadAt, length: int) -> dict[str, Entry]:
-    """Every entry of the archive, by its name after the first slash (torch prefixes the archive's own name)."""
+    """Return every entry of the archive, by its name after the first slash (torch prefixes the archive's own name)."""
     count, size, offset = find_directory(read, length)
     if offset + size > length or size > _DIRECTORY_LIMIT:
         raise Corrupt(f"the zip directory at {offset}:{offset + size} does not fit an archive of {length} bytes")
@@ -213,7 +213,7 @@ def read_directory(read: ReadAt, length: int) -> dict[str, Entry]:
 def read_entry_place(
     read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, extra: bytes, limit: int
 ) -> tuple[int, int]:
-    """Offset and length of the content of one central-directory entry; `limit` is where the directory starts."""
+    """Return offset and length of the content of a central-directory entry; `limit` is where the directory starts."""
     signature, flags, method, checksum, packed, unpacked, header = (fields[i] for i in (0, 3, 4, 7, 8, 9, 16))
     if signature != b"PK\x01\x02":
         raise Corrupt("the zip directory is garbled")
@@ -239,7 +239,7 @@ def read_entry_place(
 
 
 def widen(unpacked: int, packed: int, header: int, extra: bytes) -> tuple[int, int, int]:
-    """Packed size, unpacked size and header offset, with those that do not fit 32 bits taken from the zip64 field."""
+    """Return packed size, unpacked size and header offset, those that do not fit 32 bits from the zip64 field."""
     values = [unpacked, packed, header]
     while len(extra) >= 4:
         kind, size = int.from_bytes(extra[:2], "little"), int.from_bytes(extra[2:4], "little")
@@ -252,7 +252,7 @@ def widen(unpacked: int, packed: int, header: int, extra: bytes) -> tuple[int, i
 
 
 def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
-    """Number of entries, size and offset of the central directory, from the archive's last bytes."""
+    """Return number of entries, size and offset of the central directory, from the archive's last bytes."""
     if length < _end.size:
         raise Corrupt(f"{length} bytes are too few for an archive")
     end = _end.unpack(read(length - _end.size, _end.size))
@@ -292,7 +292,7 @@ def check_contents(data: bytes) -> None:
 
 
 def large_entries(read: ReadAt, length: int) -> Iterator[Entry]:
-    """The entries of an archive of `length` bytes that are too large to be looked at here.
+    """Return the entries of an archive of `length` bytes that are too large to be looked at here.
 
     Raises `Corrupt` unless every other entry has the CRC-32 that is recorded for it.
     """
@@ -306,7 +306,7 @@ def large_entries(read: ReadAt, length: int) -> Iterator[Entry]:
 
 
 def read_entry(read: ReadAt, entries: Mapping[str, Entry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:
-    """The content of an entry of at most `limit` bytes, its CRC compared."""
+    """Return the content of an entry of at most `limit` bytes, its CRC compared."""
     entry = entries.get(name)
     if entry is None:
         raise Corrupt(f"the archive has no entry `{name}`")
@@ -326,13 +326,13 @@ def check_byte_order(read: ReadAt, entries: Mapping[str, Entry]) -> None:
 
 @lru_cache(maxsize=256)
 def parse_tensor(data: bytes) -> TensorRecord:
-    """The tensor that a `data.pkl` describes; the same few hundred bytes for every chunk of one shape."""
+    """Return the tensor that a `data.pkl` describes; the same few hundred bytes for every chunk of one shape."""
     value, _ = inert_pickle.load(data, _NAMES)
     return as_tensor(value)
 
 
 def is_tensor(value: object) -> bool:
-    """True if `value` would have been made by a function of torch's that makes tensors, whether we know it or not."""
+    """Return True if `value` would have been made by a function of torch's that makes tensors, known to us or not."""
     return (
         isinstance(value, Record)
         and isinstance(value.of, Global)
@@ -342,7 +342,7 @@ def is_tensor(value: object) -> bool:
 
 
 def as_tensor(value: object) -> TensorRecord:
-    """The tensor that a pickled value would have been. Raises `Unsupported` naming what it is instead."""
+    """Return the tensor that a pickled value would have been. Raises `Unsupported` naming what it is instead."""
     call = unwrap(value)
     if not any(is_call(call, name) for name in _TENSORS):
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
@@ -354,7 +354,7 @@ def as_tensor(value: object) -> TensorRecord:
 
 
 def unwrap(value: object) -> Any:
-    """What makes the plain tensor in a parameter, in a buffer or in a tensor with attributes of its own."""
+    """Return the call that makes the plain tensor in a parameter, a buffer or a tensor with attributes of its own."""
     while isinstance(value, Record) and isinstance(value.args, tuple):
         if any(is_call(value, name) for name in _PARAMETERS) and value.args:
             value = value.args[0]
@@ -367,12 +367,12 @@ def unwrap(value: object) -> Any:
 
 
 def is_call(value: object, name: str) -> bool:
-    """True if `value` would have been made by calling torch's function `name`."""
+    """Return True if `value` would have been made by calling torch's function `name`."""
     return isinstance(value, Record) and value.of == Global("torch._utils", name)
 
 
 def parse_rebuild(call: Record) -> TensorRecord:
-    """The arguments of `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, [dtype], [bits])`.
+    """Parse `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, [dtype], [bits])`.
 
     In torch 0.4 and before, the storage could itself be a view of a larger one, `(key, offset, size)`.
     """
@@ -395,7 +395,7 @@ def parse_rebuild(call: Record) -> TensorRecord:
 
 
 def as_shape(value: object) -> Shape:
-    """A tuple of non-negative integers, or the `torch.Size` that wraps one."""
+    """Return a tuple of non-negative integers, bare or in a `torch.Size`. Raises `ValueError` for anything else."""
     if isinstance(value, Record) and value.of == Global("torch", "Size"):
         (value,) = value.args
     if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 2**63 for n in value):

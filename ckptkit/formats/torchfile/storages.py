@@ -1,4 +1,4 @@
-"""Storages: what a torch.save file to be made needs of them, numbered as its tensors come. Writes no file.
+"""Number the storages of a torch.save file to be made, as its tensors come. Writes no file.
 
 The bytes of most are still to come. Those of tensors that lie inside an entry that is no tensor are read here, with it.
 """
@@ -21,7 +21,7 @@ _ENTRY_LIMIT = 1 << 28  # bytes of all entries that are no tensors; they are hel
 
 
 class Storages:
-    """Makes the values that `wanted` has by name, and the `contents` that they need: bytes, or how many will come."""
+    """The values that `wanted` has by name, and the `contents` that they need: bytes, or how many will come."""
 
     def __init__(self, wanted: Layout) -> None:
         self.wanted = wanted
@@ -30,7 +30,7 @@ class Storages:
         self._room = _ENTRY_LIMIT
 
     def value(self, name: str) -> Any:
-        """The tensor or other entry of this name, as `pickling.dump` takes it."""
+        """Return the tensor or other entry of this name, as `write_pickle.dump` takes it."""
         try:
             if name in self.wanted.tensors:
                 return self._tensor(self.wanted.tensors[name])
@@ -39,7 +39,7 @@ class Storages:
             raise error.blame(tensor=name) from None
 
     def _tensor(self, stored: StoredTensor) -> Record:
-        """A tensor with a storage of its own; tied ones, which have the same chunks, share it."""
+        """Return a tensor with a storage of its own; tied ones, which have the same chunks, share it."""
         key = self._keys.get(stored)
         if key is None:
             key = self._add(stored.spec.nbytes)
@@ -53,7 +53,7 @@ class Storages:
         return key
 
     def _entry(self, blob: Blob) -> Any:
-        """A value from its pickle, or from its archive of torch.save together with the storages in it."""
+        """Return a value from its pickle, or from its archive of torch.save together with the storages in it."""
         if blob.content is not None:
             return inert_pickle.load(blob.content, ANY_NAME)[0]
         if blob.wrapper:
@@ -93,7 +93,7 @@ class Storages:
 
 
 def reading(path: Path, blob: Blob) -> ReadAt:
-    """The bytes of a blob, all read at once, to read from."""
+    """Return a function that reads in a blob, whose bytes are all read at once."""
     with opening(path) as file:
         data = read_at(file, blob.length, blob.offset)
     return lambda offset, length: data[offset : offset + length]

@@ -1,6 +1,6 @@
-"""Unflattening: the nested dicts and lists that the names of a checkpoint came from. Opens no file.
+"""Unflatten the names of a checkpoint into the nested dicts and lists that they came from. Opens no file.
 
-A step of a key path that is a string leads into a dict, a number into a list, in which what is missing is None.
+A step of a key path that is a string leads into a dict, a number into a list, in which a missing member is None.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST_MISSING = 256  # members of a list
 
 
 def unflatten(names: Iterable[str], key: Callable[[str], KeyPath], value: Callable[[str], Any]) -> Any:
-    """The value of each name, in the dicts and lists that its key path leads through.
+    """Return the value of each name, in the dicts and lists that its key path leads through.
 
     Values are asked for in the order in which they lie in the result. Two names of which one lies where the other
     should are `Unsupported`.
@@ -45,7 +45,7 @@ def place(tree: Tree, key: KeyPath, name: str) -> None:
 
 
 def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
-    """The dict, list or value that a node of the tree stands for."""
+    """Return the dict, list or value that a node of the tree stands for."""
     if isinstance(node, str):
         return value(node)
     positions = [step for step in node if isinstance(step, int)]
@@ -62,20 +62,20 @@ def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
 
 
 def clash(node: Tree | str, name: str) -> Unsupported:
-    """The error that says that `name` has no place beside what is there."""
+    """Return the error that says that `name` has no place beside what is there."""
     message = f"`{first_name(node)}` and this cannot both be in one nested dict"
     return Unsupported(message, tensor=name, hint="leave one of them out with --exclude")
 
 
 def first_name(node: Tree | str) -> str:
-    """A name that is there."""
+    """Return the first name under a node."""
     while not isinstance(node, str):
         node = next(iter(node.values()))
     return node
 
 
 def with_numbers(made: dict[Any, Any]) -> dict[Any, Any]:
-    """An optimizer's dict with the keys of its `state` as its `params` have them: numbers, if they are numbers.
+    """Return an optimizer's dict with the keys of its `state` as its `params` have them: numbers, if they are numbers.
 
     Key paths hold numbers as strings where they lead into a dict, and torch's optimizers would not find their state.
     """

@@ -1,4 +1,4 @@
-"""Values: what an entry that is no tensor holds, and the entry with another; read and written inertly."""
+"""Read the value of an entry that is no tensor, or give the entry another, inertly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.layout import Blob
 
 
 def load_value(root: Path, blob: Blob) -> Any:
-    """The value of a blob in directory `root`, as `inert_pickle.load` gives it."""
+    """Return the value of a blob in directory `root`, as `inert_pickle.load` gives it."""
     if blob.content is not None:
         return inert_pickle.load(blob.content, ANY_NAME)[0]
     path = root / blob.path
@@ -29,5 +29,5 @@ def load_value(root: Path, blob: Blob) -> Any:
 
 
 def with_value(blob: Blob, value: Any) -> Blob:
-    """The blob with another value."""
+    """Return the blob with another value."""
     return replace(blob, length=0, content=dump(value), wrapper=None)

@@ -1,7 +1,7 @@
-"""Envelopes: the archive that torch.save makes, around tensors whose bytes are still to come. Writes no file.
+"""Make the archive that torch.save makes, around tensors whose bytes are still to come. Writes no file.
 
 Source: torch/serialization.py and caffe2/serialize/inline_container.cc; the zip fields are those of PKWARE's
-APPNOTE.TXT. All is known beforehand but the tensors' bytes and their CRC-32, which stands in two places.
+APPNOTE.TXT. All is known before but the tensors' bytes and their CRC-32, which stands in two places.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Envelope:
     holes: Mapping[str, Hole]
 
     def seal(self, key: str, checksum: int) -> tuple[Part, Part]:
-        """What to write when hole `key` has been filled with bytes of this CRC-32."""
+        """Return what to write when hole `key` has been filled with bytes of this CRC-32."""
         one, other = self.holes[key].crc_at
         content = checksum.to_bytes(4, "little")
         return (one, content), (other, content)
 
 
 def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes]) -> Envelope:
-    """The archive of an object pickled as `pickle`; of each storage that it names, the bytes, or how many will come."""
+    """Return the archive of an object: its pickle, and of each storage the bytes or how many will come."""
     making = _Making()
     making.add("data.pkl", pickle)
     making.add(".format_version", b"1")
@@ -66,7 +66,7 @@ def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes]) -> Envelop
 
 
 def describe_tensor(spec: Spec, key: str) -> Record:
-    """The call by which torch makes a tensor of all of storage `key`, row-major. A quantized one is `Unsupported`."""
+    """Return the call by which torch makes a row-major tensor of storage `key`. Raises `Unsupported` if quantized."""
     if spec.dtype.kind == "quantized":
         raise Unsupported(f"a tensor of dtype {spec.dtype} has its scales beside its bytes", hint="leave it out")
     hooks = Record(Global("collections", "OrderedDict"), ())
@@ -81,7 +81,7 @@ def describe_tensor(spec: Spec, key: str) -> Record:
 
 
 class _Making:
-    """Puts an archive together from its start to its end."""
+    """An archive that is put together from its start to its end."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -115,7 +115,7 @@ class _Making:
         self.count += 1
 
     def begin(self, path: bytes, length: int) -> None:
-        """The header before an entry's content, padded so that the content is aligned."""
+        """Write the header before an entry's content, padded so that the content is aligned."""
         large = b"\x01\x00\x10\x00" + length.to_bytes(8, "little") * 2 if length >= _ALL_ONES else b""
         padding = -(self.at + _local.size + len(path) + len(large) + 4) % _ALIGNMENT
         extra = large + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
@@ -129,7 +129,7 @@ class _Making:
 
     @staticmethod
     def describe(path: bytes, checksum: int, length: int, header: int) -> bytes:
-        """An entry's record in the directory."""
+        """Return an entry's record in the directory."""
         wide = [value for value in (length, length, header) if value >= _ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
         size, place = min(length, _ALL_ONES), min(header, _ALL_ONES)
@@ -137,7 +137,7 @@ class _Making:
         return _central.pack(b"PK\x01\x02", *fields) + path + extra
 
     def envelope(self) -> Envelope:
-        """The archive, with its directory at the end; a reader finds the directory from there."""
+        """Return the archive, with its directory at the end; a reader finds the directory from there."""
         at, count, size = self.at, self.count, len(self.directory)
         end = at + size
         self.known += self.directory

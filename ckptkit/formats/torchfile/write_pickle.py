@@ -1,7 +1,7 @@
 """Write pickles of what `inert_pickle` can read: a global is only a name and a call only a record here too.
 
-Writes protocol 2, as torch.save does. Each object is written once, however often it occurs, as pickle itself does: what
-was read of n bytes is written in a small multiple of n.
+Writes protocol 2, as torch.save does. Each object is written once, however often it occurs, as by pickle itself: what n
+bytes held is written in a small multiple of n.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def dump(value: Any) -> bytes:
 
 
 class Pickler:
-    """Writes one pickle, piece by piece, into `out`.
+    """A pickle that is written, piece by piece, into `out`.
 
     Strings and globals are written once and then recalled. So are objects, which must live as long as the pickler,
     unless `by_identity` is false.
@@ -46,13 +46,13 @@ class Pickler:
         self.memo: dict[object, int] = {}  # strings and globals by value, all else by identity
 
     def declare(self, value: Any) -> bytes:
-        """Write a value beside the one that counts, so that strings and globals are known; how it is written now."""
+        """Write a value beside the one that counts, so that its strings are known; return how it is written now."""
         self.save(value)
         self.out += b"0"
         return self.piece(value)
 
     def piece(self, value: Any) -> bytes:
-        """The bytes that `value` would be written as now."""
+        """Return the bytes that `value` would be written as now."""
         out, self.out = self.out, bytearray()
         self.save(value)
         piece, self.out = bytes(self.out), out

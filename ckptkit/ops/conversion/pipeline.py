@@ -27,6 +27,7 @@ from ckptkit.files.file import file_size, is_there, opening, read_at
 from ckptkit.files.staging import Stage
 from ckptkit.files.system import again
 from ckptkit.files.trees import sync_tree
+from ckptkit.formats import locate
 from ckptkit.layout import Extent
 from ckptkit.ops.conversion.drafts import Draft, Drafts
 from ckptkit.ops.conversion.output import Output
@@ -164,7 +165,7 @@ def plan(draft: Draft, root: Path) -> Plan:
     lost = draft.source.tensors.keys() - made.tensors.keys()
     if lost:
         raise Mismatch(f"{draft.writer.name} would lose {len(lost)} tensors", path=draft.source.root, tensor=min(lost))
-    return make_plan(draft.source, draft.writer.locate(made))
+    return make_plan(draft.source, locate(made))
 
 
 def copy_share(plans: Sequence[Plan], journals: Sequence[Journal], output: Output) -> list[Ledger]:
@@ -187,6 +188,7 @@ def finish(drafts: Drafts, plans: Sequence[Plan], ledgers: Sequence[Ledger], sta
         copy_file(path, stage.path / name)
     for draft, plan, done in zip(drafts.parts, plans, copied, strict=True):
         write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
+        draft.writer.check(plan.dst)
         if not output.is_file:
             write_manifest(plan, done, drafts.names_in(draft.place), drafts.made_of or source_of(plan.src))
     drafts.origin.check()

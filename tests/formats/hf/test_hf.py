@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.errors import Corrupt, Unsafe, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
+from ckptkit.ops.convert import convert
+from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
 from tests.formats.contract import WriterContract, assert_holds
 from tests.producers import counted
@@ -78,6 +83,79 @@ class TestHuggingFace(WriterContract):
         assert all(
             sum(t.nbytes for t in load_file(f).values()) <= 100 for f in (tmp_path / "there").glob("*.safetensors")
         )
+
+
+# -- checking what was written -----------------------------------------------------------------------------------------
+
+
+def three(root: Path) -> Layout:
+    """Three tensors that we wrote, of which the last has no bytes."""
+    return TestHuggingFace().make(root, {"a": counted(2, 3), "b": counted(3, 2), "empty": counted(0, 4)})
+
+
+def changed(layout: Layout, name: str, **fields: Any) -> Layout:
+    """The layout with other fields of a tensor's chunk."""
+    tensor = layout.tensors[name]
+    chunk = replace(tensor.chunks[0], **fields)
+    return replace(layout, tensors={**layout.tensors, name: replace(tensor, chunks=(chunk,))})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("a", {"dtype": DTYPES["int32"]}, r"sees \('F32', \(2, 3\)\) where \('I32', \(2, 3\)\) was written"),
+        ("a", {"box": whole((3, 2))}, r"sees \('F32', \(2, 3\)\) where \('F32', \(3, 2\)\) was written"),
+        ("a", {"offset": 1 << 30}, "in another order"),
+        ("empty", {"box": whole((0, 5))}, r"where \('F32', \(0, 5\)\) was written"),
+    ],
+    ids=["dtype", "shape", "offset", "empty"],
+)
+def test_the_library_sees_what_was_not_meant(tmp_path: Path, name: str, fields: dict[str, Any], words: str) -> None:
+    layout = three(tmp_path / "there")
+    HuggingFace().check(layout)
+    with pytest.raises(Corrupt, match=words) as raised:
+        HuggingFace().check(changed(layout, name, **fields))
+    assert raised.value.path == tmp_path / "there" / "model.safetensors"
+
+
+def test_the_library_sees_too_much_or_too_little(tmp_path: Path) -> None:
+    layout = three(tmp_path / "there")
+    tensors = dict(layout.tensors)
+    with pytest.raises(Corrupt, match="None was written"):
+        HuggingFace().check(replace(layout, tensors={name: tensors[name] for name in ("a", "empty")}))
+    with pytest.raises(Corrupt, match="sees None"):
+        HuggingFace().check(replace(layout, tensors=tensors | {"c": tensors["a"]}))
+
+
+def test_the_library_cannot_read_it(tmp_path: Path) -> None:
+    layout = three(tmp_path / "there")
+    file = tmp_path / "there" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(Corrupt, match="cannot read what was written"):
+        HuggingFace().check(layout)
+
+
+def test_nothing_is_shown_that_the_library_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three(tmp_path / "there")
+
+    def unreadable(_: HuggingFace, made: Layout) -> None:
+        raise Corrupt("not as meant", path=made.root)
+
+    monkeypatch.setattr(HuggingFace, "check", unreadable)
+    with pytest.raises(Corrupt, match="not as meant"):
+        convert(tmp_path / "there", tmp_path / "out", to="hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there", "there-source"]
+
+
+def test_checking_imports_no_torch(tmp_path: Path) -> None:
+    three(tmp_path / "there")
+    code = (
+        "import sys; from pathlib import Path; from ckptkit.formats import get_writer\n"
+        "writer = get_writer('hf'); writer.check(writer.read(Path(sys.argv[1])))\n"
+        "print(*{'torch', 'safetensors'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "there"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["safetensors"]
 
 
 # -- the index ---------------------------------------------------------------------------------------------------------
@@ -144,19 +222,64 @@ def test_a_tensor_that_the_index_does_not_know_is_corrupt(tmp_path: Path) -> Non
     assert raised.value.tensor == "stray"
 
 
-def test_shards_without_their_index_are_corrupt(tmp_path: Path) -> None:
+def test_numbered_files_are_whole_without_their_index_if_all_are_there(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(Corrupt, match="index"):
-        open_layout(tmp_path)
-
-
-def test_numbered_files_are_complete_when_their_index_is_there(tmp_path: Path) -> None:
-    sharded(tmp_path)
     assert HuggingFace().is_complete(tmp_path)
-    assert HuggingFace().is_complete(tmp_path / "model-00001-of-00002.safetensors")
+    assert_holds(open_layout(tmp_path), {"a": counted(2), "b": counted(3)})
+    save_file({"a": counted(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(Corrupt, match="overlap") as raised:
+        open_layout(tmp_path)
+    assert raised.value.tensor == "a"
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_a_numbered_file_that_is_missing_is_named(tmp_path: Path, with_index: bool) -> None:
+    sharded(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    if not with_index:
+        (tmp_path / "model.safetensors.index.json").unlink()
+    assert_refused(tmp_path, "model-00001-of-00002.safetensors")
+
+
+def test_numbers_of_two_saves_are_corrupt(tmp_path: Path) -> None:
+    sharded(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    assert not HuggingFace().is_complete(tmp_path)
+    save_file({"c": counted(2)}, tmp_path / "model-00001-of-00003.safetensors")
+    assert_refused(tmp_path, "some of 2 parts and some of 3")
+
+
+def test_a_count_beyond_all_bounds_costs_nothing(tmp_path: Path) -> None:
+    save_file({"c": counted(2)}, tmp_path / f"model-00001-of-{'9' * 200}.safetensors")
+    assert_refused(tmp_path, "model-00002-of-999")
+
+
+def test_a_numbered_file_may_be_read_alone(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    assert HuggingFace().is_complete(tmp_path / "model-00001-of-00002.safetensors")
+    assert_holds(open_layout(tmp_path / "model-00001-of-00002.safetensors"), {"a": counted(2)})
+
+
+def test_files_that_nothing_holds_together_are_not_complete(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({name: counted(2)}, tmp_path / f"{name}.safetensors")
+    assert_refused(tmp_path, "2 safetensors files and no index")
+
+
+def assert_refused(root: Path, words: str) -> None:
+    """What keeps a checkpoint from being read is told by names alone, in the words in which reading it fails."""
+    (problem,) = HuggingFace().problems(root)
+    assert words in problem.message
+    assert not HuggingFace().is_complete(root)
+    with pytest.raises(CkptError) as raised:
+        open_layout(root)
+    assert raised.value.to_json() == problem.to_json()
+
+
+def test_an_index_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    write_index(tmp_path, "{")
+    assert_refused(tmp_path, "not valid JSON")
 
 
 def test_a_tensor_in_two_files_is_corrupt(tmp_path: Path) -> None:
@@ -171,8 +294,9 @@ def test_a_tensor_in_two_files_is_corrupt(tmp_path: Path) -> None:
 def test_an_old_single_file_beside_new_shards_is_ambiguous(tmp_path: Path) -> None:
     sharded(tmp_path)
     save_file({"a": counted(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(Corrupt):
-        open_layout(tmp_path)
+    assert_refused(tmp_path, "of different exports")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert_refused(tmp_path, "of different exports")
 
 
 def test_a_linked_shard_is_unsafe(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.formats.hf.format import HuggingFace
 from tests import producers
 from tests.conftest import Produce
 from tests.formats.contract import assert_holds
@@ -46,7 +47,12 @@ def two_ranks(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("producer", "world_size"),
-    [(producers.hf_shards, 3), (producers.hf_shards_in_parts, 3), (producers.hf_alone, None)],
+    [
+        (producers.hf_shards, 3),
+        (producers.hf_shards_in_parts, 3),
+        (producers.hf_shards_deduplicated, 2),
+        (producers.hf_alone, None),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_torch_writes(produce: Produce, producer: Producer, world_size: int | None) -> None:
@@ -106,6 +112,7 @@ def test_a_part_that_is_missing_shows(produce: Produce, tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(Corrupt, match=r"no `shard-\*-model-00003-\*`, of 3"):
         open_layout(tmp_path / "in")
+    assert not HuggingFace().is_complete(tmp_path / "in")
 
 
 def test_the_last_rank_can_be_missing_without_a_trace(tmp_path: Path) -> None:
@@ -202,15 +209,27 @@ def test_shards_of_two_saves_are_corrupt(tmp_path: Path) -> None:
 
 def test_numbers_beyond_all_bounds_cost_nothing(tmp_path: Path) -> None:
     two_ranks(tmp_path)
-    write_shard(tmp_path, 0, {}, name=f"shard-{'9' * 200}-model-00001-of-00001.safetensors")
+    far = {"w": ([7, 0], counted(2, 2))}
+    write_shard(tmp_path, 0, far, name=f"shard-{'9' * 200}-model-00001-of-00001.safetensors")
     with pytest.raises(Corrupt, match="no `shard-00003"):
         open_layout(tmp_path)
 
 
+def test_a_rank_that_held_nothing_is_not_missed(tmp_path: Path) -> None:
+    """As where all that it held was a copy, which another rank wrote."""
+    two_ranks(tmp_path)
+    (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    write_shard(tmp_path, 7, {"w": ([3, 0], counted(2, 2))})
+    layout = open_layout(tmp_path)
+    assert (layout.specs["w"].shape, layout.world_size) == ((5, 2), 2)
+
+
 def test_one_shard_is_no_checkpoint(tmp_path: Path) -> None:
     two_ranks(tmp_path)
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     with pytest.raises(Unsupported, match="shard of one rank"):
-        open_layout(tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+        open_layout(path)
+    assert not HuggingFace().is_complete(path)
 
 
 def test_a_shard_under_a_models_name_is_corrupt(tmp_path: Path) -> None:

@@ -260,10 +260,12 @@ def test_state_pt_comes_before_all_others(tmp_path: Path) -> None:
 
 def test_two_models_are_one_too_many(tmp_path: Path) -> None:
     save_files(tmp_path, "a.pt", "b.bin")
-    assert Pt().is_complete(tmp_path)
     with pytest.raises(Unsupported, match=r"2 torch.save files and no `state.pt`: a.pt, b.bin") as caught:
         open_layout(tmp_path)
     assert caught.value.path == tmp_path
+    assert not Pt().is_complete(tmp_path)
+    (problem,) = Pt().problems(tmp_path)
+    assert problem.to_json() == caught.value.to_json()
 
 
 def test_other_formats_come_first(produce: Produce, tmp_path: Path) -> None:

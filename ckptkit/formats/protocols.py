@@ -1,0 +1,87 @@
+"""Define what a format must do to be read, and what besides to be written. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse, translate_os_errors
+from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
+
+
+class Reader(Protocol):
+    """A format that can be read.
+
+    `name` is the word that users type, `known_by` says what `detect` looks for. `is_sharded` if each rank of a job has
+    a file of its own; `is_model_only` if nothing but tensors has a place in it.
+    """
+
+    name: str
+    known_by: str
+    is_sharded: bool = False
+    is_model_only: bool = False
+
+    def owns(self, name: str) -> bool:
+        """Return True if a file of this name, in a checkpoint's directory, is part of it or of an older one."""
+
+    def rank_of(self, name: str) -> int | None:  # noqa: ARG002 - most names tell none
+        """Return the rank that wrote a file of this name, None where names do not tell."""
+        return None
+
+    def detect(self, path: Path) -> bool:
+        """Return True if `path` looks like mine. Cheap: file names, never data."""
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report or raise what keeps the checkpoint at `path` from being read, as far as names and sizes tell.
+
+        Small files that describe others may be opened: an index, the directory at an archive's end.
+        """
+
+    def problems(self, path: Path) -> list[CkptError]:
+        """Return what `check_names` says. Raises `IOFailure`: a failing system says nothing of the checkpoint."""
+        found: list[CkptError] = []
+        report = found.append
+        with translate_os_errors(path):
+            try:
+                self.check_names(path, report)
+            except (Corrupt, Unsafe, Unsupported) as error:
+                report(error)
+        return found
+
+    def is_complete(self, path: Path) -> bool:
+        """Return True if what `detect` saw has no problems."""
+        return not self.problems(path)
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return where every chunk of the checkpoint at `path` lies. Opens no tensor data.
+
+        Reports whatever is missing, too short or contradicts itself; raises what makes it unreadable.
+        """
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return the bytes of what `read` gave, each run with the CRC-32 that was recorded for it.
+
+        Small runs that have one may be compared right away: those that differ are reported, the others left out.
+        """
+
+
+@runtime_checkable
+class Writer(Reader, Protocol):
+    """A format that can also be written: by its reader, once its files have been made.
+
+    `suffixes` are those of a file that is a checkpoint by itself, if one can be.
+    """
+
+    suffixes: tuple[str, ...] = ()
+
+    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+        """Return the files for the tensors and blobs of `wanted`: final names and sizes, all but the data."""
+
+    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:  # noqa: ARG002
+        """Return what is to be written, by file, when the data is there: `checksums` has the CRC-32 of each chunk."""
+        return ()
+
+    def check(self, made: Layout) -> None:  # noqa: ARG002 - the library may be the one that is not to be imported
+        """Raise `Corrupt` if the format's own library does not see in the files what `made` says is there."""
+        return

@@ -1,0 +1,126 @@
+"""Find the bytes of chunks that lie inside envelopes, each an archive of torch.save. Reads both ends of each."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.files.crc32 import crc32
+from ckptkit.files.file import Opened, read_at
+from ckptkit.files.ranges import Range, read_ahead
+from ckptkit.formats.torchfile.read_archive import GLANCE, ReadAt, check_contents, locate_tensor
+from ckptkit.layout import Blob, Chunk, Extent, Layout, Spec, StoredTensor
+
+ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name
+_LARGEST_CHECKED = 1 << 26  # bytes of a blob, which is held in memory while it is checked
+
+
+def locate(layout: Layout, report: Report = refuse) -> Layout:
+    """Return the layout with every chunk's bytes found inside its envelope, and every blob's compared with its CRC-32.
+
+    Reports each chunk of which they are not, and leaves it as it is. Chunks without a wrapper lie where they say.
+    """
+    with Opened(layout.root) as files, collector_paused():
+        tensors = {**layout.tensors, **locate_chunks(layout, files, report)}
+        blobs = {name: check_blob(layout, name, files, report) for name in layout.blobs}
+    return replace(layout, tensors=tensors, blobs=blobs)
+
+
+def locate_chunks(layout: Layout, files: Opened, report: Report) -> dict[str, StoredTensor]:
+    """Return the tensors that have chunks in envelopes, with each of them found. Empty ones have no bytes to find.
+
+    File by file: of thousands of ranks, each file is opened once, and not once for each of its chunks.
+    """
+    chunks = {
+        name: [chunk if chunk.box.numel else replace(chunk, length=0, wrapper=None) for chunk in tensor.chunks]
+        for name, tensor in layout.tensors.items()
+        if any(chunk.wrapper is not None for chunk in tensor.chunks)
+    }
+    places = [
+        (chunk.path, chunk.offset, chunk.length, name, i)
+        for name, found in chunks.items()
+        for i, chunk in enumerate(found)
+        if chunk.wrapper is not None
+    ]
+    for *_, name, i in read_ahead(layout.root, sorted(places), lambda place: ends_of(*place[:3])):
+        chunks[name][i] = locate_chunk(layout, name, chunks[name][i], files, report)
+    return {name: replace(layout.tensors[name], chunks=tuple(found)) for name, found in chunks.items()}
+
+
+def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
+    """Return what is read of an item's archive to find what is in it: its first and its last bytes."""
+    end = offset + length
+    return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
+
+
+def reading(files: Opened, place: Chunk | Extent) -> ReadAt:
+    """Return a function that reads inside an item, and nowhere else."""
+    file = files[place.path]
+
+    def read(offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > place.length:
+            raise Corrupt(f"bytes {offset}:{offset + length} lie outside the item's {place.length}")
+        return read_at(file, length, place.offset + offset)
+
+    return read
+
+
+def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: Opened, report: Report) -> Chunk:
+    """Return the chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
+    path = layout.root / chunk.path
+    try:
+        read = reading(files, chunk)
+        if chunk.wrapper != ENVELOPE:
+            hint = "save it again without `_extensions`" if chunk.wrapper else None
+            raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
+        found = locate_tensor(read, chunk.length)
+        if (found.tensor.dtype, found.tensor.shape) != (chunk.dtype, chunk.box.size):
+            stored = Spec(found.tensor.dtype, found.tensor.shape)
+            promised = Spec(chunk.dtype, chunk.box.size)
+            raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
+    except CkptError as error:
+        report(error.blame(path=path, tensor=name, offset=chunk.offset))
+        return chunk
+    return replace(
+        chunk,
+        offset=chunk.offset + found.offset,
+        length=found.length,
+        strides=found.strides,
+        crc32=found.crc32,
+        wrapper=None,
+    )
+
+
+def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob:
+    """Return a blob with the CRC-32 of its bytes, if it is an archive and what is in it has those recorded there.
+
+    Reported if not. What is no archive, or is too large to be held, remains unchecked.
+    """
+    blob = layout.blobs[name]
+    path = layout.root / blob.path
+    if blob.content is not None or blob.wrapper or blob.length > _LARGEST_CHECKED:
+        return blob
+    try:
+        data = read_at(files[blob.path], blob.length, blob.offset)
+        if not data.startswith(b"PK"):
+            return blob
+        check_contents(data)
+    except CkptError as error:
+        report(error.blame(path=path, tensor=name, offset=blob.offset))
+        return blob
+    return replace(blob, crc32=crc32(data))
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause garbage collection inside the block: of millions of objects made none is garbage, and it would walk all."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
