@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from ckptkit.cli.conversion import (
     NoSync,
     Out,
     Overwrite,
+    To,
     checked,
     files_of,
     prospect,
@@ -44,9 +45,7 @@ def average(
     last: Annotated[
         int | None, typer.Option(min=1, metavar="K", help="Of one run, its last K complete checkpoints.")
     ] = None,
-    to: Annotated[
-        Literal["dcp", "hf", "pt"], typer.Option(help="Hugging Face, DCP, or one file of torch.save.")
-    ] = "hf",
+    to: To = "hf",
     dtype: Dtypes = None,
     max_shard_size: MaxShardSize = "5GB",
     include: Include = None,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
+from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ Source = Annotated[
     typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run: then its latest complete checkpoint."),
 ]
 Out = Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The directory to make.")]
+if TYPE_CHECKING:
+    Writable = str
+else:
+    Writable = Literal[writable_formats()]
+To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
 Dtypes = Annotated[
     list[str] | None,
     typer.Option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ from ckptkit.cli.conversion import (
     Part,
     Rename,
     Source,
+    To,
     find_workers,
     show,
 )
@@ -28,7 +29,7 @@ from ckptkit.cli.output import Json, Quiet, parse_bytes, progress_bar
 def convert(
     src: Source,
     out: Out,
-    to: Annotated[Literal["dcp", "hf", "pt"], typer.Option(help="DCP, Hugging Face, or one file of torch.save.")],
+    to: To,
     world_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks to write DCP for; by default as many as before.")
     ] = None,

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.checkpoints.checkpoint import step_of
 from ckptkit.checkpoints.manifest import Manifest
+from ckptkit.formats import title_of
 from ckptkit.layout import Layout, Spec
 from ckptkit.version import __version__
 
@@ -33,7 +34,6 @@ $facts
 
 $load
 """)
-_FORMATS = {"hf": "Hugging Face safetensors", "dcp": "PyTorch distributed checkpoint (DCP)", "pt": "torch.save"}
 _PLAIN = re.compile(r"\w[\w. +-]{0,95}", re.ASCII)
 _TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json"})
 
@@ -63,11 +63,11 @@ def make_card(
 
 def facts_of(source: Path, layout: Layout, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
     """Yield the facts that are known, each with its name."""
-    yield "format", _FORMATS.get(layout.format, layout.format)
+    yield "format", title_of(layout.format)
     origin = manifest.source if manifest else None
     made_of = Path(origin["path"]) if origin and "path" in origin else None
     if origin and made_of and _PLAIN.fullmatch(made_of.name):
-        yield "made from", f"`{made_of.name}`, {_FORMATS.get(origin.get('format', ''), 'a checkpoint')}"
+        yield "made from", f"`{made_of.name}`, {title_of(origin.get('format', ''))}"
     step = find_step(source.resolve(), made_of)
     if step is not None:
         yield "step", f"{step:,}"
