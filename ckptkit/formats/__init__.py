@@ -5,6 +5,7 @@ A format is a folder here and a line in `FORMATS`. It imports no other format, a
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "get_writer",
     "locate",
     "title_of",
+    "unpacked",
     "writable_formats",
 ]
 
@@ -94,6 +96,13 @@ def find_format(path: Path) -> Reader:
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
         raise NotACheckpoint(what, path=path, hint=f"looked for: {describe_formats()}")
     return reader
+
+
+def unpacked(layout: Layout) -> AbstractContextManager[Layout]:
+    """Give the layout with all streams of compressed items decompressed, as long as the block lasts."""
+    from ckptkit.formats.torchfile import zstd
+
+    return zstd.unpacked(layout)
 
 
 def locate(layout: Layout, report: Report = refuse) -> Layout:

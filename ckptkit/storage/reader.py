@@ -32,9 +32,9 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
-from ckptkit.formats import locate
+from ckptkit.formats import locate, unpacked
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.plan import make_plan
+from ckptkit.plan import Plan, make_plan
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.tensors.box import Box, BoxIndex
@@ -80,9 +80,10 @@ class LayoutReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of this rank's plan: tensors in the order in which they lie in the files."""
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, read_value(self.layout, item.storage_index.fqn))
+        entries = {item.storage_index.fqn: item for item in plan.items if item.type == LoadItemType.BYTE_IO}
+        with unpacked(edits.select(self.layout, entries.__contains__)) as layout:
+            for name, item in entries.items():
+                planner.load_bytes(item, read_value(layout, name))
         self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -97,7 +98,14 @@ class LayoutReader(StorageReader):
         items = {f"{position:08d}": item for position, item in enumerate(sorted(plan, key=self._place))}
         tensors = {label: planner.resolve_tensor(item).detach() for label, item in items.items()}
         wanted = self._wanted(items, tensors)
-        copies = make_plan(locate(share_of(self.layout, wanted)), wanted)
+        with unpacked(share_of(self.layout, wanted)) as share:
+            copies = make_plan(locate(share), wanted)
+            self._fill(copies, items, tensors, planner)
+
+    def _fill(
+        self, copies: Plan, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor], planner: LoadPlanner
+    ) -> None:
+        """Read every target of a plan into the tensor of its item."""
         sources = Sources(copies, Ledger())
         with Worker(copies) as worker:
             filler = Filler(worker)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +159,33 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
 
 
 def check_writable(name: str, spec: Spec) -> None:
-    """Raise `Unsupported` for a tensor that safetensors has no spelling for."""
+    """Raise `Unsupported` for a tensor that safetensors has no spelling for, or none yet in the version installed."""
     if spec.dtype.name not in _SPELLINGS:
         raise Unsupported(
             f"safetensors cannot hold dtype {spec.dtype}", tensor=name, hint="leave it out with --exclude"
         )
+    if not is_known(_SPELLINGS[spec.dtype.name]):
+        hint = "install a newer one, or leave the tensor out with --exclude"
+        raise Unsupported(f"the safetensors library here does not know dtype {spec.dtype}", tensor=name, hint=hint)
     if spec.dtype.name == _PACKED and not spec.shape:
         raise Unsupported("safetensors cannot hold a 0-d tensor of 4-bit numbers", tensor=name)
     if name == "__metadata__":
         raise Unsupported("safetensors keeps this name for itself", tensor=name)
     if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
         raise Unsupported("the name is no valid Unicode", tensor=name, hint="give it another with --rename")
+
+
+@cache
+def is_known(spelling: str) -> bool:
+    """Return True if the installed safetensors library, which has learnt some dtypes late, knows one by this name."""
+    from safetensors import SafetensorError, deserialize
+
+    header = json.dumps({"": {"dtype": spelling, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    try:
+        deserialize(len(header).to_bytes(8, "little") + header)  # type: ignore[no-untyped-call]
+    except SafetensorError:
+        return False
+    return True
 
 
 def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.hf.format import HuggingFace
+from ckptkit.formats.hf.headers import _SPELLINGS, is_known
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.ops.convert import convert
 from ckptkit.tensors.box import whole
@@ -133,6 +134,11 @@ def test_the_library_cannot_read_it(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Corrupt, match="cannot read what was written"):
         HuggingFace().check(layout)
+
+
+def test_a_dtype_that_the_library_does_not_know_is_refused_before_anything_is_written() -> None:
+    assert all(map(is_known, _SPELLINGS.values()))
+    assert not is_known("F6_E0M5")
 
 
 def test_nothing_is_shown_that_the_library_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
