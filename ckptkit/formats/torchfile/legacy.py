@@ -97,7 +97,7 @@ def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) 
 
 
 class _Pickles:
-    """Pickles one after another from a file's start, which is read only as far as they reach, or a little further."""
+    """The pickles one after another from a file's start, which is read as far as they reach, or a little further."""
 
     def __init__(self, read: ReadAt, length: int) -> None:
         self.read = read

@@ -133,7 +133,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a tensor's bytes lie: `length` of them at `offset` of the archive, in the order `strides` gives."""
+    """The place of a tensor's bytes: `length` of them at `offset` of the archive, in the order `strides` gives."""
 
     tensor: TensorRecord
     offset: int

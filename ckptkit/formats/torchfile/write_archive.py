@@ -30,7 +30,7 @@ _TYPED = {name: storage for storage, name in STORAGES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Where a storage's bytes belong in the archive, and each place of their CRC-32, in 4 bytes."""
+    """The place of a storage's bytes in the archive, and each place of their CRC-32, in 4 bytes."""
 
     offset: int
     length: int
