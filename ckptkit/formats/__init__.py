@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
-from ckptkit.formats.protocols import Reader, Writer
+from ckptkit.formats.protocols import EntryWriter, Reader, Writer
 from ckptkit.layout import Layout
 
 __all__ = [
     "FORMATS",
+    "EntryWriter",
     "Reader",
     "Writer",
     "describe_formats",

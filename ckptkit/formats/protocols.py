@@ -85,3 +85,18 @@ class Writer(Reader, Protocol):
     def check(self, made: Layout) -> None:  # noqa: ARG002 - the library may be the one that is not to be imported
         """Raise `Corrupt` if the format's own library does not see in the files what `made` says is there."""
         return
+
+
+@runtime_checkable
+class EntryWriter(Writer, Protocol):
+    """A format with a place for entries that are no tensors, the sizes of which show only while data is written.
+
+    `arrange` has then been given the tensors alone. Each rank leaves its entries, archives of torch.save, one after the
+    other in a file of its own.
+    """
+
+    def entries_file(self, rank: int) -> str:
+        """Return the name of the file for the entries of a rank. One that the format does not own goes in the end."""
+
+    def embed(self, wanted: Layout, options: Options) -> Iterable[tuple[str, Part]]:
+        """Return what is to be written, by file, for the blobs of `wanted` to be in the checkpoint, before `seal`."""

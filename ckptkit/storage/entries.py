@@ -1,4 +1,4 @@
-"""Entries that are no tensors: step, learning rate, the state of a loader. Read safely, for torch to read once more.
+"""Read entries that are no tensors (step, learning rate, the state of a loader) safely, for torch to read once more.
 
 torch's planner unpickles what it is given without any restriction. So it never gets the bytes of the checkpoint, but
 what torch wrote again of the values that its restricted unpickler found in them.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import safe_globals
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import opening, read_at
@@ -21,9 +22,10 @@ from ckptkit.layout import Blob, Layout
 
 
 def read_value(layout: Layout, name: str) -> BytesIO:
-    """An entry's value as torch.save writes it.
+    """Return an entry's value as torch.save writes it.
 
-    Raises `Unsupported` for more than `torch.load(weights_only=True)` admits, `Corrupt` where a checksum differs.
+    Raises `Unsupported` for more than `torch.load(weights_only=True)` admits and `io.BytesIO`, `Corrupt` where a
+    checksum differs.
     """
     blob = layout.blobs[name]
     path = layout.root / blob.path
@@ -37,7 +39,7 @@ def read_value(layout: Layout, name: str) -> BytesIO:
 
 
 def find_archive(blob: Blob, path: Path) -> bytes:
-    """The archive of torch.save that a blob is, its checksums compared, or that is made of the pickle that it has."""
+    """Return the archive of torch.save that a blob is, its checksums compared, or that is made of its pickle."""
     if blob.wrapper is not None:
         raise Unsupported(f"stored through the transform `{blob.wrapper}`", hint="save it again without `_extensions`")
     if blob.content is not None:
@@ -50,9 +52,10 @@ def find_archive(blob: Blob, path: Path) -> bytes:
 
 
 def load_safely(data: bytes) -> Any:
-    """The value in an archive, if it is made of what torch admits: plain values, containers and tensors."""
+    """Return the value in an archive, if it is made of plain values, bytes, containers and tensors."""
     try:
-        return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+        with safe_globals([BytesIO]):  # which runs no code; it is what a module's `get_extra_state` may give
+            return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise Unsupported(
             "the entry holds more than plain values: torch would run code of the checkpoint's to load it",

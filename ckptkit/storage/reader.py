@@ -32,8 +32,9 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
+from ckptkit.files.path import to_path
 from ckptkit.formats import locate, unpacked
-from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.plan import Plan, make_plan
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
@@ -42,16 +43,18 @@ from ckptkit.tensors.dtypes import DType
 
 
 class LayoutReader(StorageReader):
-    """Reads the entries of a layout, edited or as it was opened, into a state with the same names and shapes.
+    """A reader of a layout, edited or as it was opened, into a state with the same names and shapes.
+
+    Where several layouts are given, what is in more than one is read from the first.
 
     Floats of 16 bits and more are converted to the dtype of the tensor they are read into. A chunk that a rank reads
     whole is compared with its recorded CRC-32, and `Corrupt` raised if it differs. Of a chunk that is read in part, as
     when the world size changes, or that has its elements in another order, the CRC-32 says nothing.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, *layouts: Layout) -> None:
         super().__init__()
-        self.layout = layout
+        self.layouts = layouts
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew. Raises `Usage` for an id: what is read is the layout."""
@@ -59,115 +62,85 @@ class LayoutReader(StorageReader):
             raise Usage("a reader of a layout takes no checkpoint id", path=checkpoint_id)
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Every tensor as one chunk: of which pieces it is made is the layout's business, not the planner's."""
-        layout = self.layout
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-            name: describe(tensor.spec) for name, tensor in layout.tensors.items()
-        }
-        entries |= {name: BytesStorageMetadata() for name in layout.blobs}
-        return Metadata(entries, planner_data={name: layout.key(name) for name in layout.names})
+        """Return every tensor as one chunk: the layout knows of which pieces it is made, the planner need not."""
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        keys: dict[str, KeyPath] = {}
+        for layout in reversed(self.layouts):
+            entries |= {name: describe(tensor.spec) for name, tensor in layout.tensors.items()}
+            entries |= {name: BytesStorageMetadata() for name in layout.blobs}
+            keys |= {name: layout.key(name) for name in layout.names}
+        return Metadata(entries, planner_data=keys)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Set up nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are: no rank needs another."""
+        """Return the plans as they are: no rank needs another."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of this rank's plan: tensors in the order in which they lie in the files."""
         entries = {item.storage_index.fqn: item for item in plan.items if item.type == LoadItemType.BYTE_IO}
-        with unpacked(edits.select(self.layout, entries.__contains__)) as layout:
-            for name, item in entries.items():
-                planner.load_bytes(item, read_value(layout, name))
-        self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
+        for layout in self.layouts:
+            names = [name for name in entries if self._layout_with(name) is layout]
+            with unpacked(edits.select(layout, names.__contains__)) as found:
+                for name in names:
+                    planner.load_bytes(entries[name], read_value(found, name))
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        for layout in self.layouts:
+            own = [item for item in tensors if self._layout_with(item.storage_index.fqn) is layout]
+            read_tensors(layout, own, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @classmethod
     def validate_checkpoint_id(cls, _checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: no id leads to a layout."""
+        """Return False: no id leads to a layout."""
         return False
 
-    def _read_tensors(self, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        items = {f"{position:08d}": item for position, item in enumerate(sorted(plan, key=self._place))}
-        tensors = {label: planner.resolve_tensor(item).detach() for label, item in items.items()}
-        wanted = self._wanted(items, tensors)
-        with unpacked(share_of(self.layout, wanted)) as share:
-            copies = make_plan(locate(share), wanted)
-            self._fill(copies, items, tensors, planner)
-
-    def _fill(
-        self, copies: Plan, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor], planner: LoadPlanner
-    ) -> None:
-        """Read every target of a plan into the tensor of its item."""
-        sources = Sources(copies, Ledger())
-        with Worker(copies) as worker:
-            filler = Filler(worker)
-            for target in copies.targets:
-                label = target.chunk.path
-                for block in blocks_of(copies, target):
-                    filler.fill(block, tensors[label])
-                    sources.note(worker.pieces)
-                planner.commit_tensor(items[label], tensors[label])
-
-    def _place(self, item: ReadItem) -> tuple[str, int]:
-        first = self.layout.tensors[item.storage_index.fqn].chunks[0]
-        return first.path, first.offset
-
-    def _wanted(self, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]) -> Layout:
-        """The tensors to be filled, as a layout whose files are the items."""
-        chunks: dict[str, list[Chunk]] = {}
-        for label, item in items.items():
-            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            dtype = find_dtype(tensors[label].dtype, item.storage_index.fqn)
-            chunk = Chunk(box, label, 0, box.numel * dtype.itemsize, dtype)
-            chunks.setdefault(item.storage_index.fqn, []).append(chunk)
-        return Layout(
-            self.layout.root,
-            "memory",
-            {
-                name: StoredTensor(Spec(parts[0].dtype, self.layout.tensors[name].spec.shape), tuple(parts))
-                for name, parts in chunks.items()
-            },
-        )
+    def _layout_with(self, name: str) -> Layout:
+        return next(layout for layout in self.layouts if name in layout.tensors or name in layout.blobs)
 
 
 class Reader(LayoutReader):
-    """Reads the checkpoint at `path`, of any format, into a state with the names that it has there.
+    """A reader of the checkpoint at `path`, of any format, into a state with the names that it has there.
 
-    With `under` every name is one below that key: the `norm.weight` of a Hugging Face model is read into that of
-    `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there again.
-    Entries that are no tensors are read if `torch.load(weights_only=True)` would.
+    `path` is a local one, a URL, or the id of a model on the Hub.
+
+    With `under` every name of the model is one below that key: the `norm.weight` of a Hugging Face model is read into
+    that of `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there
+    again. Optimizer and all else that lies beside a model keep their names; what is in several parts is read from the
+    model's. Entries that are no tensors are read if `torch.load(weights_only=True)` would, or if they are `BytesIO`s.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, under: str = "") -> None:
-        self.path = Path(path)
+        self.path = find_path(path)
         self.under = under
         self._failure: CkptError | None = None
-        super().__init__(Layout(self.path, "unread", {}))
+        super().__init__()
 
-    def open(self) -> Layout:
-        """What the checkpoint holds, by the names under which it is read."""
+    def open(self) -> tuple[Layout, ...]:
+        """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
         checkpoint = Checkpoint.open(self.path)
-        layout = restore_tied(checkpoint.layout, checkpoint.companions.config or {})
-        return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
+        layout = restore_tied(checkpoint.model_part.layout, checkpoint.companions.config or {})
+        model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
+        return (model, *(part.layout for part in checkpoint.parts if part is not checkpoint.model_part))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, with the checkpoint at another path if one is given."""
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = find_path(checkpoint_id)
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """What the checkpoint holds; nothing if it cannot be read, which `set_up_storage_reader` then says."""
+        """Return what the checkpoint holds; nothing if it cannot be read, which `set_up_storage_reader` then says."""
         self._failure = None
         try:
-            self.layout = self.open()
+            self.layouts = self.open()
         except CkptError as error:  # torch takes whatever is raised here for a checkpoint without global metadata
             self._failure = error
             return Metadata({}, planner_data={})
@@ -180,19 +153,70 @@ class Reader(LayoutReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True for a path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
+        """Return whether it is a path or a URL."""
+        try:
+            find_path(checkpoint_id)
+        except (TypeError, CkptError):
+            return False
+        return True
+
+
+def find_path(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means."""
+    return place if isinstance(place, Path) else to_path(os.fspath(place))
+
+
+def read_tensors(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
+    """Read what is asked for of the tensors of a layout into the tensors that the planner gives for it."""
+
+    def place(item: ReadItem) -> tuple[str, int]:
+        first = layout.tensors[item.storage_index.fqn].chunks[0]
+        return first.path, first.offset
+
+    items = {f"{position:08d}": item for position, item in enumerate(sorted(plan, key=place))}
+    tensors = {label: planner.resolve_tensor(item).detach() for label, item in items.items()}
+    wanted = describe_wanted(layout, items, tensors)
+    with unpacked(share_of(layout, wanted)) as share:
+        fill(make_plan(locate(share), wanted), items, tensors, planner)
+
+
+def fill(plan: Plan, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor], planner: LoadPlanner) -> None:
+    """Read every target of a plan into the tensor of its item."""
+    sources = Sources(plan, Ledger())
+    with Worker(plan) as worker:
+        filler = Filler(worker)
+        for target in plan.targets:
+            label = target.chunk.path
+            for block in blocks_of(plan, target):
+                filler.fill(block, tensors[label])
+                sources.note(worker.pieces)
+            planner.commit_tensor(items[label], tensors[label])
+
+
+def describe_wanted(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]) -> Layout:
+    """Return the tensors to be filled, as a layout whose files are the items."""
+    chunks: dict[str, list[Chunk]] = {}
+    for label, item in items.items():
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        dtype = find_dtype(tensors[label].dtype, item.storage_index.fqn)
+        chunk = Chunk(box, label, 0, box.numel * dtype.itemsize, dtype)
+        chunks.setdefault(item.storage_index.fqn, []).append(chunk)
+    wanted = {
+        name: StoredTensor(Spec(parts[0].dtype, layout.tensors[name].spec.shape), tuple(parts))
+        for name, parts in chunks.items()
+    }
+    return Layout(layout.root, "memory", wanted)
 
 
 def describe(spec: Spec) -> TensorStorageMetadata:
-    """A tensor as torch's planner is told of it: in one piece."""
+    """Return a tensor as torch's planner is told of it: in one piece."""
     size = torch.Size(spec.shape)
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, spec.dtype.name)), size, [chunk])
 
 
 def share_of(layout: Layout, wanted: Layout) -> Layout:
-    """What of a layout `wanted` is made of: those tensors, of them those chunks, and in its dtypes where floats are."""
+    """Return the part of a layout that `wanted` is made of, in the dtypes of `wanted` where both are floats."""
 
     def wanted_dtype(name: str, spec: Spec) -> DType:
         dtype = wanted.tensors[name].spec.dtype
@@ -206,14 +230,14 @@ def share_of(layout: Layout, wanted: Layout) -> Layout:
 
 
 def chunks_meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """The chunks of a tensor that have elements in any of the wanted ones."""
+    """Return the chunks of a tensor that have elements in any of the wanted ones."""
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
     found = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
     return tuple(tensor.chunks[i] for i in sorted(found))
 
 
 class Filler:
-    """Reads blocks into tensors: straight into those that are contiguous memory of the CPU, others through a buffer."""
+    """A reader of blocks into tensors: straight into contiguous memory of the CPU, into others through a buffer."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -16,7 +16,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
 from ckptkit.storage.memory import part_of
-from ckptkit.storage.ranks import find_cause, on_every_rank
+from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
 from ckptkit.tensors.box import whole
 
@@ -31,7 +31,8 @@ def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     tensor that is missing, has another shape or an unlike dtype, or differs from one that it is tied to; whatever
     reading the checkpoint raises else.
     """
-    layout = on_every_rank(lambda: find_fitting(path, tensors))
+    ranks = Ranks()
+    layout = ranks.together(lambda: find_fitting(path, tensors))
     found = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
     tied = find_tied(found)
     wanted = {name: torch.empty_like(tensor) if name in tied else tensor for name, tensor in found.items()}
@@ -42,7 +43,7 @@ def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     except CheckpointException as error:
         cause = find_cause(error)
         raise (cause.blame(path=path) if isinstance(cause, CkptError) else cause) from error
-    on_every_rank(lambda: require_equal(wanted, tied, path))
+    ranks.together(lambda: require_equal(wanted, tied, path))
     return tuple(name for name in layout.tensors if name not in tensors)
 
 

@@ -16,7 +16,7 @@ from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import Opened, file_size, is_there, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
-from ckptkit.formats.dcp.shards import Known, deal, end_of, seal
+from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.torchfile.locate import collector_paused, ends_of, reading
@@ -80,10 +80,21 @@ class Dcp(Writer):
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
-        files = {f"__{rank}_0.distcp": items for rank, items in enumerate(deal(wanted, options.world_size))}
+        files = dict(enumerate_files(wanted, options))
         metadata = record(wanted, files)
         data = (NewFile(name, end_of(items), Known(items)) for name, items in files.items())
         return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
+
+    def entries_file(self, rank: int) -> str:
+        """Return the name of the second of a rank's files."""
+        return f"__{rank}_1.distcp"
+
+    def embed(self, wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:
+        """Return the metadata anew, which is longer now."""
+        files = dict(enumerate_files(replace(wanted, blobs={}), options))
+        for name, blob in wanted.blobs.items():
+            files.setdefault(blob.path, []).append(Item(name, None, blob.offset, blob.length, None))
+        yield METADATA, (0, record(wanted, files))
 
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
         """Return the CRC-32 of each item, in both of its places."""
@@ -93,6 +104,12 @@ class Dcp(Writer):
                 if chunk.length and checksum is not None:
                     parts = seal(Spec(chunk.dtype, chunk.size), chunk.offset, checksum)
                     yield from ((chunk.path, part) for part in parts)
+
+
+def enumerate_files(wanted: Layout, options: Options) -> Iterator[tuple[str, list[Item]]]:
+    """Yield each rank's file of a checkpoint to be written, with what lies in it."""
+    for rank, items in enumerate(deal(wanted, options.world_size)):
+        yield f"__{rank}_0.distcp", items
 
 
 def find_metadata(path: Path) -> list[Path]:

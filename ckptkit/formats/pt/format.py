@@ -103,6 +103,17 @@ class Pt(Writer):
         envelope = make_envelope(dump(state), storages.contents)
         return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
 
+    def entries_file(self, rank: int) -> str:
+        """A file that is no part of the checkpoint: the entries are in the pickle of `state.pt` in the end."""
+        return f"entries-{rank}"
+
+    def embed(self, wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:  # noqa: ARG002
+        """Another pickle, and the archive's directory, which names it in place of the first."""
+        storages = Storages(wanted)
+        first = dump(unflatten(wanted.tensors, wanted.key, storages.value))
+        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
+        yield MAIN, make_envelope(dump(state), storages.contents, instead_of=first).parts[-1]
+
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
         """Return the CRC-32 of each storage, in both of its places."""
         with opened(made.root / MAIN) as (read, length):

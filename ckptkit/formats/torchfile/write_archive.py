@@ -52,16 +52,28 @@ class Envelope:
         return (one, content), (other, content)
 
 
-def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes]) -> Envelope:
-    """Return the archive of an object: its pickle, and of each storage the bytes or how many will come."""
+def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes], *, instead_of: bytes | None = None) -> Envelope:
+    """Return the archive of an object pickled as `pickle`; of each storage, the bytes or how many will come.
+
+    With `instead_of` that pickle lies where the first belongs and is not listed, and `pickle` lies at the end: so an
+    archive that has been made, all storages of which are known by size only, is changed in its last part alone.
+    """
     making = _Making()
-    making.add("data.pkl", pickle)
+    making.add("data.pkl", pickle if instead_of is None else instead_of)
+    if instead_of is not None:
+        making.unlist()
     making.add(".format_version", b"1")
     making.add(".storage_alignment", str(_ALIGNMENT).encode())
     making.add("byteorder", b"little")
     for key, storage in storages.items():
-        making.add(f"data/{key}", storage)
+        if isinstance(storage, int) or instead_of is None:
+            making.add(f"data/{key}", storage)
     making.add("version", b"3\n")
+    if instead_of is not None:
+        making.add("data.pkl", pickle)
+        for key, storage in storages.items():
+            if not isinstance(storage, int):
+                making.add(f"data/{key}", storage)
     return making.envelope()
 
 
@@ -113,6 +125,11 @@ class _Making:
         self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
         self.directory += self.describe(path, checksum, length, header)
         self.count += 1
+
+    def unlist(self) -> None:
+        """Leave what has been added out of the directory."""
+        self.directory.clear()
+        self.count = 0
 
     def begin(self, path: bytes, length: int) -> None:
         """Write the header before an entry's content, padded so that the content is aligned."""

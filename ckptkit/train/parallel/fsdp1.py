@@ -28,7 +28,7 @@ from ckptkit.train.config import TrainConfig
 from ckptkit.train.models.blueprint import Blueprint
 from ckptkit.train.parallel.initial import has_buffers, initialise_module
 from ckptkit.train.parallel.precision import param_dtype, reduce_dtype
-from ckptkit.train.saving.gather import scatter
+from ckptkit.train.saving.scatter import scatter
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.train.models.blueprint import Blueprint
-from ckptkit.train.saving.gather import scatter
+from ckptkit.train.saving.scatter import scatter
 from ckptkit.train.seeds import derive
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ckptkit.errors import CkptError, Usage
+from ckptkit.errors import Usage
+from ckptkit.storage.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -70,15 +71,5 @@ def choose_device(device: str, place: Place) -> torch.device:
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 and return its result on every rank; a CkptError raised there is raised on every rank."""
-    outcome: list[T | CkptError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [work()]
-        except CkptError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome, src=0)
-    result = outcome[0]
-    if isinstance(result, CkptError):
-        raise result
-    return result  # type: ignore[return-value]
+    """Do `work` on rank 0 and return its result on every rank; an error there is raised on every rank."""
+    return Ranks().on_first(work)

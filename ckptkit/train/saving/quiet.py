@@ -1,4 +1,4 @@
-"""Quiet: torch's warnings about its own insides, which its caller can do nothing about. Silences no others."""
+"""Silence torch's warnings about its own insides, which its caller can do nothing about, and no others."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def quiet() -> Iterator[None]:
 
 
 def silence() -> None:
-    """Do so for the rest of the process: for a thread, whose warnings no block can catch without others'."""
+    """Silence them for the rest of the process: for a thread, whose warnings no block can catch without others'."""
     for message in _INSIDES:
         warnings.filterwarnings("ignore", message=message)

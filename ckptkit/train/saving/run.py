@@ -1,4 +1,4 @@
-"""Runs, to save to and load from: three lines in anybody's loop. Says what is visible and when; looks into no tensor.
+"""Save to a run and load from it: three lines in anybody's loop. Says what is visible and when; looks into no tensor.
 
 run = Run("run", keep_last=3)
 step = run.load(model, optimizer) if run.latest() else 0
@@ -14,57 +14,35 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.deletion import delete, deleting
-from ckptkit.checkpoints.manifest import record_manifest
 from ckptkit.checkpoints.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
 from ckptkit.checkpoints.run import Run as Directory
-from ckptkit.checkpoints.trainers.ckptkit import METRICS, TRAINING
+from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
-from ckptkit.files.allocation import create_file
 from ckptkit.files.file import check_name
 from ckptkit.files.staging import Stage, clear_dead
-from ckptkit.train.saving.full import FILE, FullForm
-from ckptkit.train.saving.huggingface import CONFIG, HuggingFaceForm
-from ckptkit.train.saving.peers import Peers
+from ckptkit.storage.ranks import Ranks
+from ckptkit.train.saving.load import Stored
 from ckptkit.train.saving.quiet import quiet, silence
-from ckptkit.train.saving.sharded import ShardedForm
+from ckptkit.train.saving.save import FORMATS, Held, Saver
 from ckptkit.train.saving.state import Stateful, Training
-from ckptkit.train.saving.trees import Tree
-
-FORMS = ("sharded", "full", "hf")
-
-
-class Form(Protocol):
-    """A form in which states are stored. Every method is for all ranks alike, and raises on all or none."""
-
-    def hold(self, state: Tree, *, copy: bool) -> Tree:
-        """The state as it will be written; with `copy`, in memory that the training never touches."""
-
-    def write(self, room: Path, held: Tree) -> None:
-        """Write what `hold` gave into a directory."""
-
-    def outline(self, path: Path) -> Tree:
-        """The stored state without the data of its tensors."""
-
-    def read(self, path: Path, wanted: Tree) -> None:
-        """Read into `wanted`, which is all or some of the outline."""
 
 
 class Run:
     """A training directory with its checkpoints, to save to and to load from, by all ranks alike.
 
-    `state_dict` is "sharded", a directory of DCP's that all ranks write; "full", one file of torch.save gathered on
-    rank 0; or "hf", a Hugging Face model that all ranks write, with the rest in such a directory inside it. All are
-    loaded. With `background`, `save` returns when the state is copied, and a thread writes it: end with `wait`, or use
-    the run as a context manager. Checkpoints stay that are among the `keep_last` newest, of a step that is a multiple
-    of `keep_every`, or the best by `keep_best`, METRIC[:min|max][:N]; all do where none of these is given. `files` are
-    put into every checkpoint, as config.json should be.
+    `state_dict` is "sharded", a directory of DCP's; "full", one file of torch.save; or "hf", a Hugging Face model with
+    the rest in a directory of DCP's inside it. All ranks write their shards to their place in it. All are loaded. With
+    `background`, `save` returns when the state is copied, and a thread writes it: end with `wait`, or use the run as a
+    context manager. Checkpoints stay that are among the `keep_last` newest, of a step that is a multiple of
+    `keep_every`, or the best by `keep_best`, METRIC[:min|max][:N]; all do where none of these is given. `files` are put
+    into every checkpoint, as config.json should be.
     """
 
     def __init__(
@@ -78,8 +56,8 @@ class Run:
         keep_best: str | None = None,
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        if state_dict not in FORMS:
-            raise Usage(f"there is no state dict `{state_dict}`", hint=f"use one of {', '.join(FORMS)}")
+        if state_dict not in FORMATS:
+            raise Usage(f"there is no state dict `{state_dict}`", hint=f"use one of {', '.join(FORMATS)}")
         self.root = Path(root)
         self.state_dict = state_dict
         self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
@@ -94,25 +72,23 @@ class Run:
     # Both are made when first needed: the process group may be younger than the run.
 
     @cached_property
-    def _peers(self) -> Peers:
-        return Peers()
+    def _ranks(self) -> Ranks:
+        return Ranks.apart()
 
     @cached_property
-    def _forms(self) -> dict[str, Form]:
-        peers = self._peers
-        hugging_face = HuggingFaceForm(peers, self._files.get(CONFIG))
-        return {"sharded": ShardedForm(peers), "full": FullForm(peers), "hf": hugging_face}
+    def _saver(self) -> Saver:
+        return Saver(self._ranks, self.state_dict, self._files)
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies or will lie."""
+        """Return where the checkpoint of `step` lies or will lie."""
         return Directory(self.root).checkpoint(step)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return Directory(self.root).checkpoints()
 
     def latest(self) -> Checkpoint | None:
-        """The complete checkpoint with the highest step, or None."""
+        """Return the complete checkpoint with the highest step, or None."""
         return Directory(self.root).latest()
 
     @quiet()
@@ -135,12 +111,12 @@ class Run:
         self.wait()
         if step < 0:
             raise Usage(f"step is {step}; it must be at least 0")
-        training = Training(model, optimizer, state, self._peers)
+        training = Training(model, optimizer, state, self._ranks)
         files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
         stage = Stage(self.checkpoint(step))
         try:
-            room = self._peers.on_first(lambda: stage.open().path)
-            held = self._form.hold({"step": step, **training.take()}, copy=self._thread is not None)
+            room = self._ranks.on_first(lambda: stage.open().path)
+            held = self._saver.hold({"step": step, **training.take()}, copy=self._thread is not None)
         except BaseException:
             stage.discard()
             raise
@@ -151,19 +127,15 @@ class Run:
             self._saving = self._thread.submit(finish)
         return self.checkpoint(step)
 
-    @property
-    def _form(self) -> Form:
-        return self._forms[self.state_dict]
-
-    def _finish(self, stage: Stage, room: Path, held: Tree, files: Mapping[str, bytes]) -> None:
+    def _finish(self, stage: Stage, room: Path, held: Held, files: Mapping[str, bytes]) -> None:
         """Write what is held, show it, and delete what need not stay beside it; perhaps in a thread."""
         try:
-            self._form.write(room, held)
-            self._peers.on_first(lambda: commit(stage, files))
+            self._saver.write(room, held, files)
+            self._ranks.on_first(stage.commit)
         except BaseException:
             stage.discard()
             raise
-        self._peers.on_first(lambda: self._retain(stage.dst))
+        self._ranks.on_first(lambda: self._retain(stage.dst))
 
     def _retain(self, saved: Path) -> None:
         try:
@@ -195,20 +167,19 @@ class Run:
         error the model and the optimizer may hold parts of both, and are to be made anew.
         """
         self.wait()
-        training = Training(model, optimizer, state, self._peers)
-        chosen, name = self._peers.on_first(lambda: self._choose(path))
-        form = self._forms[name]
+        training = Training(model, optimizer, state, self._ranks)
+        chosen = self._ranks.on_first(lambda: self._choose(path))
         try:
-            wanted = training.prepare(form.outline(chosen))
-            form.read(chosen, wanted)
+            stored = Stored(chosen, self._ranks)
+            wanted = training.prepare(stored.outline())
+            stored.read(wanted)
             training.give_back(wanted)
         except CkptError as error:
             error.blame(path=chosen)
             raise
         return int(wanted["step"])
 
-    def _choose(self, path: str | Path | None) -> tuple[Path, str]:
-        """The checkpoint to load, and its form."""
+    def _choose(self, path: str | Path | None) -> Path:
         if path is None:
             latest = self.latest()
             if latest is None:
@@ -216,9 +187,7 @@ class Run:
             path = latest.path
         checkpoint = Checkpoint.open(path)
         checkpoint.require_resumable()
-        chosen = checkpoint.path
-        marks = {"hf": chosen / TRAINING, "full": chosen / FILE}
-        return chosen, next((name for name, mark in marks.items() if mark.exists()), "sharded")
+        return checkpoint.path
 
     def wait(self) -> None:
         """Wait until a save in the background is visible. Raises on all ranks what went wrong on any."""
@@ -236,13 +205,3 @@ class Run:
             if error is None:
                 raise
             error.add_note(f"and the save in the background failed: {failure}")
-
-
-def commit(stage: Stage, files: Mapping[str, bytes]) -> None:
-    """Complete the hidden directory, with a manifest, and show it."""
-    for name, content in files.items():
-        create_file(stage.path / name, len(content), [(0, content)])  # none of the state's own
-    with translate_os_errors(stage.path):
-        for part in Checkpoint.at(stage.path).parts:
-            record_manifest(part.path)
-    stage.commit()

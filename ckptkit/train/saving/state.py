@@ -1,4 +1,4 @@
-"""State: what of a model, its optimizer and the rest makes up a checkpoint, taken and given back. Knows no files.
+"""Take the state of a model, its optimizer and the rest for a checkpoint, and give it back. Knows no files.
 
 model           {name: tensor}
 optim
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.train.saving.peers import Peers
+from ckptkit.storage.ranks import Ranks
 from ckptkit.train.saving.trees import Tree, blank, fit, map_tensors
 
 OURS = ("model", "optim", "optimizer", "step", "metrics", "path")  # names that other state cannot have
@@ -42,7 +42,7 @@ class Stateful(Protocol):
     """An object with a state to save: a scheduler, a loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state now."""
+        """Return its state now."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Take over a state."""
@@ -50,12 +50,12 @@ class Stateful(Protocol):
 
 @dataclass
 class Training:
-    """What is trained, as a checkpoint sees it: a model, perhaps its optimizer, and whatever else has a state."""
+    """A training as a checkpoint sees it: a model, perhaps its optimizer, and whatever else has a state."""
 
     model: nn.Module
     optimizer: Optimizer | None
     others: Mapping[str, Stateful | dict[Any, Any]]
-    peers: Peers
+    ranks: Ranks
     groups: list[set[str]] = field(default_factory=list)  # the parameters' names in each of the optimizer's groups
 
     def __post_init__(self) -> None:
@@ -63,15 +63,15 @@ class Training:
             require_state(name, thing)
 
     def take(self) -> Tree:
-        """The state now. Its tensors are the model's and the optimizer's own: to be written at once, or copied."""
-        others = self.peers.together(lambda: {name: snapshot(name, thing) for name, thing in self.others.items()})
+        """Return the state now. Its tensors are the model's and the optimizer's: to be written at once, or copied."""
+        others = self.ranks.together(lambda: {name: snapshot(name, thing) for name, thing in self.others.items()})
         state: Tree = {"model": get_model_state_dict(self.model)}
         if self.optimizer is not None:
-            state["optim"] = take_optimizer(self.model, self.optimizer, self.peers)
+            state["optim"] = take_optimizer(self.model, self.optimizer, self.ranks)
         return {**state, **others}
 
     def prepare(self, stored: Tree) -> Tree:
-        """The part of a `stored` state that is asked for, with tensors to read it into.
+        """Return the part of a `stored` state that is asked for, with tensors to read it into.
 
         `stored` is an outline: its tensors have no data. Raises `Mismatch` unless the two agree in everything.
         """
@@ -131,14 +131,14 @@ def require_state(name: str, thing: object) -> None:
 
 
 def snapshot(name: str, thing: Stateful | dict[Any, Any]) -> Any:
-    """A copy of the state of one thing. Raises `Usage` unless it is of plain values and whole tensors."""
+    """Return a copy of the state of one thing. Raises `Usage` unless it is of plain values and whole tensors."""
     state = thing if isinstance(thing, dict) else thing.state_dict()
     map_tensors(lambda tensor: require_whole(name, tensor), state)
     return copied(name, state)
 
 
 def copied(name: str, state: Any) -> Any:
-    """A copy on the CPU, made as a checkpoint makes it: what comes through here will come out of there."""
+    """Return a copy on the CPU, made as a checkpoint makes it: what comes through here will come out of there."""
     written = io.BytesIO()
     try:
         torch.save(state, written)
@@ -155,8 +155,8 @@ def require_whole(name: str, tensor: Tensor) -> None:
         raise Usage(f"the state of `{name}` holds a sharded tensor", hint="only model and optimizer may hold those")
 
 
-def take_optimizer(model: nn.Module, optimizer: Optimizer, peers: Peers) -> Tree:
-    """The optimizer's state by the names of the parameters.
+def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree:
+    """Return the optimizer's state by the names of the parameters.
 
     torch fills an optimizer that has none with zeros and `step` 1, as though it had taken a step: neither the
     checkpoint nor the optimizer keeps those. That of a rank may be empty only because its shards of FSDP1 are.
@@ -165,7 +165,7 @@ def take_optimizer(model: nn.Module, optimizer: Optimizer, peers: Peers) -> Tree
     state = dict(get_optimizer_state_dict(model, optimizer))
     if is_empty:
         optimizer.state.clear()
-    if all(peers.gather(is_empty)):
+    if all(ranks.gather(is_empty)):
         state["state"] = {}
     state["param_groups"] = copied("optimizer", state["param_groups"])
     return state

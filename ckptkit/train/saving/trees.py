@@ -1,4 +1,4 @@
-"""Trees: the nested dicts and lists of a state dict, with tensors as leaves. Knows no ranks and no files."""
+"""Change the nested dicts and lists of a state dict, which have tensors as leaves. Knows no ranks and no files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tree = dict[str, Any]
 
 
 def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The tree with every tensor changed, in the order of the tree; anything else as it is."""
+    """Return the tree with every tensor changed, in the order of the tree; anything else as it is."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -25,17 +25,17 @@ def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def outlined(tree: Any) -> Any:
-    """The tree with tensors that have a shape and a dtype, but no data."""
+    """Return the tree with tensors that have a shape and a dtype, but no data."""
     return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tree)
 
 
 def blank(tree: Any) -> Any:
-    """The tree with new tensors on the CPU."""
+    """Return the tree with new tensors on the CPU."""
     return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), tree)
 
 
 def fit(stored: Any, ours: Any, name: str) -> Any:
-    """Our tensors in the place of the stored ones, to be read into; what is no tensor is the stored one's.
+    """Return our tensors in the place of the stored ones, to be read into; what is no tensor is the stored one's.
 
     Both have the same keys, shapes and dtypes, or `Mismatch` is raised; `name` is where in the state they are.
     """
@@ -66,5 +66,5 @@ def require_same_names(stored: Tree, ours: Tree, name: str) -> None:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """The dtype as users type it: `float32`."""
+    """Return the dtype as users type it: `float32`."""
     return str(tensor.dtype).removeprefix("torch.")

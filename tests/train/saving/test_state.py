@@ -53,7 +53,7 @@ def fail_in_turn(root: Path, place: Place, report: Report) -> None:
         def fails(victim: int, form: str, **state: Any) -> None:
             for background in (False, True):
                 run = Run(root, state_dict=form, background=background)
-                assert run._peers.rank == place.rank  # they have met, through a file
+                assert run._ranks.rank == place.rank  # they have met, through a file
                 limit_file_size(1000 if place.rank == victim else resource.RLIM_INFINITY)
                 try:
                     with pytest.raises(CkptError) as raised:

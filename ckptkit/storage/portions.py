@@ -1,0 +1,146 @@
+"""Portions: the directories of a checkpoint in the making, each in a format of its own, and the entries of each.
+
+There is one, but where the format has no place for entries that are no tensors: then these and all else that is not
+the model's go into a DCP directory `training` beside the weights, which have the names that the model gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ckptkit import edits
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import Manifest, sum_files
+from ckptkit.checkpoints.trainers.ckptkit import TRAINING
+from ckptkit.checkpoints.weights import find_prefix, keys_below, training_state
+from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
+from ckptkit.files.allocation import create_file, write_parts
+from ckptkit.files.crc32 import whole_crc32
+from ckptkit.formats import EntryWriter, Writer, get_writer, locate
+from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, StoredTensor
+
+_BESIDE = "dcp"  # the format of `training`
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A directory in the checkpoint, "" for the whole, with a format and the entries that it is to hold.
+
+    `planned` has these by the names under which they are stored; `names` gives those for the names of the state.
+    """
+
+    directory: str
+    format: str
+    planned: Layout
+    names: Mapping[str, str]
+
+    @property
+    def root(self) -> Path:
+        """The directory, wherever the checkpoint is being made."""
+        return self.planned.root
+
+    def arrange(self, options: Options, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
+        """Return the files to be made before any data is there, with the small ones that are given."""
+        made = get_writer(self.format).arrange(replace(self.planned, blobs={}), options)
+        return *made, *(NewFile(name, len(content), ((0, content),)) for name, content in files.items())
+
+    def finish(self, options: Options, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
+        """Complete the files, with the entries and the checksums that needed the data, and add the manifest.
+
+        Raises `Corrupt` if not all was written that was planned.
+        """
+        results = [result for result in results if result.index.fqn in self.names]
+        written = sum(result.size_in_bytes for result in results if not isinstance(result.storage_data, Blob))
+        planned = sum({chunk: chunk.length for t in self.planned.tensors.values() for chunk in t.chunks}.values())
+        if written != planned:
+            raise Corrupt(f"{written} of {planned} bytes were written", path=self.root)
+        writer = get_writer(self.format)
+        blobs = self._embed(writer, options, results)
+        made = read_made(writer, self.root, self.planned.tensors)
+        checksums = add_up(made, results)
+        write_parts(self.root, writer.seal(made, checksums))
+        writer.check(made)
+        sums = sum_files(self.root, {*sizes, *blobs}, chain(extents_of(made, checksums), *blobs.values()))
+        manifest = Manifest(sums, checksums_of_whole(made, checksums)).to_bytes()
+        create_file(self.root / MANIFEST, len(manifest), [(0, manifest)])
+
+    def _embed(self, writer: Writer, options: Options, results: Iterable[WriteResult]) -> dict[str, list[Extent]]:
+        """Make the entries a part of the checkpoint; return the files that they remain in, with the bytes of each."""
+        found = {self.names[r.index.fqn]: r.storage_data for r in results if isinstance(r.storage_data, Blob)}
+        if found.keys() != self.planned.blobs.keys():
+            name = min(found.keys() ^ self.planned.blobs.keys())
+            raise Corrupt("the entry was not written by the rank that has it", path=self.root, tensor=name)
+        if not found:
+            return {}
+        assert isinstance(writer, EntryWriter)
+        blobs = {name: found[name] for name in self.planned.blobs}
+        write_parts(self.root, writer.embed(replace(self.planned, blobs=blobs), options))
+        extents: dict[str, list[Extent]] = {}
+        for name, blob in blobs.items():
+            extents.setdefault(blob.path, []).append(Extent(blob.path, blob.offset, blob.length, blob.crc32, name))
+        for path in [path for path in extents if not writer.owns(path)]:
+            (self.root / path).unlink()
+            del extents[path]
+        return extents
+
+
+def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
+    """Return the portions of a checkpoint of this format, of the entries of a state.
+
+    Raises `Unsupported` where an entry that is no tensor lies among weights that have no place for it, or where it does
+    not show which tensors are the weights.
+    """
+    if not planned.blobs or isinstance(get_writer(to), EntryWriter):
+        return (Portion("", to, planned, {name: name for name in planned.names}),)
+    prefix = find_prefix(planned)
+    rest = training_state(planned, prefix)
+    names = {name: key[len(prefix) :] for name, key in keys_below(planned, prefix) if key[len(prefix)] not in rest}
+    weights = {name: ".".join(map(str, key)) for name, key in names.items()}
+    for name in planned.blobs:
+        if prefix and planned.key(name)[: len(prefix)] == prefix:
+            inner = ".".join(map(str, planned.key(name)[len(prefix) :]))
+            hint = f"leave it out, or save to a format that has a place for it, such as `{_BESIDE}`"
+            raise Unsupported("only tensors can be saved here, and this entry is none", tensor=inner, hint=hint)
+    model = edits.rename(edits.select(planned, weights.__contains__), weights.__getitem__)
+    beside = replace(edits.select(planned, lambda name: name not in weights), root=planned.root / TRAINING)
+    return (
+        Portion("", to, model, weights),
+        Portion(TRAINING, _BESIDE, beside, {name: name for name in beside.names}),
+    )
+
+
+def read_made(writer: Writer, root: Path, names: Iterable[str]) -> Layout:
+    """Return where the bytes of these tensors belong, as the format's own reader says."""
+    with translate_os_errors(root):
+        return locate(edits.select(writer.read(root), set(names).__contains__))
+
+
+def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[Place, int]:
+    """Return the CRC-32 of every chunk that has bytes, from what each result adds to its sum."""
+    sums: dict[Place, int] = {}
+    for result in results:
+        if not isinstance(result.storage_data, Blob):
+            for place, part in result.storage_data.items():
+                sums[place] = sums.get(place, 0) ^ part
+    chunks = {(c.path, c.offset): c for tensor in made.tensors.values() for c in tensor.chunks if c.box.numel}
+    return {place: whole_crc32(sums[place], chunk.length) for place, chunk in chunks.items()}
+
+
+def extents_of(made: Layout, checksums: Mapping[Place, int]) -> Iterator[Extent]:
+    """Yield the bytes of each chunk that has a checksum."""
+    for name, tensor in made.tensors.items():
+        for chunk in tensor.chunks:
+            if (chunk.path, chunk.offset) in checksums and chunk.box.numel:
+                yield Extent(chunk.path, chunk.offset, chunk.length, checksums[chunk.path, chunk.offset], name)
+
+
+def checksums_of_whole(made: Layout, checksums: Mapping[Place, int]) -> dict[str, int]:
+    """Return by name the CRC-32 of each tensor that lies in one chunk; an empty tensor has that of no bytes."""
+    whole: dict[str, StoredTensor] = {name: t for name, t in made.tensors.items() if len(t.chunks) == 1}
+    firsts = {name: tensor.chunks[0] for name, tensor in whole.items()}
+    return {name: checksums[chunk.path, chunk.offset] if chunk.box.numel else 0 for name, chunk in firsts.items()}
