@@ -1,7 +1,8 @@
-"""Storage: the bridge to torch.distributed.checkpoint, which loads any checkpoint through it and saves to any format.
+"""Bridge to torch.distributed.checkpoint, which loads any checkpoint through this and saves to any format.
 
 dcp.load({"model": state}, storage_reader=ckptkit.storage.Reader("hf-model", under="model"))
 dcp.save(state, storage_writer=ckptkit.storage.Writer("hf-model", files={"config.json": config}))
+dcp.save({"model": model, "optim": optimizer, "step": 5}, storage_writer=ckptkit.storage.Writer("ckpt-5", "dcp"))
 
 What goes wrong on any rank ends the call on every rank with torch's `CheckpointException`, which is no `Exception`:
 its `failures` has, by rank, the `CkptError` that says what it was, and `find_cause` gives the one that counts.

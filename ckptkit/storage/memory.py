@@ -1,4 +1,4 @@
-"""Memory: torch's tensors as bytes, which a block is read into or taken from. Knows no files and no layout."""
+"""See torch's tensors as bytes, which a block is read into or taken from. Knows no files and no layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def find_dtype(dtype: torch.dtype, name: str) -> DType:
-    """Our name for a dtype of torch's; `Unsupported` for tensor `name` where there is none."""
+    """Return our name for a dtype of torch's. Raises `Unsupported` for tensor `name` where there is none."""
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise Unsupported(f"no checkpoint of ours holds dtype {dtype}", tensor=name)
@@ -23,28 +23,28 @@ def find_dtype(dtype: torch.dtype, name: str) -> DType:
 
 
 def make_buffer(device: torch.device) -> Tensor:
-    """A block's worth of bytes on the CPU, to or from which tensors on `device` are copied."""
+    """Return a block's worth of bytes on the CPU, to or from which tensors on `device` are copied."""
     return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def is_memory(tensor: Tensor) -> bool:
-    """True if the elements lie row-major in memory of the CPU."""
+    """Return whether the elements lie row-major in memory of the CPU."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def part_of(tensor: Tensor, box: Box) -> Tensor:
-    """The elements of a box of a tensor, as a view in a plain dtype of the same size."""
+    """Return the elements of a box of a tensor, as a view in a plain dtype of the same size."""
     index = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
     return tensor.detach().view(_PLAIN[tensor.itemsize])[index]
 
 
 def take(part: Tensor, buffer: Tensor) -> memoryview:
-    """The elements of a view in row-major order: its own memory if they lie there so, or copied into `buffer`."""
+    """Return the elements of a view in row-major order: its own memory if they lie so, or copied into `buffer`."""
     if is_memory(part):
         return as_bytes(part)
     copied = buffer[: part.nbytes].view(part.dtype).view(part.shape)

@@ -1,4 +1,4 @@
-"""Pieces: the part of a tensor that a rank has, written to where it belongs in the final files. Creates no file."""
+"""Write the part of a tensor that a rank has to where it belongs in the final files. Creates no file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ckptkit.tensors.box import Box, BoxIndex
 
 
 class PieceWriter:
-    """Writes parts of tensors into open `files`; holds a block of memory at most."""
+    """A writer of parts of tensors into open `files`; holds a block of memory at most."""
 
     def __init__(self, files: Opened) -> None:
         self._files = files
         self._buffers: dict[torch.device, Tensor] = {}
 
     def write(self, tensor: Tensor, box: Box, target: StoredTensor) -> dict[Place, int]:
-        """Write a tensor, which is box `box` of the target; gives what it adds to the sum of each chunk."""
+        """Write a tensor, which is box `box` of the target; return what it adds to the sum of each chunk."""
         if tensor.device not in self._buffers:
             self._buffers[tensor.device] = make_buffer(tensor.device)
         found = BoxIndex([chunk.box for chunk in target.chunks]).meeting(box)
@@ -49,7 +49,7 @@ class PieceWriter:
 
 
 def runs_of(box: Box, chunk: Box) -> tuple[list[int], int]:
-    """Where the runs of a box, in its row-major order, start in the memory of a chunk; and the length of each.
+    """Return where the runs of a box, in its row-major order, start in the memory of a chunk; and the length of each.
 
     In elements. One run is all of a box that is a range of rows, and a row of one that is a range of columns.
     """

@@ -1,4 +1,4 @@
-"""Portions: the directories of a checkpoint in the making, each in a format of its own, and the entries of each.
+"""Divide a state among the directories of a checkpoint in the making, each in a format of its own, and finish these.
 
 There is one, but where the format has no place for entries that are no tensors: then these and all else that is not
 the model's go into a DCP directory `training` beside the weights, which have the names that the model gives them.
@@ -41,7 +41,7 @@ class Portion:
 
     @property
     def root(self) -> Path:
-        """The directory, wherever the checkpoint is being made."""
+        """Return the directory, wherever the checkpoint is being made."""
         return self.planned.root
 
     def arrange(self, options: Options, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:

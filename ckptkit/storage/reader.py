@@ -1,4 +1,4 @@
-"""Reading through torch: a checkpoint of any format and world size, into tensors that may be sharded in any way.
+"""Read through torch a checkpoint of any format and world size, into tensors that may be sharded in any way.
 
 torch's planner says which box of which tensor a rank needs; what it is made of, and where that lies, says the layout.
 """
@@ -115,7 +115,7 @@ class Reader(LayoutReader):
     With `under` every name of the model is one below that key: the `norm.weight` of a Hugging Face model is read into
     that of `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there
     again. Optimizer and all else that lies beside a model keep their names; what is in several parts is read from the
-    model's. Entries that are no tensors are read if `torch.load(weights_only=True)` would, or if they are `BytesIO`s.
+    model's. Entries that are no tensors are read if `torch.load(weights_only=True)` would, or are `io.BytesIO`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, under: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Weights: those of a checkpoint of any format, into the tensors of a model, of which it knows the names alone."""
+"""Load the weights of a checkpoint of any format into the tensors of a model, of which only the names are known."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def find_fitting(path: Path, tensors: Mapping[str, Tensor]) -> Layout:
-    """The weights of the checkpoint at `path`. Raises `Mismatch` unless they have the names and shapes of `tensors`."""
+    """Return the weights of the checkpoint at `path`.
+
+    Raises `Mismatch` unless they have the names and shapes of `tensors`.
+    """
     layout = Checkpoint.open(path).weights.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
@@ -68,20 +71,20 @@ def find_fitting(path: Path, tensors: Mapping[str, Tensor]) -> Layout:
 
 
 def find_tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each name that is not the first of its tensor, with the first."""
+    """Return each name that is not the first of its tensor, with the first."""
     first: dict[object, str] = {}
     named = {name: first.setdefault(identify(tensor), name) for name, tensor in tensors.items()}
     return {name: one for name, one in named.items() if name != one}
 
 
 def identify(tensor: Tensor) -> object:
-    """What tied tensors have in common: where their elements lie, and in which order."""
+    """Return what tied tensors have in common: where their elements lie, and in which order."""
     local = local_part(tensor)
     return local.data_ptr(), tensor.dtype, tensor.shape, local.stride()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank has."""
+    """Return the part of a tensor that this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -99,5 +102,5 @@ def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: 
 
 
 def plain_bits(tensor: Tensor) -> Tensor:
-    """All elements of a tensor as bits, which compare as such."""
+    """Return all elements of a tensor as bits, which compare as such."""
     return part_of(tensor, whole(tuple(tensor.shape)))

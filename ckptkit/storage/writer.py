@@ -1,4 +1,4 @@
-"""Writing through torch: every rank puts its shards to their final place in the final files of any format.
+"""Write through torch: every rank puts its shards to their final place in the final files of any format.
 
 The coordinator makes the files from the plans of all ranks, before a byte of data is there. Where each byte belongs is
 then said by the format's own reader, to every rank alike, so that nothing is left to put together afterwards but the
@@ -51,7 +51,7 @@ class Task:
 
 
 class RoomWriter(StorageWriter):
-    """Writes a state as a checkpoint into directory `room`, which is there; shows it to nobody.
+    """A writer of a state as a checkpoint into directory `room`, which is there; shows it to nobody.
 
     `format` is one that ckptkit writes, `files` are small ones to put beside the weights, and `max_shard_size` is in
     bytes. `tied` has ways that are not in the state to the names of tensors in it: they share its bytes, in a format in
@@ -193,7 +193,7 @@ def is_local(checkpoint_id: object) -> bool:
 
 
 class Writer(RoomWriter):
-    """Saves a state as a checkpoint at `path`, a local one: it appears when all ranks are done, whole or not at all.
+    """A writer of a state to `path`, a local one, where it appears when all ranks are done, whole or not at all.
 
     `format` is one that ckptkit writes. Entries that are no tensors lie in the files of "dcp" and "pt"; with "hf" they
     and all else that is not the model's lie in a DCP directory `training` beside the weights. `files` are small ones
