@@ -274,7 +274,7 @@ def fail_on_ranks(room: Path, place: Place, report: Report) -> None:
         expect(ValueError, {"w": w} if last else {"w": w, "x": w})  # torch's own planner sees this one
         expect(Mismatch, {"w": w.double() if last else w})
         expect(AssertionError, {"w": w, "x": 3 if last else torch.ones(3)})  # and this one
-        expect(Unsupported, {"w": w, "x": torch.ones(3).to_sparse() if last else torch.ones(3)})
+        expect(Unsupported, {"w": w, f"of rank {place.rank}": torch.ones(3).to_sparse() if last else torch.ones(3)})
         with pytest.MonkeyPatch.context() as patch:
             if last:
                 break_writing(patch)
