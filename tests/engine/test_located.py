@@ -60,9 +60,9 @@ def test_nothing_is_written_of_what_is_in_an_envelope(produce: Produce, tmp_path
         create_file(tmp_path / file.name, file.nbytes, file.parts)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(Usage):
-        execute(make_plan(here, writer.locate(writer.read(tmp_path))))
+        execute(make_plan(here, locate(writer.read(tmp_path))))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    execute(make_plan(locate(here), writer.locate(writer.read(tmp_path))))
+    execute(make_plan(locate(here), locate(writer.read(tmp_path))))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} != before
 
 
