@@ -1,4 +1,4 @@
-"""ckptkit: converts and manages checkpoints of PyTorch distributed training. Importing it imports no torch."""
+"""Convert and manage checkpoints of PyTorch distributed training. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from ckptkit.hub.push import Pushed, push
     from ckptkit.ops.average import Averaged, average
     from ckptkit.ops.comparison.differences import Diff
-    from ckptkit.ops.comparison.moved import Moved, moved
+    from ckptkit.ops.comparison.moved import Moved
+    from ckptkit.ops.comparison.moved import moved as moved
     from ckptkit.ops.consolidate import consolidate
     from ckptkit.ops.conversion.result import Converted
     from ckptkit.ops.convert import convert
     from ckptkit.ops.diff import diff
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
-    from ckptkit.ops.ls import Listing, list_run
+    from ckptkit.ops.ls import Listing, ls
+    from ckptkit.ops.ls import list_run as list_run
     from ckptkit.ops.manifest import make_manifest
     from ckptkit.ops.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
     from ckptkit.ops.pin import pin, unpin
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.verify import Verified, verify
     from ckptkit.reports.report import Reported, report
     from ckptkit.train.saving.run import Run
+    from ckptkit.train.smoke.smoke import smoke
 
 __all__ = [
     "Averaged",
@@ -60,9 +63,8 @@ __all__ = [
     "estimate",
     "finalize",
     "inspect",
-    "list_run",
+    "ls",
     "make_manifest",
-    "moved",
     "open",
     "open_layout",
     "pin",
@@ -71,6 +73,7 @@ __all__ = [
     "push",
     "report",
     "reshard",
+    "smoke",
     "stats",
     "unpin",
     "verify",
@@ -103,6 +106,7 @@ _HOMES = {
     "finalize": "ckptkit.ops.finalize",
     "inspect": "ckptkit.ops.inspect",
     "list_run": "ckptkit.ops.ls",
+    "ls": "ckptkit.ops.ls",
     "make_manifest": "ckptkit.ops.manifest",
     "moved": "ckptkit.ops.comparison.moved",
     "open": "ckptkit.ops.open",
@@ -113,6 +117,7 @@ _HOMES = {
     "push": "ckptkit.hub.push",
     "report": "ckptkit.reports.report",
     "reshard": "ckptkit.ops.reshard",
+    "smoke": "ckptkit.train.smoke.smoke",
     "stats": "ckptkit.ops.stats",
     "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",

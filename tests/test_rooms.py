@@ -117,6 +117,46 @@ NAMELESS = ("files.[!ps]*", "files.staging", "files.system", "edits", "engine*",
 # Strings by which a format is known, and the one file that may hold them.
 MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.hf.format"}
 
+# The files of trainers of which nothing else in the package may speak, and the one module that has to: classes in a
+# pickle are told by the module that they are of.
+TRAINERS = {path.stem for path in (PACKAGE / "checkpoints" / "trainers").glob("*.py")} - {
+    *("__init__", "trainer", "ckptkit", "transformers", "plain"),
+}
+PICKLED = {"formats.dcp.read_metadata": {"megatron"}}
+
+# The words with which docstrings begin: of modules and functions a verb, of classes an article or a plural. A property
+# may have either.
+VERBS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        Account Add Answer Arrange Ask Average Begin Build Call Carry Cast Check Choose Clear Clip Close Collect
+        Combine Commit Compare Compile Complete Compose Compute Configure Consolidate Convert Copy Count Create
+        Cut Decide Decode Delete Demote Derive Describe Detect Diff Do Draw Drop Edit End Estimate Execute
+        Export Extend Fetch Fill Finalize Find Finish Flatten Fold Follow Force Forget Format Free Freeze Gather
+        Give Group Guard Handle Hide Hold Import Initialise Inspect Join Keep Know Launch Lay Leave Let Link
+        List Load Locate Lock Look Make Map Mark Match Materialise Measure Meet Merge Mirror Move Name Note Open
+        Pack Pass Pin Place Plan Prepare Print Prove Prune Publish Pull Push Put Raise Read Rearrange Recompute
+        Record Reduce Refuse Release Remember Remove Rename Render Replace Report Reserve Reshard Resolve
+        Restore Resume Return Round Run Save Say Scale Scan Seal Select Send Set Shard Share Show Silence Sort
+        Spread Stage Start Stop Store Sum Survey Swap Sync Take Tell Tie Train Translate Try Turn Unflatten
+        Unpin Update Verify Visit Wait Walk Watch Work Write Yield
+        """,
+    )
+)
+ARTICLES = frozenset({"A", "An", "The", "All", "Every", "One", "Some", "Two"})
+PLURALS = frozenset(
+    re.findall(r"\w+", "Bytes Characters Counts Differences Entries Files Numbers Pieces States Tensors")
+)
+
+# Rooms whose docstrings do not begin so yet.
+NOT_YET = (
+    *("edits", "errors", "layout", "plan", "progress", "files*", "tensors*", "engine*", "formats*", "pictures*"),
+    *("estimates*", "hub*", "reports*", "storage*", "train*", "__main__"),
+    *("ops", "ops.average", "ops.consolidate", "ops.conver*", "ops.finalize", "ops.reshard", "ops.selection"),
+    *("cli.average", "cli.con*", "cli.estimate", "cli.finalize", "cli.pu*", "cli.reshard", "cli.settings", "cli.train"),
+)
+
 SHUNNED = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "base", "misc"}
 
 
@@ -281,6 +321,15 @@ def test_marker_words_stay_in_one_file(marker: str) -> None:
 
 
 @each_module
+def test_a_trainer_is_named_in_its_own_file_only(module: Module) -> None:
+    if module.name == "checkpoints.trainers":  # the list of them
+        return
+    words = re.findall(r"[a-z0-9]+", module.path.read_text().lower())
+    named = TRAINERS & set(words) - {module.name.rpartition(".")[2]} - PICKLED.get(module.name, set())
+    assert not named, f"{module.path}: names {sorted(named)}"
+
+
+@each_module
 def test_only_the_cli_prints(module: Module) -> None:
     if not module.is_in("cli", "cli.*"):
         assert not {"print", "stdout", "stderr"} & module.words.keys(), f"{module.path} prints"
@@ -315,6 +364,27 @@ def test_modules_and_public_things_say_what_they_are(module: Module) -> None:
     assert ast.get_docstring(module.tree), f"{module.path} has no docstring"
     silent = [f"{name} (line {node.lineno})" for name, node in public(module.tree) if not ast.get_docstring(node)]
     assert not silent, f"{module.path}: no docstring on {silent}"
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=lambda module: module.name or "ckptkit")
+def test_docstrings_begin_plainly(module: Module) -> None:
+    if module.is_in(*NOT_YET):
+        return
+    things = [(name, node, openings_of(node)) for name, node in public(module.tree)]
+    odd = [
+        f"{name}: {said.split(maxsplit=1)[0]}"
+        for name, node, allowed in [("the module", module.tree, VERBS), *things]
+        if (said := ast.get_docstring(node)) and said.split(maxsplit=1)[0] not in allowed
+    ]
+    assert not odd, f"{module.path}: docstrings that begin with another word: {odd}"
+
+
+def openings_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> frozenset[str]:
+    """Return the words with which the docstring of a class, property or function may begin."""
+    if isinstance(node, ast.ClassDef):
+        return ARTICLES | PLURALS
+    is_property = any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
+    return VERBS | ARTICLES | PLURALS if is_property else VERBS
 
 
 def public(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:

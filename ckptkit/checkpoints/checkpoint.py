@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +16,16 @@ from typing import Self
 
 from ckptkit.checkpoints import trainers
 from ckptkit.checkpoints.companions import Companions, find_companions
-from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.evidence import gather, gather_names
+from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import children, entry_of, folders
-from ckptkit.files.path import list_ahead, to_path
-from ckptkit.formats import describe_formats, detect_format
-from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
+from ckptkit.files.path import list_ahead, to_local, to_path
+from ckptkit.formats import Reader, describe_formats, detect_format
+from ckptkit.layout import Layout
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _ONE_FILE = (".ckpt", ".pt", ".pth", ".safetensors")
@@ -67,9 +67,11 @@ class Checkpoint:
     def at(cls, path: Path) -> Self:
         """Return what lies at `path` itself, be it complete or a checkpoint at all."""
         reader = detect_format(path)
+        if words_for_unread(path, reader) is not None:
+            return cls(path, ())
         if reader is None:
-            inside = [folder for folder in folders(path) if step_of(folder) is None] if path.is_dir() else []
-            found = [Part(folder.name, folder, part) for folder in inside if (part := detect_format(folder))]
+            inside = ((folder, detect_format(folder)) for folder in inner_folders(path))
+            found = [Part(folder.name, folder, part) for folder, part in inside if part]
             return cls(path, tuple(sorted(found, key=lambda part: not part.is_model)))
         rest = path / TRAINING
         if not (path.is_dir() and rest.is_dir()):
@@ -111,9 +113,16 @@ class Checkpoint:
         return trainers.who_wrote(gather(model.path, (model.layout, *others)))
 
     @cached_property
+    def named_trainer(self) -> str | None:
+        """Return who wrote it if names and small files tell, without its metadata; None where only keys would."""
+        places = [part.path for part in self.parts] or [self.path, *inner_folders(self.path)]
+        names = (trainers.who_wrote(gather_names(place)) for place in places)
+        return next(filter(None, names), None)
+
+    @cached_property
     def world_size(self) -> int | None:
         """Return how many ranks have files of their own in it, by the names of files; None if none has."""
-        places = [part.path for part in self.parts] or [self.path, *folders(self.path)] if self.path.is_dir() else []
+        places = [part.path for part in self.parts] or [self.path, *inner_folders(self.path)]
         ranks = {rank for place in places if place.is_dir() for rank in ranks_in(place)}
         return len(ranks) or None
 
@@ -200,10 +209,7 @@ class Checkpoint:
     @cached_property
     def unreadable(self) -> Unsupported | None:
         """Return the error for files of a trainer that ckptkit does not read yet; None where it has none of these."""
-        if not self.path.is_dir():
-            return None
-        names = [child.name for place in (self.path, *folders(self.path)) for child in children(place)]
-        words = trainers.say_unread(names)
+        words = None if self.parts else words_for_unread(self.path, None)
         return Unsupported(f"{words}: ckptkit cannot read that yet", path=self.path) if words else None
 
 
@@ -215,35 +221,15 @@ def path_of(source: Source) -> Path:
     return source.path if isinstance(source, Checkpoint) else to_path(source)
 
 
+def local_path_of(source: Source) -> Path:
+    """Return the local path that was named, be there a checkpoint or not. Raises `Usage` for a remote one."""
+    is_file_url = isinstance(source, str) and source.startswith("file:")
+    return to_local(path_of(source) if is_file_url or isinstance(source, Checkpoint) else source)
+
+
 def open_layout(source: Source) -> Layout:
     """Return where every chunk of a checkpoint lies, of all its parts; for what may be named see `Checkpoint.open`."""
     return Checkpoint.open(source).layout
-
-
-def join(root: Path, parts: Sequence[Part]) -> Layout:
-    """Return the parts of the checkpoint at `root` as one layout; the first is the model's."""
-    if len(parts) == 1 and not parts[0].place:
-        return parts[0].layout
-    tensors: dict[str, StoredTensor] = {}
-    blobs: dict[str, Blob] = {}
-    keys: dict[str, KeyPath] = {}
-    for part in parts:
-        layout = part.in_whole
-        given = keys.keys() & set(layout.names)
-        names = {own: f"{part.place}.{own}" if own in given else own for own in layout.names}
-        tensors |= {names[own]: tensor for own, tensor in layout.tensors.items()}
-        blobs |= {names[own]: blob for own, blob in layout.blobs.items()}
-        keys |= {name: layout.key(own) for own, name in names.items()}
-    layouts = [part.in_whole for part in parts]
-    return Layout(
-        root=root,
-        format=layouts[0].format,
-        tensors=tensors,
-        blobs=blobs,
-        keys=keys,
-        world_size=max((layout.world_size or 0 for layout in layouts), default=0) or None,
-        descriptions=tuple(path for layout in layouts for path in layout.descriptions),
-    )
 
 
 def step_of(path: Path) -> int | None:
@@ -297,6 +283,22 @@ def may_be_step(path: Path) -> bool:
     return path.suffix in _ONE_FILE and step_of(Path(path.stem)) is not None
 
 
+def inner_folders(path: Path) -> list[Path]:
+    """Return the directories in a directory that are no checkpoints of their own by their names; [] for a file."""
+    return [folder for folder in folders(path) if step_of(folder) is None] if path.is_dir() else []
+
+
+def words_for_unread(path: Path, reader: Reader | None) -> str | None:
+    """Return what lies in a directory if that is a trainer's files that no format here puts together, else None.
+
+    `reader` is the format that would claim it: if it knows a file there by its name, it reads that, whatever else lies
+    there.
+    """
+    if not path.is_dir() or (reader is not None and any(map(reader.owns, names_in(path)))):
+        return None
+    return trainers.say_unread(name for place in (path, *inner_folders(path)) for name in names_in(place))
+
+
 def ranks_in(place: Path) -> Iterator[int]:
     """Return the ranks that have files of their own in a directory, by the names of these."""
     reader = detect_format(place)
@@ -313,14 +315,16 @@ def unknown(path: Path) -> NotACheckpoint:
     return NotACheckpoint("no known format" if path.exists() else "no such file or directory", path=path)
 
 
-def no_checkpoint(path: Path) -> NotACheckpoint:
-    """Return the error for a path that is neither a checkpoint nor a run with one."""
+def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
+    """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
     hint = f"looked for: {describe_formats()}, and directories like ckpt-500"
     if not path.is_dir():
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
         return NotACheckpoint(what, path=path, hint=hint)
-    unfinished = [one.name for one in named_in(path)]
+    unfinished = named_in(path)
     if unfinished:
-        message = f"a run without a complete checkpoint; unfinished: {', '.join(unfinished)}"
-        return NotACheckpoint(message, path=path)
+        unread = next((one.unreadable for one in reversed(unfinished) if one.unreadable), None)
+        names = ", ".join(one.name for one in unfinished)
+        message = f"a run without a complete checkpoint; unfinished: {names}"
+        return unread or NotACheckpoint(message, path=path)
     return NotACheckpoint("no checkpoint in any known format, and no run with one", path=path, hint=hint)

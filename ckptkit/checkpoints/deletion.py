@@ -1,4 +1,4 @@
-"""Deletion: a checkpoint goes out of sight in one step and then from the disk, however often that is interrupted.
+"""Delete checkpoints: out of sight in one step and then from the disk, however often that is interrupted.
 
 Decides nothing: which ones go is said elsewhere.
 """
@@ -23,7 +23,7 @@ _LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being dele
 
 @contextmanager
 def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
-    """Be the only one that deletes checkpoints in directory `root`; what others began and did not end is ended first.
+    """Let nobody else delete checkpoints in directory `root`; what others began and did not end is ended first.
 
     Raises `Occupied` if somebody else is at it, and still is after `patience` seconds.
     """
@@ -61,13 +61,13 @@ def finish_deleting(root: Path) -> None:
 
 
 def is_hidden(path: Path) -> bool:
-    """True for the name of a checkpoint that is being deleted."""
+    """Return True for the name of a checkpoint that is being deleted."""
     name = path.name
     return name.startswith(".") and name.endswith(_LEAVING) and may_be_step_name(name[1 : -len(_LEAVING)])
 
 
 def is_being_written(checkpoint: Path) -> bool:
-    """True if somebody holds the lock on a checkpoint that is there, to replace it."""
+    """Return whether somebody holds the lock on a checkpoint that is there, to replace it."""
     with translate_os_errors(checkpoint):
         try:
             lock = os.open(lock_path(checkpoint), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from ckptkit.layout import Layout
 _LIMIT = 1 << 28  # bytes of a small file
 
 
+def gather_names(place: Path) -> Evidence:
+    """Return the evidence at `place`, a directory or file, without that of its metadata."""
+    files = frozenset(names_in(place)) if place.is_dir() else frozenset({place.name})
+
+    def read_json(name: str) -> Mapping[str, Any]:
+        return read_object(place / name) if name in files else {}
+
+    return Evidence(place, files, read_json=read_json)
+
+
 def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
     """Return the evidence at `place`, a directory or file, of which the first layout is, and those of other parts."""
     model, *others = layouts
@@ -23,19 +34,12 @@ def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
         for name in layout.names:
             key = layout.key(name)
             below.setdefault(str(key[0]), set()).update(map(str, key[1:2]))
-    files = frozenset(names_in(model.root)) if place.is_dir() else frozenset({place.name})
-
-    def read_json(name: str) -> Mapping[str, Any]:
-        return read_object(place / name) if name in files else {}
-
-    return Evidence(
-        place,
-        model.format,
-        model.world_size,
-        files,
-        frozenset(below),
-        {key: frozenset(names) for key, names in below.items()},
-        read_json,
+    return replace(
+        gather_names(place),
+        format=model.format,
+        world_size=model.world_size,
+        keys=frozenset(below),
+        below={key: frozenset(names) for key, names in below.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Expectations: the tensors, with their shapes, that a config.json calls for. Arithmetic on the config; no model code.
+"""Compute the tensors, with their shapes, that a config.json calls for. Arithmetic on the config; no model code.
 
 The families here are Llama's and those that vary it by a norm, a bias or a fused projection; names and shapes are those
 of transformers' own classes, which the tests compare with. Of other models ckptkit knows what the base's weights show.
@@ -38,7 +38,7 @@ _FEEDFORWARD_NORMS = {"pre_feedforward_layernorm.weight": "h", "post_feedforward
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a model type differs from Llama."""
+    """The ways in which a model type differs from Llama."""
 
     more: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ _FAMILIES = {
 
 
 def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
-    """Shape by name of every tensor of the model that `config` describes; None for a model type not known here."""
+    """Return the shape by name of every tensor of the model that `config` describes; None for an unknown model type."""
     family = _FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None
@@ -95,9 +95,10 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
 
 
 def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that the letters of the shapes stand for. Raises KeyError, TypeError or ValueError without them.
+    """Return the numbers that the letters of the shapes stand for.
 
-    And ArithmeticError for heads that are none, or a size that is infinite.
+    Raises KeyError, TypeError or ValueError without them, and ArithmeticError for heads that are none, or a size that
+    is infinite.
     """
     family = _FAMILIES.get(str(config.get("model_type")), Family())
     hidden, heads, inner = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
@@ -117,24 +118,24 @@ def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """True if the model type is one whose tensors are known here."""
+    """Return whether the model type is one whose tensors are known here."""
     return str(config.get("model_type")) in _FAMILIES
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """True if the model's head is its embedding."""
+    """Return whether the model's head is its embedding."""
     family = _FAMILIES.get(str(config.get("model_type")), Family())
     return bool(config.get("tie_word_embeddings", family.is_tied))
 
 
 def find_embedding(names: Iterable[str]) -> str | None:
-    """The name of the input embedding that a head would be tied to, if it is plain which."""
+    """Return the name of the input embedding that a head would be tied to, if it is plain which."""
     found = [name for name in names if name.endswith(_EMBEDDINGS)]
     return found[0] if len(found) == 1 else None
 
 
 def find_rename(missing: Iterable[str], present: Iterable[str]) -> str | None:
-    """A `--rename` rule, taking a prefix off or putting one on, that gives every missing tensor its name."""
+    """Return a `--rename` rule, taking a prefix off or putting one on, that gives every missing tensor its name."""
     missing, there = sorted(missing), set(present)
     for name in sorted(there):
         wanted = missing[0]

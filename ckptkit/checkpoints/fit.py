@@ -1,4 +1,4 @@
-"""Fits: do these weights belong to this config.json? Tied ones are dropped, missing ones refused. Writes nothing."""
+"""Check that weights belong to a config.json: tied ones are dropped, missing ones refused. Writes nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, l
 
 
 def drop_tied(layout: Layout, notes: list[str]) -> Layout:
-    """The layout without the head that is tied to the embedding, if both are there and equal to the last bit."""
+    """Return the layout without the head that is tied to the embedding, if both are there and equal to the last bit."""
     embedding = find_embedding(layout.tensors)
     if embedding is None or HEAD not in layout.tensors:
         return layout
@@ -62,7 +62,7 @@ def drop_tied(layout: Layout, notes: list[str]) -> Layout:
 
 
 def restore_tied(layout: Layout, config: Mapping[str, Any]) -> Layout:
-    """The layout with a head that `config` ties to the embedding, and that was left out for it: the same bytes again.
+    """Return the layout with a head that `config` ties to the embedding and that was left out: the same bytes again.
 
     A model in training has both names in its state dict, and so has its checkpoint, which has recorded key paths.
     """
@@ -95,5 +95,5 @@ def check_names(layout: Layout, shapes: Mapping[str, Shape], tied: bool, found_i
 
 
 def abridge(names: Sequence[str]) -> str:
-    """The first few of some names."""
+    """Return the first few of some names."""
     return ", ".join(names[:4]) + (", ..." if names[4:] else "")

@@ -1,4 +1,4 @@
-"""Manifests: what was written, with a checksum for every file and tensor; `ckptkit.json` beside the files.
+"""Read and write manifests: a checksum for every file and tensor, in `ckptkit.json` beside the files.
 
 A file of another step, another rank or another model, whole and undamaged, can only be told by one.
 """
@@ -47,7 +47,7 @@ class Manifest:
     source: Mapping[str, str] | None = None
 
     def to_bytes(self) -> bytes:
-        """The file, which ends with a CRC-32 of its own."""
+        """Return the file, which ends with a CRC-32 of its own."""
         value = {
             "ckptkit": __version__,
             "source": self.source,
@@ -61,17 +61,17 @@ class Manifest:
 
 
 def dump(value: Mapping[str, Any]) -> bytes:
-    """A manifest as text."""
+    """Return a manifest as text."""
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
 def source_of(layout: Layout) -> dict[str, str]:
-    """What a manifest says of the checkpoint that another was made of."""
+    """Return what a manifest says of the checkpoint that another was made of."""
     return {"path": str(layout.root.absolute()), "format": layout.format}
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """The manifest in directory `root`, None if there is none. Raises `Corrupt` for one that is damaged."""
+    """Return the manifest in directory `root`, None if there is none. Raises `Corrupt` for one that is damaged."""
     path = root / NAME
     if not is_there(path):
         return None
@@ -94,7 +94,7 @@ def read_manifest(root: Path) -> Manifest | None:
 
 
 def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> dict[str, FileSum]:
-    """Sizes and sums of files in `root`; of their bytes only those are read that are in none of the `extents`."""
+    """Return sizes and sums of files in `root`; only bytes that are in none of the `extents` are read."""
     known: dict[str, list[Extent]] = {}
     for extent in extents:
         known.setdefault(extent.path, []).append(extent)
@@ -127,5 +127,5 @@ def replace_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def files_in(root: Path) -> set[str]:
-    """The names of all files directly in `root`, but for a manifest and for links."""
+    """Return the names of all files directly in `root`, but for a manifest and for links."""
     return {name for name in names_in(root) if stat.S_ISREG((root / name).lstat().st_mode)} - {NAME}

@@ -1,4 +1,4 @@
-"""Names: those of a model's parameters, wherever in a training checkpoint they occur, and others in their place.
+"""Rename a model's parameters wherever they occur in a training checkpoint.
 
 A parameter's name is the last step of the way to it; below `state`, the step before the name of a moment, unless the
 optimizer only counts its parameters. Optimizers flattened by torch have both in one step, `state.<name>.exp_avg`. The
@@ -19,7 +19,7 @@ _FLATTENED = ("state.", "param_groups.")
 
 
 def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
-    """The checkpoint with its parameters renamed, and the entries that are called otherwise now: old name to new.
+    """Return the checkpoint with its parameters renamed, and by old name the new one of each entry that has one.
 
     `weights` are the entries that are the model's own.
     """
@@ -33,7 +33,7 @@ def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName
 
 
 def rename_in(key: KeyPath, new_name: NewName, is_weight: bool) -> KeyPath:
-    """A key path with the parameter's name in it replaced."""
+    """Return a key path with the parameter's name in it replaced."""
     last = key[-1]
     if is_weight:
         return (*key[:-1], new_name(last)) if isinstance(last, str) else key
@@ -47,12 +47,12 @@ def rename_in(key: KeyPath, new_name: NewName, is_weight: bool) -> KeyPath:
 
 
 def is_list_of_parameters(key: KeyPath) -> bool:
-    """True for the way to the parameters of an optimizer's group."""
+    """Return True for the way to the parameters of an optimizer's group."""
     return len(key) > 2 and key[-3] == "param_groups" and key[-1] == "params"
 
 
 def rename_list(layout: Layout, blob: Blob, new_name: NewName) -> Blob:
-    """A list of parameters under their new names; of numbers, as it is."""
+    """Return a list of parameters under their new names; of numbers, as it is."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return blob

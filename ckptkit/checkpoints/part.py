@@ -1,7 +1,8 @@
-"""Hold one directory or file of a checkpoint, in one format: its layout and its manifest, read when first asked for."""
+"""Hold one directory or file of a checkpoint, with its layout and manifest; join several to one layout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -11,7 +12,7 @@ from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.trainers import is_other_part
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.formats import Reader
-from ckptkit.layout import Blob, Layout, StoredTensor
+from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.tensors.box import whole
 
 
@@ -90,3 +91,29 @@ def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
     if chunk.crc32 is not None or not is_plain or chunk.box != whole(tensor.spec.shape):
         return tensor
     return replace(tensor, chunks=(replace(chunk, crc32=crc),))
+
+
+def join(root: Path, parts: Sequence[Part]) -> Layout:
+    """Return the parts of the checkpoint at `root` as one layout; the first is the model's."""
+    if len(parts) == 1 and not parts[0].place:
+        return parts[0].layout
+    tensors: dict[str, StoredTensor] = {}
+    blobs: dict[str, Blob] = {}
+    keys: dict[str, KeyPath] = {}
+    for part in parts:
+        layout = part.in_whole
+        given = keys.keys() & set(layout.names)
+        names = {own: f"{part.place}.{own}" if own in given else own for own in layout.names}
+        tensors |= {names[own]: tensor for own, tensor in layout.tensors.items()}
+        blobs |= {names[own]: blob for own, blob in layout.blobs.items()}
+        keys |= {name: layout.key(own) for own, name in names.items()}
+    layouts = [part.in_whole for part in parts]
+    return Layout(
+        root=root,
+        format=layouts[0].format,
+        tensors=tensors,
+        blobs=blobs,
+        keys=keys,
+        world_size=max((layout.world_size or 0 for layout in layouts), default=0) or None,
+        descriptions=tuple(path for layout in layouts for path in layout.descriptions),
+    )

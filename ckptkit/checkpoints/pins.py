@@ -1,4 +1,4 @@
-"""Pins: which checkpoints of a run a user wants kept whatever the rules say. Empty files; deletes nothing.
+"""Pin checkpoints that a user wants kept whatever the rules say: empty files in the run. Deletes nothing.
 
 A pin is `.pins/NAME` in the run, for the checkpoint of that name: it moves with the run, but not with a checkpoint that
 is copied out of it, and to set one no file has to be read and written again.
@@ -18,14 +18,14 @@ FOLDER = ".pins"
 
 
 def pinned_in(root: Path) -> frozenset[str]:
-    """The names of the pinned checkpoints of the run in directory `root`."""
+    """Return the names of the pinned checkpoints of the run in directory `root`."""
     folder = root / FOLDER
     with translate_os_errors(folder):
         return frozenset(pin.name for pin in children(folder)) if folder.is_dir() else frozenset()
 
 
 def is_pinned(checkpoint: Path) -> bool:
-    """True if a checkpoint is pinned in the run that it lies in."""
+    """Return whether a checkpoint is pinned in the run that it lies in."""
     return checkpoint.name in pinned_in(checkpoint.parent)
 
 

@@ -1,4 +1,4 @@
-"""Retention: which checkpoints of a run stay, each for a reason. Goes by steps, never by time; deletes nothing."""
+"""Decide which checkpoints of a run stay, each for a reason. Goes by steps, never by time; deletes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is kept beside the newest: the `last` steps, those that are multiples of `every`, and the `best`.
+    """The rules by which checkpoints stay beside the newest: the `last` steps, multiples of `every`, and the `best`.
 
     Where nothing is said, all of them are.
     """
@@ -59,7 +59,7 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """True if nothing is ever deleted."""
+        """Return whether nothing is ever deleted."""
         return self == Policy()
 
 
@@ -79,26 +79,26 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a checkpoint: it is deleted unless there are `reasons` to keep it."""
+    """The fate of a checkpoint: it is deleted unless there are `reasons` to keep it."""
 
     saved: Saved
     reasons: tuple[str, ...]
 
     @property
     def is_kept(self) -> bool:
-        """True if there is a reason to."""
+        """Return whether there is a reason to."""
         return bool(self.reasons)
 
 
 def decide(checkpoints: Iterable[Saved], policy: Policy) -> list[Verdict]:
-    """What becomes of each of the checkpoints, newest first. The newest to go on from is always kept."""
+    """Return what becomes of each of the checkpoints, newest first. The newest to go on from is always kept."""
     newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
     best = best_of(newest_first, policy.best) if policy.best else []
     return [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
 
 
 def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Saved], policy: Policy) -> Iterator[str]:
-    """Why a checkpoint is kept, given all of them and the best."""
+    """Return why a checkpoint is kept, given all of them and the best."""
     yield from saved.holds
     steps = list(dict.fromkeys(one.step for one in newest_first))
     whole = [one.step for one in newest_first if not one.is_weights_only]
@@ -115,19 +115,19 @@ def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Save
 
 
 def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
-    """The best by a metric, and of equal ones the newer. NaN, infinity and no metric at all are never best."""
+    """Return the best by a metric, and of equal ones the newer. NaN, infinity and no metric at all are never best."""
     measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
 
 
 def find_holds(checkpoint: Path) -> tuple[str, ...]:
-    """What keeps a checkpoint whatever the rules say, as it is now: a pin, or a tracker that means it."""
+    """Return what keeps a checkpoint whatever the rules say, as it is now: a pin, or a tracker that means it."""
     trackers = [f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint)]
     return ("pinned", *trackers) if is_pinned(checkpoint) else tuple(trackers)
 
 
 def find_saved(run: Run) -> list[Saved]:
-    """The complete checkpoints of a run that are its own: named as it names them, no links, and more than weights."""
+    """Return the complete checkpoints of a run that are its own: under its names, no links, more than weights."""
     return [
         Saved(found.path, step, read_metrics(found.path), find_holds(found.path))
         for found in run.checkpoints()
@@ -137,7 +137,7 @@ def find_saved(run: Run) -> list[Saved]:
 
 
 def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
-    """The file that keeps what was measured at a step beside the checkpoint."""
+    """Return the file that keeps what was measured at a step beside the checkpoint."""
     numbers = {name: float(value) for name, value in metrics.items()}
     return json.dumps({**numbers, "step": step}, indent=1).encode()
 

@@ -35,13 +35,13 @@ class Tracker:
 
 
 def trackers_in(root: Path) -> list[Tracker]:
-    """What the trackers of the run in directory `root` say, by name; those that say nothing of use are left out."""
+    """Return the trackers of the run in directory `root`, by name, but for those that say nothing of use."""
     found = ((path.name, read_tracker(path)) for path in children(root) if not path.name.startswith("."))
     return [Tracker(name, target) for name, target in found if target]
 
 
 def read_tracker(path: Path) -> str | None:
-    """The name or step that one says, None if it is no tracker or says neither."""
+    """Return the name or step that one says, None if it is no tracker or says neither."""
     with translate_os_errors(path):
         if path.is_symlink():
             return entry_of(path.parent, os.readlink(path))

@@ -1,4 +1,4 @@
-"""Weights: which entries of a training checkpoint are the model's, and what the model calls them. Names only.
+"""Find the model's entries in a training checkpoint, and what the model calls them. By names only.
 
 The names that a checkpoint was flattened to (`model.model.norm.weight`) do not tell where a wrapper ends and the
 model's own names begin; the recorded key paths do: `("model", "model.norm.weight")`.
@@ -55,13 +55,13 @@ def find_weights(layout: Layout) -> Weights:
 
 
 def has_weights(layout: Layout) -> bool:
-    """True if there is anything but a training's state: an optimizer may have a directory to itself."""
+    """Return whether there is anything but a training's state: an optimizer may have a directory to itself."""
     training = training_state(layout, ())
     return any(layout.key(name)[0] not in training for name in layout.tensors)
 
 
 def find_prefix(layout: Layout) -> KeyPath:
-    """The key path under which the model lies: down through `state`, `app`, `model`, to where tensors have names."""
+    """Return the key path under which the model lies: through `state`, `app`, `model`, to where tensors have names."""
     prefix: KeyPath = ()
     while True:
         training = training_state(layout, prefix)
@@ -87,7 +87,7 @@ def keys_below(layout: Layout, prefix: KeyPath) -> Iterator[tuple[str, KeyPath]]
 
 
 def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
-    """The steps below `prefix` that lead to the training's state: by their names, or because `param_groups` follow."""
+    """Return the steps below `prefix` that lead to a training's state, by name or because `param_groups` follow."""
     found: set[str | int] = set()
     at = len(prefix)
     for name in (*layout.tensors, *layout.blobs):
@@ -104,7 +104,7 @@ def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
 
 
 def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Unsupported:
-    """The error for a checkpoint in which the model cannot be found."""
+    """Return the error for a checkpoint in which the model cannot be found."""
     candidates = sorted(map(str, branches))
     if candidates:
         message = f"which of these is the model: {', '.join(candidates)}?"
@@ -117,7 +117,7 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Unsupp
 
 
 def model_name(key: KeyPath, prefix: KeyPath) -> str:
-    """The model's own name of a tensor: what follows the prefix, without what torch's wrappers put into it."""
+    """Return the model's own name of a tensor: what follows the prefix, without what torch's wrappers put into it."""
     name = ".".join(map(str, key[len(prefix) :]))
     for wrapper in _MODULE_WRAPPERS:
         name = name.replace(wrapper, "")
@@ -125,7 +125,7 @@ def model_name(key: KeyPath, prefix: KeyPath) -> str:
 
 
 def summarise(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> tuple[LeftOut, ...]:
-    """Entries counted by where their key path leaves that of the model."""
+    """Count entries by where their key path leaves that of the model."""
     entries: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for name in names:

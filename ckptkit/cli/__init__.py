@@ -1,4 +1,4 @@
-"""The command line: options, tables and exit codes. The only room that prints, and the one place where errors end."""
+"""Run the command line: options, tables and exit codes. Prints, alone of all rooms, and errors end here."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def print_version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
-    """Checkpoints of PyTorch distributed training: consolidate, reshard, convert, inspect, verify, train.
+    """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.
 
     Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, damaged or beyond us;
     4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
@@ -98,12 +98,12 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
-    """A warning as a note; where in the code it arose is of no use to whoever types commands."""
+    """Print a warning as a note; where in the code it arose is of no use to whoever types commands."""
     note(f"warning: {message}")
 
 
 def come_again(lost: sys.UnraisableHookArgs) -> None:
-    """Python drops what is raised where nobody could catch it, as in a destructor: an interruption shall come again."""
+    """Let an interruption come again that Python dropped, raised where nobody could catch it, as in a destructor."""
     if isinstance(lost.exc_value, Interrupted):
         threading.Timer(0.01, os.kill, (os.getpid(), lost.exc_value.exit_code - 128)).start()
     else:
@@ -111,13 +111,13 @@ def come_again(lost: sys.UnraisableHookArgs) -> None:
 
 
 def is_want_of_memory(error: BaseException) -> bool:
-    """True for what is raised where memory is short: by the loader of libraries too, and by the interpreter itself."""
+    """Return whether memory was short where this was raised, be it by the loader of libraries or the interpreter."""
     is_unloaded = isinstance(error, ImportError) and "failed to map segment" in str(error)
     return is_unloaded or isinstance(error, MemoryError | SystemError)
 
 
 def translate(error: Exception) -> IOFailure:
-    """What the system refused us, wherever that was. Raises an error that says something else."""
+    """Return what the system refused us, wherever that was. Raises an error that says something else."""
     if is_want_of_memory(error):
         return IOFailure("not enough memory", hint="use fewer --jobs, or a machine or a limit with more memory")
     if not isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""`ckptkit diff`: are two checkpoints the same, and if not, in what and by how much?"""
+"""Run `ckptkit diff`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def diff(
 
 
 def to_json(found: Diff) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+    """Return the result under the keys that scripts rely on."""
     return {
         "a": str(found.a),
         "b": str(found.b),
@@ -93,7 +93,7 @@ def to_json(found: Diff) -> dict[str, Any]:
 
 
 def difference_json(one: Difference) -> dict[str, Any]:
-    """A difference; numbers are null where there are none, or where they are infinite."""
+    """Return a difference; numbers are null where there are none, or where they are infinite."""
     distance = one.distance
     specs = {side: str(spec) if spec else None for side, spec in (("a", one.a), ("b", one.b))}
     if one.values:
@@ -113,12 +113,12 @@ def difference_json(one: Difference) -> dict[str, Any]:
 
 
 def finite(number: float) -> float | None:
-    """The number, None for one that JSON cannot say."""
+    """Return the number, None for one that JSON cannot say."""
     return number if isfinite(number) else None
 
 
 def report(found: Diff, *, every: bool) -> None:
-    """The result for a reader: what matters most first, the conclusion last."""
+    """Print the result for a reader: what matters most first, the conclusion last."""
     from ckptkit.ops.comparison.differences import Kind
 
     for text in found.notes:
@@ -139,7 +139,7 @@ def report(found: Diff, *, every: bool) -> None:
 
 
 def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
-    """Differences by how large they are; a change of dtype that is that of all is said once."""
+    """Print differences by how large they are; a change of dtype that is that of all is said once."""
     if not kinds:
         return
     most = None if every else _ROWS
@@ -151,7 +151,7 @@ def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
 
 
 def report_unmeasured(what: str, kinds: Sequence[Kind], *, every: bool) -> None:
-    """Differences that have no size."""
+    """Print differences that have no size."""
     if kinds:
         say(f"{what}:")
         lines = [f"{kind.difference.name}: {describe_change(kind.difference)}" for kind in kinds]
@@ -159,7 +159,7 @@ def report_unmeasured(what: str, kinds: Sequence[Kind], *, every: bool) -> None:
 
 
 def row_of(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
-    """A line of the table."""
+    """Return a line of the table."""
     one, distance = kind.difference, kind.difference.distance
     assert distance is not None
     assert one.a is not None
@@ -171,7 +171,7 @@ def row_of(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
 
 
 def describe_change(one: Difference) -> str:
-    """What is another in B."""
+    """Return what is another in B."""
     if one.values:
         return f"{one.values[0]!r:.40} => {one.values[1]!r:.40}"
     if one.a is None or one.b is None:
@@ -182,14 +182,14 @@ def describe_change(one: Difference) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """How many of all: a number if few, or else a percentage."""
+    """Return how many of all: a number if few, or else a percentage."""
     if part == whole:
         return "all"
     return f"{part:,}" if part < 1000 else f"{min(100 * part / whole, 99.9):.3g}%"
 
 
 def report_renames(found: Diff, *, every: bool) -> None:
-    """The renames, by as few rules as there are."""
+    """Print the renames, by as few rules as there are."""
     if not found.renamed:
         return
     from ckptkit.ops.comparison.renames import explain
@@ -203,7 +203,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
 
 
 def folded(names: Sequence[str]) -> list[str]:
-    """Names, with those as one that are the same in every layer."""
+    """Return names, with those as one that are the same in every layer."""
     from ckptkit.ops.comparison.renames import fold
 
     often = Counter(map(fold, names))
@@ -212,12 +212,12 @@ def folded(names: Sequence[str]) -> list[str]:
 
 
 def times(text: str, number: int) -> str:
-    """A line that stands for several."""
+    """Return a line that stands for several."""
     return f"{text}  x{number}" if number > 1 else text
 
 
 def say_list(lines: Sequence[str], *, every: bool) -> None:
-    """Some lines, and how many there are beside them."""
+    """Print some lines, and how many there are beside them."""
     most = None if every else _ROWS
     for line in lines[:most]:
         say(f"  {line}")
@@ -225,13 +225,13 @@ def say_list(lines: Sequence[str], *, every: bool) -> None:
 
 
 def say_more(number: int, most: int | None) -> None:
-    """How many lines were left out, if any."""
+    """Print how many lines were left out, if any."""
     if most is not None and number > most:
         say(f"  ... {number - most:,} more: --all lists them")
 
 
 def hint(found: Diff) -> None:
-    """What to do next."""
+    """Say what to do next."""
     if any(
         one.reason == "dtype" and one.a and one.b and one.a.dtype.can_become(one.b.dtype) for one in found.different
     ):
@@ -241,7 +241,7 @@ def hint(found: Diff) -> None:
 
 
 def conclude(found: Diff) -> str:
-    """The result in one line."""
+    """Return the result in one line."""
     amount = f"{count(found.tensors, 'tensor')}, {format_bytes(found.nbytes)}"
     if found.is_equal:
         return f"the same: {amount}"

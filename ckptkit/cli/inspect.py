@@ -1,4 +1,4 @@
-"""`ckptkit inspect`: what is this checkpoint?"""
+"""Run `ckptkit inspect`."""
 
 from __future__ import annotations
 
@@ -61,14 +61,15 @@ def inspect(
 
 
 def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+    """Return the result under the keys that scripts rely on."""
     layout = found.layout
     return {
         "format": layout.format,
         "root": str(layout.root),
         "step": found.step,
         "world_size": found.world_size,
-        "producer": found.producer,
+        "trainer": found.trainer,
+        "producer": found.trainer,  # as it was called before
         "parameters": found.parameters,
         "nbytes": layout.nbytes,
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
@@ -80,12 +81,12 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
 
 
 def group_json(group: Group) -> dict[str, Any]:
-    """One kind of entries in the result."""
+    """Return one kind of entries in the result."""
     return {"entries": group.entries, "nbytes": group.nbytes, "dtypes": dict(group.bytes_by_dtype)}
 
 
 def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
-    """One tensor of the result."""
+    """Return one tensor of the result."""
     spec = tensor.spec
     result: dict[str, Any] = {
         "name": name,
@@ -102,7 +103,7 @@ def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[s
 
 
 def report(found: Inspected, asked: Path) -> None:
-    """The checkpoint at a glance."""
+    """Print the checkpoint at a glance."""
     if found.whole != asked:
         note(f"note: the latest complete checkpoint of {asked}")
     layout = found.layout
@@ -116,8 +117,8 @@ def report(found: Inspected, asked: Path) -> None:
     facts.append(format_bytes(sum(group.nbytes for group in found.groups.values())))
     facts.append("with a manifest" if found.has_manifest else "no manifest")
     say(", ".join(facts))
-    if found.producer:
-        say(f"producer: {found.producer}")
+    if found.trainer:
+        say(f"trainer: {found.trainer}")
     rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
     print_table(rows, ("", "entries", "size", "dtypes", "under"))
     for tie in found.ties:
@@ -127,21 +128,21 @@ def report(found: Inspected, asked: Path) -> None:
 
 
 def describe(group: Group) -> tuple[str, str]:
-    """The dtypes of a group, with their shares if there are several, and the keys that it lies under."""
+    """Return the dtypes of a group, with their shares if there are several, and the keys that it lies under."""
     total = sum(group.bytes_by_dtype.values()) or 1
     shares = [f"{name} {share(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
     return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), ", ".join(group.under)
 
 
 def share(part: float) -> str:
-    """A part of a whole in per cent, never rounded to all or nothing."""
+    """Return a part of a whole in per cent, never rounded to all or nothing."""
     if 0 < part < 0.01:
         return "<1%"
     return ">99%" if 0.99 < part < 1 else f"{part:.0%}"
 
 
 def count_parameters(number: int) -> str:
-    """`8.03 billion parameters`."""
+    """Return a number of parameters in words: `8.03 billion parameters`."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.3g} {word} parameters"
@@ -149,7 +150,7 @@ def count_parameters(number: int) -> str:
 
 
 def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """A row per tensor."""
+    """Return a row per tensor."""
     return [
         (format_bytes(t.spec.nbytes), len(t.chunks), t.spec.dtype.name, list(t.spec.shape), name)
         for name, t in found.layout.tensors.items()
@@ -157,7 +158,7 @@ def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
 
 
 def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """A row per module or tensor; modules alike share one."""
+    """Return a row per module or tensor; modules alike share one."""
     from ckptkit.ops.inspection.tree import fold
 
     return [
@@ -167,7 +168,7 @@ def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
 
 
 def chunk_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """A row per chunk."""
+    """Return a row per chunk."""
     return [
         (name, list(chunk.start), list(chunk.size), chunk.path, chunk.offset)
         for name, tensor in found.layout.tensors.items()

@@ -1,4 +1,4 @@
-"""`ckptkit ls`: which checkpoints does a run have?"""
+"""Run `ckptkit ls`."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def ls(
 
     Exit codes: 0 done; 2 usage; 3 no checkpoint is there; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.ops.ls import list_run
+    from ckptkit.ops.ls import ls as list_checkpoints
 
-    found = list_run(run)
+    found = list_checkpoints(run)
     if json:
         print_json(to_json(found))
     else:
@@ -60,7 +60,7 @@ def ls(
 
 
 def to_json(found: Listing) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+    """Return the result under the keys that scripts rely on."""
     return {
         "root": str(found.root),
         "latest": None if found.latest is None else str(found.latest),
@@ -70,7 +70,7 @@ def to_json(found: Listing) -> dict[str, Any]:
 
 
 def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
-    """One checkpoint of the result; numbers that JSON has no word for are null."""
+    """Return one checkpoint of the result; numbers that JSON has no word for are null."""
     return {
         "path": str(one.path),
         "step": one.step,
@@ -82,6 +82,7 @@ def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
         "pinned": one.is_pinned,
         "latest": is_latest,
         "format": one.format,
+        "trainer": one.trainer,
         "problem": one.problem,
         "weights_only": one.is_weights_only,
         "named_by": list(one.named_by),
@@ -89,7 +90,7 @@ def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
 
 
 def report(found: Listing, run: Path) -> None:
-    """The table, and what to do next."""
+    """Print the table, and what to do next."""
     fixed = [row_of(one) for one in found.checkpoints]
     marks = [marks_of(one, is_latest=one.path == found.latest) for one in found.checkpoints]
     header = ["checkpoint", "age", "ranks", "size", "state"]
@@ -105,7 +106,7 @@ def report(found: Listing, run: Path) -> None:
 
 
 def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
-    """What is not in the table, and the commands that come next."""
+    """Say what is not in the table, and the commands that come next."""
     if found.tracker:
         note(f"note: {found.tracker}")
     if hidden:
@@ -119,7 +120,7 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
 
 
 def row_of(one: Listed) -> list[str]:
-    """What the table says of every checkpoint."""
+    """Return what the table says of every checkpoint."""
     state = "weights only" if one.is_weights_only and one.is_complete else "complete"
     return [
         one.path.name,
@@ -131,7 +132,7 @@ def row_of(one: Listed) -> list[str]:
 
 
 def marks_of(one: Listed, *, is_latest: bool) -> str:
-    """What is to be known of a checkpoint besides."""
+    """Return what is to be known of a checkpoint besides."""
     marks = ["latest"] if is_latest else []
     marks += ["pinned"] if one.is_pinned else []
     return ", ".join([*marks, *(f"`{name}`" for name in one.named_by)])
@@ -140,7 +141,7 @@ def marks_of(one: Listed, *, is_latest: bool) -> str:
 def choose_metrics(
     checkpoints: Sequence[Listed], table: Sequence[Sequence[str]], marks: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """The metrics that there is room for beside a table, those that most checkpoints have first, and the others."""
+    """Return the metrics that there is room for beside a table, those of most checkpoints first, and the others."""
     names = [name for name, _ in Counter(name for one in checkpoints for name in one.metrics).most_common()]
     used = sum(max(len(visible(row[i])) for row in table) + 2 for i in range(len(table[0])))
     room = terminal_width() - used - min(max(map(len, marks), default=0), 24)
@@ -154,12 +155,12 @@ def choose_metrics(
 
 
 def number(value: float | None) -> str:
-    """A metric in four digits."""
+    """Return a metric in four digits."""
     return "" if value is None else f"{value:.4g}"
 
 
 def age(seconds: float) -> str:
-    """How long ago: `45 s`, `3 min`, `2 h`, `5 d`."""
+    """Return how long ago something was: `45 s`, `3 min`, `2 h`, `5 d`."""
     for limit, divisor, unit in _AGES:
         if seconds < limit:
             return f"{max(seconds, 0) // divisor:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Output: the tables, notes, bars and JSON of every command. Data goes to stdout, all else to stderr."""
+"""Print the tables, notes, bars and JSON of every command. Data goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def reserve_stdout() -> None:
 
 
 def note(text: str) -> None:
-    """A line to stderr, for whoever is watching."""
+    """Print a line to stderr, unless that is silenced."""
     if not _quiet:
         typer.echo(visible(text), err=True)
 
 
 def say(text: str) -> None:
-    """A line to stdout."""
+    """Print a line to stdout."""
     typer.echo(visible(text))
 
 
 def print_json(value: Any) -> None:
-    """One JSON object to stdout."""
+    """Print one JSON object to stdout."""
     typer.echo(json.dumps(value))
 
 
 def print_error(error: CkptError, *, as_json: bool) -> None:
-    """An error as one line with file and tensor, and its hints; or as JSON."""
+    """Print an error as one line with file and tensor, and its hints; or as JSON."""
     if as_json:
         print_json({"error": error.to_json()})
         return
@@ -68,20 +68,20 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
 
 
 def print_problem(problem: CkptError) -> None:
-    """What a check found, as two lines at most."""
+    """Print what a check found, as two lines at most."""
     say(f"problem: {describe(problem)}")
     if problem.hint:
         say(f"  hint: {problem.hint}")
 
 
 def describe(error: CkptError) -> str:
-    """File, tensor and message in one line."""
+    """Return file, tensor and message in one line."""
     where = [f"{error.path}" if error.path else "", f"tensor `{error.tensor}`" if error.tensor else ""]
     return ": ".join([*filter(None, where), error.message])
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
-    """Rows in columns no wider than the terminal: where they do not fit, the last column goes on in further lines."""
+    """Print rows in columns no wider than the terminal: further lines of the last column take what does not fit."""
     cells = [[visible(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     room = max(24, terminal_width() - sum(widths[:-1]) - 2 * len(widths[:-1]))
@@ -94,18 +94,18 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
 
 
 def terminal_width() -> int:
-    """Columns of the terminal; plenty where the output goes to a file."""
+    """Return columns of the terminal; plenty where the output goes to a file."""
     return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 200
 
 
 def visible(text: str) -> str:
-    """Text in which nothing moves the cursor: what a checkpoint calls its tensors is not ours to trust."""
+    """Return text in which nothing moves the cursor: what a checkpoint calls its tensors is not ours to trust."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes, rate and time on a terminal; silent elsewhere. Give it (bytes more, bytes in all)."""
+    """Show a bar with bytes, rate and time on a terminal; be silent elsewhere. Give it (bytes more, bytes in all)."""
     if _quiet or not sys.stderr.isatty():
         yield lambda _nbytes, _total: None
         return
@@ -114,6 +114,8 @@ def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
     with tqdm(desc=verb, unit="B", unit_scale=True, leave=False) as bar:
 
         def tell(nbytes: int, total: int) -> None:
+            if bar.total not in (None, total):
+                bar.reset()  # another thing is being done now
             bar.total = total
             bar.update(nbytes)
 
@@ -121,7 +123,7 @@ def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in `5GB`, `512MiB`, `1000`."""
+    """Read bytes: `5GB`, `512MiB`, `1000`."""
     number = text.rstrip("BiKMGTPbkmgtp").strip()
     unit = text[len(number) :].strip()
     factor = _UNITS.get(unit) or _UNITS.get(unit.upper().replace("IB", "iB"))
@@ -135,6 +137,6 @@ def parse_bytes(text: str) -> int:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`, `3 entries`."""
+    """Return a number and a noun: `1 tensor`, `2 tensors`, `3 entries`."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
     return f"{number:,} {noun if number == 1 else plural}"

@@ -1,4 +1,4 @@
-"""`ckptkit pin` and `ckptkit unpin`: which checkpoints stay, whatever the rules say?"""
+"""Run `ckptkit pin` and `ckptkit unpin`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from ckptkit.files.path import to_local
 def pin(
     checkpoints: Annotated[
         list[Path],
-        typer.Argument(
-            parser=to_local, metavar="CHECKPOINT...", help="Checkpoints; of a run, its latest complete one."
-        ),
+        typer.Argument(parser=to_local, metavar="CHECKPOINT", help="Checkpoints; of a run, its latest complete one."),
     ],
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
@@ -44,7 +42,7 @@ def pin(
 
 def unpin(
     checkpoints: Annotated[
-        list[Path], typer.Argument(parser=to_local, metavar="CHECKPOINT...", help="Checkpoints, gone or there.")
+        list[Path], typer.Argument(parser=to_local, metavar="CHECKPOINT", help="Checkpoints, gone or there.")
     ],
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,

@@ -1,4 +1,4 @@
-"""`ckptkit prune`: which checkpoints of a run stay?"""
+"""Run `ckptkit prune`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def prune(
 
 
 def to_json(done: Pruned) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+    """Return the result under the keys that scripts rely on."""
     return {
         "keep": [entry_json(entry) for entry in done.keep],
         "delete": [entry_json(entry) for entry in done.delete],
@@ -77,7 +77,7 @@ def to_json(done: Pruned) -> dict[str, Any]:
 
 
 def entry_json(entry: Entry) -> dict[str, Any]:
-    """One directory of the result."""
+    """Return one directory of the result."""
     return {
         "path": str(entry.path),
         "step": entry.step,
@@ -88,7 +88,7 @@ def entry_json(entry: Entry) -> dict[str, Any]:
 
 
 def report(done: Pruned) -> None:
-    """What stays, what goes, and why."""
+    """Print what stays, what goes, and why."""
     past = "d" if done.deleted else ""
     table = [
         *rows(done.keep, "keep"),
@@ -111,7 +111,7 @@ def report(done: Pruned) -> None:
 
 
 def rows(entries: Iterable[Entry], verdict: str) -> list[tuple[object, ...]]:
-    """Rows of the table."""
+    """Return rows of the table."""
     return [
         (
             entry.path.name,

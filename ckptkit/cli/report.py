@@ -1,4 +1,4 @@
-"""`ckptkit report`: how did this run go?"""
+"""Run `ckptkit report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shard map of `ckptkit inspect`: in the terminal with --map, as a file with --svg."""
+"""Draw the shard map of `ckptkit inspect`: in the terminal with --map, as a file with --svg."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def show_map(layout: Layout) -> None:
 
 
 def show_owners(shards: ShardMap) -> None:
-    """How much each rank or file holds."""
+    """Print how much each rank or file holds."""
     from ckptkit.pictures.shard_text import bars
 
     drawn = list(bars(shards, _WIDTH))
@@ -62,7 +62,7 @@ def show_owners(shards: ShardMap) -> None:
 
 
 def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
-    """The row of an owner, or of several in turn."""
+    """Return the row of an owner, or of several in turn."""
     is_one = bar.first is bar.last
     marks = bar.first.mark if is_one else f"{bar.first.mark}-{bar.last.mark}"
     low, high = format_bytes(bar.least), format_bytes(bar.most)
@@ -72,7 +72,7 @@ def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
 
 
 def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
-    """The lines of a tensor: its picture, its numbers, and its name in as many lines as that needs.
+    """Return the lines of a tensor: its picture, its numbers, and its name in as many lines as that needs.
 
     A name goes without the `start` that stands above.
     """
@@ -90,7 +90,7 @@ def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
 
 
 def wrap(name: str, width: int) -> list[str]:
-    """A name in lines, broken after a dot or a space, or else a comma, and further lines set in."""
+    """Return a name in lines, broken after a dot or a space, or else a comma, and further lines set in."""
     lines = []
     while len(name) > width:
         at = max(name.rfind(".", 4, width), name.rfind(" ", 4, width)) + 1 or name.rfind(",", 4, width) + 1 or width
@@ -100,7 +100,7 @@ def wrap(name: str, width: int) -> list[str]:
 
 
 def paint(line: Line) -> str:
-    """A line in the owners' colours, on a terminal that is to have some; there they need no fill."""
+    """Return a line in the owners' colours, on a terminal that is to have some; there they need no fill."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return "".join(run.text for run in line)
     return "".join(

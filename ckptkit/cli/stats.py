@@ -1,4 +1,4 @@
-"""`ckptkit stats`: what the numbers of a checkpoint look like, or what moved most from one to another."""
+"""Run `ckptkit stats`: show the numbers of a checkpoint, or which moved most from one to another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
-from ckptkit.cli.moved import report_moved
+from ckptkit.cli.movement import report_movement
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
@@ -54,7 +54,7 @@ def stats(
     if other is not None:
         if include or exclude or tensors:
             raise Usage("--include, --exclude and --tensors are for one checkpoint", hint="leave them out, or OTHER")
-        report_moved(path, other, top=top, jobs=jobs, json=json)
+        report_movement(path, other, top=top, jobs=jobs, json=json)
         return
     from ckptkit.ops.stats import stats as look
 
@@ -67,7 +67,7 @@ def stats(
 
 
 def to_json(found: Stats) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+    """Return the result under the keys that scripts rely on."""
     return {
         "path": str(found.path),
         "format": found.format,
@@ -77,13 +77,13 @@ def to_json(found: Stats) -> dict[str, Any]:
 
 
 def tensor_json(tensor: TensorStats) -> dict[str, Any]:
-    """One tensor of the result."""
+    """Return one tensor of the result."""
     what = {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": list(tensor.spec.shape)}
     return what | count_json(tensor)
 
 
 def count_json(found: Count) -> dict[str, Any]:
-    """What was counted; null is a number that there is none of, or that JSON has none for."""
+    """Return what was counted; null is a number that there is none of, or that JSON has none for."""
     moments = found.moments
     values = {
         "norm": moments.norm,
@@ -104,7 +104,7 @@ def count_json(found: Count) -> dict[str, Any]:
 
 
 def report(path: Path, found: Stats, *, each: bool) -> None:
-    """The result for a reader: a line for each module or tensor, and one for all."""
+    """Print the result for a reader: a line for each module or tensor, and one for all."""
     if found.path != path:
         note(f"taking {found.path}")
     total = found.total
@@ -128,12 +128,12 @@ class Column:
         self._always = always
 
     def is_shown(self, rows: Sequence[Row]) -> bool:
-        """True if there is anything to see."""
+        """Return whether there is anything to see."""
         return self._always or any(self.write(counted) for _, counted in rows)
 
 
 def brief(value: float | None) -> str:
-    """A number in seven characters or eight: `0.0123`, `-1.23e-5`; nothing where there is none."""
+    """Return a number in seven characters or eight: `0.0123`, `-1.23e-5`; nothing where there is none."""
     if value is None:
         return ""
     digits, e, power = f"{value:.3g}".partition("e")
@@ -141,7 +141,7 @@ def brief(value: float | None) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """A share as a percentage, such as `3.1%`; nothing for none."""
+    """Return a share as a percentage, such as `3.1%`; nothing for none."""
     return f"{100 * part / whole:.2g}%" if part else ""
 
 

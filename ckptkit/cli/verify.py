@@ -1,4 +1,4 @@
-"""`ckptkit verify` and `ckptkit manifest`: is this checkpoint whole and undamaged, and how is that known later?"""
+"""Run `ckptkit verify` and `ckptkit manifest`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.ops.comparison.against import Compared
     from ckptkit.ops.stats import TensorStats
     from ckptkit.ops.verify import Verified
 
 
 def verify(
-    path: Annotated[
-        Path,
-        typer.Argument(parser=to_path, metavar="PATH", help="A checkpoint, or a run: then each of its checkpoints."),
+    paths: Annotated[
+        list[Path],
+        typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs: then each of their checkpoints."),
     ],
     fast: Annotated[bool, typer.Option("--fast", help="Structure only: read no data of large tensors.")] = False,
     against: Annotated[
         Path | None,
-        typer.Option(parser=to_path, metavar="OTHER", help="Also hold it against another one, tensor by tensor."),
+        typer.Option(parser=to_path, metavar="OTHER", help="Also compare with another one, tensor by tensor."),
     ] = None,
     allow_cast: Annotated[
         bool, typer.Option("--allow-cast", help="With --against: another dtype is converted, and no problem.")
@@ -61,31 +60,21 @@ def verify(
     from ckptkit.ops.verify import verify as check
 
     with progress_bar("verify") as progress:
-        found = check(path, fast=fast, jobs=jobs, progress=progress)
+        found = check(
+            *paths, fast=fast, against=against, allow_cast=allow_cast, stats=stats, jobs=jobs, progress=progress
+        )
     is_ok = all(part.is_ok for part in found)
-    compared: list[Compared] = []
-    if against and is_ok:
-        from ckptkit.ops.comparison.against import compare_with
-
-        with progress_bar("compare") as progress:
-            compared = compare_with(path, against, allow_cast=allow_cast, jobs=jobs, progress=progress)
-    numbers: list[TensorStats] = []
-    if stats and is_ok:
-        from ckptkit.ops.stats import scan
-
-        for part in found:
-            with progress_bar("statistics") as progress:
-                numbers += scan(part.path, jobs=jobs, progress=progress)
+    numbers = [tensor for part in found for tensor in part.stats]
     if json:
-        print_json(to_json(found, compared) | ({"stats": [stats_json(tensor) for tensor in numbers]} if stats else {}))
+        print_json(to_json(found) | ({"stats": [stats_json(tensor) for tensor in numbers]} if stats else {}))
     else:
         report(found, fast=fast)
-        report_comparison(compared)
+        report_comparison(found)
         if stats and is_ok:
             report_numbers(numbers)
-        if not is_ok and (against or stats):
+        if not is_ok and (stats or (against and not any(part.compared for part in found))):
             note("nothing else was looked at")
-    if not is_ok or any(pair.problems for pair in compared):
+    if not is_ok:
         raise typer.Exit(1)
 
 
@@ -120,10 +109,9 @@ def manifest(
         say(f"{part.path / 'ckptkit.json'}: {count(len(part.sums), 'file')}, {format_bytes(part.nbytes)}")
 
 
-def to_json(found: Sequence[Verified], compared: Sequence[Compared] = ()) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+def to_json(found: Sequence[Verified]) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
     problems = [problem for part in found for problem in part.problems]
-    problems += [problem for pair in compared for problem in pair.problems]
     return {
         "ok": not problems,
         "problems": [problem.to_json() for problem in problems],
@@ -141,19 +129,20 @@ def to_json(found: Sequence[Verified], compared: Sequence[Compared] = ()) -> dic
             for part in found
         ],
         "compared": [
-            {"path": str(pair.path), "other": str(pair.other), "tensors": pair.tensors, "nbytes": pair.nbytes}
-            for pair in compared
+            {"path": str(pair.a), "other": str(pair.b), "tensors": pair.tensors, "nbytes": pair.nbytes}
+            for part in found
+            if (pair := part.compared)
         ],
     }
 
 
 def stats_json(tensor: TensorStats) -> dict[str, Any]:
-    """What was counted in one tensor."""
+    """Return what was counted in one tensor."""
     return asdict(tensor) | {"spec": str(tensor.spec)}
 
 
 def report(found: Sequence[Verified], *, fast: bool) -> None:
-    """What was found: a line for each part, and below all problems."""
+    """Say what was found: a line for each part, and below all problems."""
     rows = [
         (
             "ok" if part.is_ok else count(len(part.problems), "problem"),
@@ -177,21 +166,19 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
         note("unchecked bytes have no checksum: `ckptkit manifest` gives them one, from now on")
 
 
-def report_comparison(compared: Sequence[Compared]) -> None:
-    """What was compared with another checkpoint, and what is not the same."""
-    for pair in compared:
-        equal = "are the same" if not pair.problems else f"were compared: {count(len(pair.problems), 'problem')}"
-        say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.path} and {pair.other} {equal}")
+def report_comparison(found: Sequence[Verified]) -> None:
+    """Say what was compared with another checkpoint, and whether it is the same."""
+    for pair in filter(None, (part.compared for part in found)):
+        equal = "are the same" if pair.is_equal else "were compared, and are not the same"
+        say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}")
         for text in pair.notes:
             note(f"note: {text}")
-        for problem in pair.problems:
-            print_problem(problem)
-        if pair.problems:
-            note(f"hint: `ckptkit diff {pair.path} {pair.other}` says by how much they differ")
+        if not pair.is_equal:
+            note(f"hint: `ckptkit diff {pair.a} {pair.b}` says by how much they differ")
 
 
 def report_numbers(numbers: Sequence[TensorStats]) -> None:
-    """The tensors with numbers that are seldom meant: no problem by themselves."""
+    """Say which tensors have numbers that are seldom meant: no problem by themselves."""
     rows = [
         (tensor.nan or "", tensor.inf or "", tensor.denormal or "", describe_sameness(tensor), tensor.spec, tensor.name)
         for tensor in numbers
@@ -203,7 +190,7 @@ def report_numbers(numbers: Sequence[TensorStats]) -> None:
 
 
 def describe_sameness(tensor: TensorStats) -> str:
-    """The number that all the numbers of a tensor are, if they are the same."""
+    """Return the number that all the numbers of a tensor are, if they are the same."""
     if tensor.is_all_zero:
         return "0"
     return f"{tensor.low:g}" if tensor.is_constant and tensor.low is not None else ""

@@ -14,8 +14,9 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
 
+from ckptkit.checkpoints.checkpoint import Source, path_of
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
-from ckptkit.files.path import RemotePath, to_path
+from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.hub import connect
 from ckptkit.hub.client import MAIN, Repository, find, look_up, page_of, parse_place, silent, talking
 from ckptkit.hub.digests import Content, differences, sum_all
@@ -80,7 +81,7 @@ class Addition(CommitOperationAdd):
 
 
 def push(
-    path: str | Path,
+    path: Source,
     repo_id: str,
     *,
     public: bool = False,
@@ -98,7 +99,7 @@ def push(
     """
     began = time.perf_counter()
     name, at = parse_place(repo_id, revision)
-    source = to_path(path)
+    source = path_of(path)
     if isinstance(source, RemotePath):
         raise Usage("only local checkpoints are pushed", path=source, hint="`ckptkit consolidate` brings it here first")
     selection = select_files(source, name)

@@ -19,7 +19,7 @@ from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
 from ckptkit.layout import Layout
-from ckptkit.ops.own_files import Subject
+from ckptkit.ops.own_files import OwnFiles
 
 _OF_TRAINING = (
     *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),
@@ -62,7 +62,7 @@ def select_files(source: Source, repo_id: str) -> Selection:
         hint = "name the directory that the file is in, or one that `ckptkit consolidate` makes of it"
         raise Usage("only directories are pushed", path=root, hint=hint)
     layout, manifest = reader.read(root), read_manifest(root)
-    needed = Subject(reader, root, layout, manifest).needed
+    needed = OwnFiles(reader, root, layout, manifest).needed
     contents: dict[str, Content] = {}
     left_out = left_beside(root, checkpoint.path)
     for child in children(root):

@@ -1,4 +1,4 @@
-"""Demotes: a checkpoint of a training becomes its model's weights in bfloat16, under its own name.
+"""Demote a checkpoint of a training to its model's weights in bfloat16, under its own name.
 
 At every moment all of the old or all of the new is there: the new is made in a hidden sibling, read again, exchanged
 with the old in one step, and only then is the old deleted.
@@ -29,13 +29,13 @@ _MODEL = "model"  # the directory in the hidden one that the model is made in
 
 
 def demoted_bytes(checkpoint: Path) -> int:
-    """Bytes of the tensors that would be left. Raises a `CkptError` if the model cannot be told from the rest."""
+    """Return the bytes of the tensors that would be left. Raises a `CkptError` if the model cannot be told."""
     weights = Checkpoint.open(checkpoint).weights.layout
     return sum(spec.numel * (_NARROW if is_wide(spec) else spec.dtype).itemsize for spec in weights.specs.values())
 
 
 def is_wide(spec: Spec) -> bool:
-    """True for floats of more than 16 bits; others stay as they are."""
+    """Return True for floats of more than 16 bits; others stay as they are."""
     return spec.dtype.can_become(_NARROW) and spec.dtype.itemsize > _NARROW.itemsize
 
 
@@ -70,7 +70,7 @@ def make_model(checkpoint: Path, model: Path, jobs: int | None, progress: Told |
 
 
 def dtypes_for(weights: Layout) -> list[str]:
-    """The rules by which floats of more than 16 bits become bfloat16, and no others change."""
+    """Return the rules by which floats of more than 16 bits become bfloat16, and no others change."""
     others = [name for name, spec in weights.specs.items() if not is_wide(spec)]
     return [_NARROW.name, *(f"{glob.escape(name)}=keep" for name in others)]
 

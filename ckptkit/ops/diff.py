@@ -1,4 +1,4 @@
-"""Diffs: what is not the same in two checkpoints, whatever their formats, world sizes and dtypes. Changes nothing."""
+"""Say what is not the same in two checkpoints, whatever their formats, world sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from operator import ne
+from pathlib import Path
 
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
@@ -44,6 +45,7 @@ def diff(
     """
     asked = Edits(include, exclude)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    terms = Terms(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
     notes: list[str] = []
     pairs = [match(part.layout, other.layout, notes) for part, other in pair_parts(one, two, notes)]
@@ -51,25 +53,58 @@ def diff(
     found = Diff(one.path, two.path, notes=tuple(notes))
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)
-        found = found.merge(diff_sides(ours, theirs, Terms(tolerance, allow_cast), jobs, progress))
+        found = found.merge(diff_sides(ours, theirs, terms, jobs, progress))
+    return found
+
+
+def prove(
+    made: Source,
+    source: Source,
+    *,
+    allow_cast: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> dict[Path, Diff]:
+    """Hold the tensors of what a conversion made against those of its source, bit for bit; by part of what it made.
+
+    With `allow_cast` a tensor of another dtype is first converted to that which it has in `made`, as it was then.
+    Other entries are not compared.
+    """
+    terms = Terms(allow_cast=allow_cast, is_conversion=True)
+    found: dict[Path, Diff] = {}
+    shared: list[str] = []
+    for part, other in pair_parts(Checkpoint.open(made), Checkpoint.open(source), shared):
+        notes = list(shared)
+        ours, theirs = match(part.layout, other.layout, notes)
+        if ours.layout.blobs or theirs.layout.blobs:
+            notes.append("entries that are no tensor were not compared")
+        one = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
+        found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(one)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """When two tensors count as the same: how close their numbers must be, if not equal, and if dtypes may differ."""
+    """The terms on which two tensors count as the same: how close their numbers must be, and if dtypes may differ.
+
+    Where dtypes may differ, the wider of two floats is converted to the other. Of a conversion it is the second that is
+    converted to the first, and names are what they are.
+    """
 
     tolerance: Tolerance | None = None
     allow_cast: bool = False
+    is_conversion: bool = False
 
     def accept(self, one: DType, two: DType) -> bool:
-        """True if tensors of these dtypes can be the same."""
+        """Return whether tensors of these dtypes can be the same."""
         return one == two or (self.allow_cast and one.can_become(two))
 
 
 def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progress: Progress | None) -> Diff:
     """Hold one directory or file against another."""
-    ours, theirs, renamed = rename_alike(ours, theirs, jobs)
+    renamed: dict[str, str] = {}
+    if not terms.is_conversion:
+        ours, theirs, renamed = rename_alike(ours, theirs, jobs)
     a, b, notes = ours.layout, theirs.layout, list[str]()
     measured = compare_values(a, b, terms, notes, jobs, progress)
     distances = measured.distances
@@ -98,7 +133,7 @@ def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progres
 
 
 def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
-    """Both sides, ours with the names that theirs has for the same: parameters first, then what is left."""
+    """Return both sides, ours with the names that theirs has for the same: parameters first, then what is left."""
     before = ours.layout.names
     renames = find_renames(lacking(ours, theirs, ours.weights), lacking(theirs, ours, theirs.weights), jobs=jobs)
     if renames:
@@ -111,7 +146,7 @@ def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side
 
 
 def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
-    """What of a side the other has not, perhaps of some names only."""
+    """Return what of a side the other has not, perhaps of some names only."""
     names = set(side.layout.names) - set(other.layout.names)
     return edits.select(side.layout, (names if among is None else names & among).__contains__)
 
@@ -124,7 +159,7 @@ def compare_values(
     a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
     if terms.allow_cast:
         before = *a.specs.values(), *b.specs.values()
-        a, b = narrow(a, b.specs), narrow(b, a.specs)
+        a, b = (a, cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
         count = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
         if count:
             notes.append(f"{count} tensors were converted to be compared")
@@ -133,7 +168,7 @@ def compare_values(
 
 
 def is_measurable(name: str, a: Layout, b: Layout) -> bool:
-    """True if both have a tensor of this name and shape, in dtypes whose numbers can be held against each other."""
+    """Return whether both have a tensor of this name and shape, in dtypes that can be compared."""
     one, two = a.tensors.get(name), b.tensors.get(name)
     return (
         one is not None
@@ -144,17 +179,23 @@ def is_measurable(name: str, a: Layout, b: Layout) -> bool:
 
 
 def narrow(layout: Layout, others: Mapping[str, Spec]) -> Layout:
-    """The layout with each float tensor in the dtype that the other layout has it in, where that is narrower."""
+    """Return the layout with each float tensor in the dtype that it has in the other one, where that is narrower."""
+    narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
+    return cast_to(layout, narrower)
+
+
+def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
+    """Return the layout with its float tensors in the dtypes of `specs`."""
 
     def choose(name: str, spec: Spec) -> DType:
-        other = others[name].dtype
-        return other if spec.dtype.can_become(other) and other.itemsize < spec.dtype.itemsize else spec.dtype
+        wanted = specs.get(name, spec).dtype
+        return wanted if spec.dtype.can_become(wanted) else spec.dtype
 
     return edits.cast(layout, choose)
 
 
 def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: Terms) -> Reason | None:
-    """Why two tensors are not the same, None if they are."""
+    """Return why two tensors are not the same, None if they are."""
     if one.shape != two.shape:
         return "shape"
     if not terms.accept(one.dtype, two.dtype):
@@ -163,5 +204,5 @@ def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: Terms) -> 
 
 
 def select_blobs(layout: Layout, names: AbstractSet[str]) -> Layout:
-    """Some of the entries that are no tensor, and no tensors."""
+    """Return a layout with some of its entries that are no tensor, and no tensors."""
     return edits.select(replace(layout, tensors={}), names.__contains__)

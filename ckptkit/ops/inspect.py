@@ -1,4 +1,4 @@
-"""Inspects: what a checkpoint is, from its metadata alone."""
+"""Inspect a checkpoint: say what it is, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptkit.ops.inspection.ties import Tie, find_ties
 class Inspected:
     """A checkpoint at a glance: `layout` is that of all its parts that can be read, `unread` says which cannot be.
 
-    `model` is the part with the model, or the only one. `step`, `producer` and `parameters`, the model's elements with
+    `model` is the part with the model, or the only one. `step`, `trainer` and `parameters`, the model's elements with
     tied ones counted once, are None where nothing tells them. `groups` are "model", "optimizer" and "rest".
     """
 
@@ -29,7 +29,7 @@ class Inspected:
     model: Layout
     step: int | None
     whole: Path
-    producer: str | None
+    trainer: str | None
     world_size: int | None
     parameters: int | None
     groups: Mapping[str, Group]
@@ -79,7 +79,7 @@ def find_names(part: Part) -> dict[str, str]:
 
 
 def count_parameters(layout: Layout, weights: Mapping[str, str], ties: Iterable[Tie]) -> int | None:
-    """The elements of the model's tensors, of tied ones once."""
+    """Return a number of parameters in words: `8.03 billion parameters`."""
     spare = {name for tie in ties for name in sorted(set(tie) & layout.tensors.keys())[1:]}
     counted = [layout.tensors[name].spec.numel for name in weights.values() if name not in spare]
     return sum(counted) if counted else None

@@ -1,4 +1,4 @@
-"""Lists: every checkpoint of a run, complete or not, with what was measured then. Goes by names, sizes and small files.
+"""List every checkpoint of a run, complete or not, with what was measured then, by names, sizes and small files.
 
 No metadata is read: that of a large checkpoint takes seconds. So "complete" means written to its end, by the file that
 is written last; whether every shard is there and undamaged is for `verify` to say.
@@ -22,7 +22,7 @@ from ckptkit.files.folders import children
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A checkpoint of a run. `step`, `format` and `world_size` are None where no name tells them.
+    """A checkpoint of a run. `step`, `format`, `trainer` and `world_size` are None where no name tells them.
 
     `nbytes` are those of all its files; `saved_at` is the time of the newest, in seconds since 1970; `metrics` is what
     was measured then. `problem` says in few words what is wrong, if anything is. `named_by` are the tracker files that
@@ -41,6 +41,7 @@ class Listed:
     problem: str | None
     named_by: tuple[str, ...] = ()
     is_weights_only: bool = False
+    trainer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Listing:
     tracker: str | None
 
 
-def list_run(run: Source) -> Listing:
+def ls(run: Source) -> Listing:
     """List the checkpoints of the run at `run`, or of a folder of them, or the one that lies there.
 
     Reads no tensor and no metadata. Raises `NotACheckpoint` if there is none.
@@ -76,6 +77,9 @@ def list_run(run: Source) -> Listing:
     complete = [one.path for one in listed if is_run and one.is_complete and one.step is not None]
     tracker = say_tracked(trackers, listed) if is_run else None
     return Listing(root, tuple(listed), complete[-1] if complete else None, tracker)
+
+
+list_run = ls  # its name in earlier versions
 
 
 def checkpoints_at(path: Path) -> list[Checkpoint]:
@@ -110,6 +114,7 @@ def look_at(checkpoint: Checkpoint, pins: frozenset[str], trackers: Sequence[Tra
         fault or unreadable,
         tuple(tracker.name for tracker in trackers if tracker.means(checkpoint.path)),
         checkpoint.is_weights_only,
+        checkpoint.named_trainer,
     )
 
 
@@ -128,7 +133,7 @@ def fault_of(checkpoint: Checkpoint) -> str | None:
 
 
 def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
-    """What was measured at a checkpoint, but for its step, and what is wrong if that cannot be read."""
+    """Return what was measured at a checkpoint, but for its step, and what is wrong if that cannot be read."""
     if not path.is_dir():
         return {}, None
     try:
@@ -139,7 +144,7 @@ def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
 
 
 def measure(path: Path) -> tuple[int, float]:
-    """Bytes of all files below a path, and when the newest was changed, manifests apart. No link in it is followed."""
+    """Return the bytes of all files below a path, and when the newest was changed, manifests apart. Follow no link."""
     waiting, nbytes, newest = [path.resolve()], 0, 0.0
     while waiting:
         found = waiting.pop()
@@ -154,12 +159,12 @@ def measure(path: Path) -> tuple[int, float]:
 
 
 def say_tracked(trackers: Sequence[Tracker], listed: Sequence[Listed]) -> str | None:
-    """What the trackers mean, and whether that is complete."""
+    """Return what the trackers mean, and whether that is complete."""
     return "; ".join(say(tracker, listed) for tracker in trackers) or None
 
 
 def say(tracker: Tracker, listed: Sequence[Listed]) -> str:
-    """What one tracker means."""
+    """Return what one tracker means."""
     meant = [one for one in listed if tracker.name in one.named_by]
     if not meant:
         return f"`{tracker.name}` says {tracker.target}, and there is none"

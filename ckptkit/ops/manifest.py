@@ -1,13 +1,12 @@
-"""Makes manifests: for a checkpoint that has none, once every byte of it was read. It freezes what is there."""
+"""Make the manifest of a checkpoint that has none, once every byte of it was read. It freezes what is there."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
 from ckptkit.checkpoints.manifest import NAME, Manifest, files_in, replace_manifest, sum_files
 from ckptkit.errors import Corrupt, Occupied, Usage
-from ckptkit.files.path import to_local
 from ckptkit.ops.verify import Verified, size_of, verify_part
 from ckptkit.progress import Progress, Told, telling
 
@@ -20,7 +19,7 @@ def make_manifest(
     Raises `Corrupt` if verifying finds a problem, and `Occupied` if there is a manifest, unless it shall be replaced:
     then it is not asked what the checkpoint was.
     """
-    checkpoint = Checkpoint.open(source if isinstance(source, Checkpoint) else to_local(source))
+    checkpoint = Checkpoint.open(local_path_of(source))
     if not checkpoint.path.is_dir():
         raise Usage("a manifest is of a directory", path=checkpoint.path, hint="name the directory that the file is in")
     parts = [*(part.path for part in checkpoint.parts), *checkpoint.strange]

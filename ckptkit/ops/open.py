@@ -1,4 +1,4 @@
-"""Opens checkpoints as mappings from names to tensors that are read when they are asked for, and no more of them."""
+"""Open a checkpoint as a mapping from names to tensors that are read when they are asked for, and no more of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         return self.layout.nbytes
 
     def select(self, glob: str) -> LazyCheckpoint:
-        """Those of the tensors whose names match, such as `model.layers.*.weight`."""
+        """Return those of the tensors whose names match, such as `model.layers.*.weight`."""
         return LazyCheckpoint(select(self.layout, lambda name: fnmatchcase(name, glob)))
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -83,7 +83,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         return html_of(self.layout)
 
     def located(self, name: str) -> Layout:
-        """The layout of one tensor, its bytes found; that is done once."""
+        """Return the layout of one tensor, its bytes found; that is done once."""
         if name not in self._located:
             self._located[name] = locate(select(replace(self.layout, blobs={}), lambda other: other == name))
         return self._located[name]
@@ -104,22 +104,22 @@ class LazyTensor:
 
     @property
     def spec(self) -> Spec:
-        """Dtype and shape."""
+        """Return dtype and shape."""
         return Spec(self.checkpoint.layout.tensors[self.name].spec.dtype, self.view.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its extent along each axis."""
+        """Return its extent along each axis."""
         return self.view.shape
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Return how many elements."""
         return self.spec.numel
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are read for it, at least."""
+        """Return how many bytes are read for it, at least."""
         return self.spec.nbytes
 
     def torch(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Subjects: a checkpoint that is being verified, and which files are its own. Compares nothing."""
+"""Tell which files in a directory are a checkpoint's own, and what a manifest knows of them. Compares nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckptkit.layout import Blob, Chunk, Extent, Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What is being looked at: a format's reader, a directory or file, what was read there, and its manifest."""
+class OwnFiles:
+    """The files of a checkpoint that is verified: where they are, what their format reads there, and their manifest."""
 
     reader: Reader
     path: Path
@@ -23,30 +23,30 @@ class Subject:
 
     @property
     def root(self) -> Path:
-        """The directory of its files."""
+        """Return the directory that they are in."""
         return self.layout.root
 
     @property
     def needed(self) -> set[str]:
-        """The files that it cannot do without."""
+        """Return the files that the checkpoint cannot do without."""
         tensors = {chunk.path for tensor in self.layout.tensors.values() for chunk in tensor.chunks}
         return tensors | {blob.path for blob in self.layout.blobs.values()} | set(self.layout.descriptions)
 
     @property
     def recorded(self) -> Mapping[str, FileSum]:
-        """The files that the manifest knows, if all of the directory is looked at, or else those of them in use."""
+        """Return the files that the manifest knows, if a whole directory is verified; else those in use."""
         known = self.manifest.files if self.manifest else {}
         return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed}
 
     @property
     def strangers(self) -> list[str]:
-        """The files in the directory that look like parts of such a checkpoint and are not of this one."""
+        """Return the files in the directory that look like parts of such a checkpoint and are not of this one."""
         names = set(names_in(self.root)) if self.path.is_dir() else set()
         unused = sorted(filter(self.reader.owns, names - self.needed - self.recorded.keys()))
         return [name for name in unused if (self.root / name).lstat().st_size]
 
     def expected(self, extent: Extent) -> int | None:
-        """The CRC-32 that an extent should have: by the manifest if that knows the tensor, or else as recorded."""
+        """Return the CRC-32 that an extent should have: by the manifest if that knows it, or else as recorded."""
         tensor = self.layout.tensors.get(extent.name)
         if self.manifest and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded:
             known = self.manifest.tensors.get(extent.name)
@@ -56,7 +56,7 @@ class Subject:
 
 
 def within(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """The layout with what lies in files of these sizes."""
+    """Return the layout with what lies in files of these sizes."""
 
     def is_there(place: Chunk | Blob) -> bool:
         return place.offset + place.length <= sizes.get(place.path, -1)

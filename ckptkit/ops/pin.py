@@ -1,25 +1,24 @@
-"""Pins: keeps checkpoints from being deleted or demoted, whatever the rules say, and lets go of them again."""
+"""Pin checkpoints, so that they are neither deleted nor demoted whatever the rules say, and let go of them again."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, step_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of, step_of
 from ckptkit.checkpoints.deletion import deleting
 from ckptkit.checkpoints.pins import clear_pin, is_pinned, set_pin
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.files.path import to_local
 
 _PATIENCE = 10.0  # seconds that a pin waits for others to end deleting
 
 
-def pin(*checkpoints: str | Path) -> list[Path]:
+def pin(*checkpoints: Source) -> list[Path]:
     """Pin checkpoints, a run meaning its latest: neither `prune` nor a training deletes them. Gives what was pinned.
 
     Raises `NotACheckpoint`, with nothing pinned, if one is no complete checkpoint; `Occupied` while another process is
     deleting checkpoints of the run.
     """
-    chosen = list(dict.fromkeys(choose(to_local(checkpoint)) for checkpoint in checkpoints))
+    chosen = list(dict.fromkeys(choose(local_path_of(checkpoint)) for checkpoint in checkpoints))
     for path in chosen:
         with deleting(path.parent, patience=_PATIENCE):  # else it could be deleted between a look at it and the pin
             require_complete(path)
@@ -27,12 +26,12 @@ def pin(*checkpoints: str | Path) -> list[Path]:
     return chosen
 
 
-def unpin(*checkpoints: str | Path) -> list[Path]:
+def unpin(*checkpoints: Source) -> list[Path]:
     """Take back the pins of checkpoints, which may be gone by now. Gives those that were pinned.
 
     Raises `NotACheckpoint`, with nothing changed, if one is neither pinned nor a complete checkpoint.
     """
-    chosen = list(dict.fromkeys(to_local(checkpoint).resolve() for checkpoint in checkpoints))
+    chosen = list(dict.fromkeys(local_path_of(checkpoint).resolve() for checkpoint in checkpoints))
     pinned = [path for path in chosen if is_pinned(path)]
     for path in chosen:
         if path not in pinned:
@@ -43,7 +42,7 @@ def unpin(*checkpoints: str | Path) -> list[Path]:
 
 
 def choose(path: Path) -> Path:
-    """The checkpoint that a user means, where it really lies. Raises `NotACheckpoint` if it is not complete."""
+    """Return the checkpoint that a user means, where it really lies. Raises `NotACheckpoint` if it is not complete."""
     if not path.exists():
         raise NotACheckpoint("no such file or directory", path=path)
     found = Checkpoint.open(path).path.resolve()

@@ -1,4 +1,4 @@
-"""Prunes: deletes the checkpoints of a run that nothing keeps, or all of them but their weights.
+"""Delete the checkpoints of a run that nothing keeps, or all of them but their weights.
 
 What is not whole neither counts nor goes.
 """
@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, is_epoch, named_in, no_checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, is_epoch, local_path_of, named_in, no_checkpoint
 from ckptkit.checkpoints.deletion import delete, deleting, is_being_written
 from ckptkit.checkpoints.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
 from ckptkit.errors import (
@@ -24,7 +24,6 @@ from ckptkit.errors import (
     translate_os_errors,
 )
 from ckptkit.files.folders import folders
-from ckptkit.files.path import to_local
 from ckptkit.files.staging import clear_dead
 from ckptkit.ops.demote import demote, demoted_bytes
 from ckptkit.ops.ls import measure
@@ -66,7 +65,7 @@ class Pruned:
 
 
 def prune(
-    run: str | Path,
+    run: Source,
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
@@ -87,7 +86,7 @@ def prune(
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.keeps_all:
         raise Usage("nothing says what to keep", hint="give --keep-last, --keep-every or --keep-best")
-    root = to_local(run)
+    root = local_path_of(run)
     with translate_os_errors(root):
         if not root.is_dir():
             raise NotACheckpoint("no such directory", path=root)
@@ -101,7 +100,7 @@ def prune(
 
 
 def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
-    """What becomes of every directory in a run. A checkpoint that somebody is replacing just now stays."""
+    """Return what becomes of every directory in a run. A checkpoint that somebody is replacing just now stays."""
     paths = [path for path in folders(root) if not path.name.startswith(".")]
     found = {path: examine(path) for path in paths}
     other = [
@@ -132,7 +131,7 @@ def check_metric(root: Path, complete: Sequence[Saved], policy: Policy) -> None:
 
 
 def judge(saved: Saved, entry: Entry, *, demote: bool) -> Entry:
-    """What becomes of a checkpoint that no rule keeps: it stays if there is nothing to free, for the reason given."""
+    """Return what becomes of a checkpoint that no rule keeps: it stays if there is nothing to free, and says why."""
     if is_being_written(saved.path):
         return replace(entry, reason="being written")
     if not demote:
@@ -176,7 +175,7 @@ def make_smaller(entry: Entry, jobs: int | None, tell: Told | None) -> Entry:
 
 
 def examine(path: Path) -> Saved | str:
-    """The checkpoint in a directory, or why that is none that counts. Reads no tensor."""
+    """Return the checkpoint in a directory, or why that is none that counts. Reads no tensor."""
     checkpoint = Checkpoint.at(path)
     step = checkpoint.own_step
     if path.is_symlink():
@@ -184,7 +183,7 @@ def examine(path: Path) -> Saved | str:
     if step is None or is_epoch(path):
         return "its name says no step"
     if not checkpoint.parts:
-        return "no checkpoint in any known format"
+        return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
     problems = [problem for part in paths_in(checkpoint) for problem in verify_part(part, fast=True).problems]
     if problems:
         return f"not whole: {describe(problems[0], path)}"
@@ -195,7 +194,7 @@ def examine(path: Path) -> Saved | str:
 
 
 def describe(problem: CkptError, checkpoint: Path) -> str:
-    """A problem in one line, without what is above the checkpoint."""
+    """Return a problem in one line, without what is above the checkpoint."""
     path = problem.path
     if path is None or path == checkpoint or not path.is_relative_to(checkpoint):
         return problem.message

@@ -1,4 +1,4 @@
-"""Stats: what the numbers of a checkpoint look like, tensor by tensor, and folded by module."""
+"""Say what the numbers of a checkpoint look like, tensor by tensor, or which moved most from one to another."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from pathlib import Path
-from typing import Self
+from typing import Self, overload
 
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.engine.survey import survey
+from ckptkit.errors import Usage
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
+from ckptkit.ops.comparison.moved import Moved, moved
 from ckptkit.ops.inspection.tree import Branch, fold
 from ckptkit.ops.selection import Edits
 from ckptkit.progress import Progress, telling
@@ -21,21 +23,21 @@ from ckptkit.tensors.counting import Count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats(Count):
-    """What numbers a tensor has. Of integers and booleans none is NaN, infinite or denormal."""
+    """The numbers of a tensor, counted. Of integers and booleans none is NaN, infinite or denormal."""
 
     name: str
     spec: Spec
 
     @classmethod
     def of(cls, name: str, spec: Spec, count: Count) -> Self:
-        """Those of a tensor in which this was counted."""
+        """Make those of a tensor in which this was counted."""
         counted = {field.name: getattr(count, field.name) for field in fields(Count)}
         return cls(name=name, spec=spec, **counted)
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What numbers the checkpoint at `path` has, by tensor, in the order of the checkpoint."""
+    """The numbers of the checkpoint at `path`, by tensor, in the order of the checkpoint."""
 
     path: Path
     format: str
@@ -43,34 +45,56 @@ class Stats:
 
     @property
     def total(self) -> Count:
-        """What numbers there are in all."""
+        """Return what numbers there are in all."""
         return merge(self.tensors)
 
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
-        """The tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""
+        """Return the tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""
         found = {tensor.name: tensor for tensor in self.tensors}
         for branch in fold({tensor.name: tensor.spec for tensor in self.tensors}):
             yield branch, merge([found[name] for name in branch.names])
 
 
 def merge(counts: Sequence[Count]) -> Count:
-    """What was counted in all of them together."""
+    """Return what was counted in all of them together."""
     return reduce(Count.merge, counts, Count())
 
 
+@overload
 def stats(
     source: Source,
+    other: None = None,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     jobs: int | None = None,
     progress: Progress | None = None,
-) -> Stats:
+) -> Stats: ...
+
+
+@overload
+def stats(source: Source, other: Source, *, jobs: int | None = None, progress: Progress | None = None) -> Moved: ...
+
+
+def stats(
+    source: Source,
+    other: Source | None = None,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Stats | Moved:
     """Look at every number of the checkpoint at `source`, or of the latest of the run there, with `jobs` threads.
 
-    `include` and `exclude` are globs of names. Compares no checksums. Raises `Corrupt` where bytes are missing, naming
-    the tensor.
+    `include` and `exclude` are globs of names. Compares no checksums. With `other`, a checkpoint of the same model,
+    return how far each parameter moved from `source` to it. Raises `Corrupt` where bytes are missing, naming the
+    tensor; `Mismatch` if the two share no parameter.
     """
+    if other is not None:
+        if include or exclude:
+            raise Usage("--include and --exclude are for one checkpoint", hint="leave them out, or OTHER")
+        return moved(source, other, jobs=jobs, progress=progress)
     checkpoint = Checkpoint.open(source)
     whole = checkpoint.layout
     asked = Edits(include, exclude)
@@ -79,8 +103,3 @@ def stats(
     found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
     tensors = tuple(TensorStats.of(name, spec, found[name]) for name, spec in layout.specs.items())
     return Stats(checkpoint.path, layout.format, tensors)
-
-
-def scan(source: Source, *, jobs: int | None = None, progress: Progress | None = None) -> tuple[TensorStats, ...]:
-    """What numbers each tensor of a checkpoint has."""
-    return stats(source, jobs=jobs, progress=progress).tensors

@@ -1,4 +1,4 @@
-"""Verifies: is a checkpoint whole and undamaged? Lists every problem, and how many bytes nothing could be said about.
+"""Say whether a checkpoint is whole and undamaged: every problem, and how many bytes nothing could be said about.
 
 Structure first: files, sizes, coverage, key paths, what the metadata promises and the files hold. Then every byte is
 read, and compared with the CRC-32 that the format or a manifest has for it.
@@ -11,17 +11,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, named_in, no_checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest, sum_files
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.file import file_size, is_there
 from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_path
 from ckptkit.formats import find_format, locate
 from ckptkit.layout import Extent, Place
-from ckptkit.ops.own_files import Subject, within
+from ckptkit.ops.comparison.differences import Diff
+from ckptkit.ops.comparison.problems import problems_of
+from ckptkit.ops.diff import prove
+from ckptkit.ops.own_files import OwnFiles, within
+from ckptkit.ops.stats import TensorStats
+from ckptkit.ops.stats import stats as survey_part
 from ckptkit.progress import Progress, Told, telling
 
 _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
@@ -29,10 +33,12 @@ _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwri
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found in the checkpoint at `path`, or in a part of one.
+    """A checkpoint at `path` that was verified, or a part of one, and what was found.
 
     Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
-    compared with and `unchecked_bytes` had none. `sums` are of the files that were read.
+    compared with and `unchecked_bytes` had none. `sums` are of the files that were read. `compared` is how it differs
+    from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
+    tensors, if they were asked for.
     """
 
     path: Path
@@ -46,10 +52,12 @@ class Verified:
     unchecked_bytes: int = 0
     has_manifest: bool = False
     sums: Mapping[str, FileSum] = field(default_factory=dict)
+    compared: Diff | None = None
+    stats: tuple[TensorStats, ...] = ()
 
     @property
     def is_ok(self) -> bool:
-        """True if no problem was found."""
+        """Return whether no problem was found."""
         return not self.problems
 
 
@@ -64,34 +72,60 @@ class Problems:
         self._found.setdefault((problem.path, problem.tensor, problem.offset), problem)
 
     def are_in(self, path: Path) -> bool:
-        """True if a problem of file `path` is known."""
+        """Return whether a problem of file `path` is known."""
         return any(found == path for found, _, _ in self._found)
 
     def list(self) -> tuple[CkptError, ...]:
-        """All of them."""
+        """Return all of them."""
         return tuple(self._found.values())
 
 
 def verify(
-    path: str | Path, *, fast: bool = False, jobs: int | None = None, progress: Progress | None = None
+    *sources: Source,
+    fast: bool = False,
+    against: Source | None = None,
+    allow_cast: bool = False,
+    stats: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
 ) -> list[Verified]:
-    """Look for damage in the checkpoint at `path`, part by part, or in every checkpoint of the run at `path`.
+    """Look for damage in checkpoints, part by part; in a run, in each of its checkpoints.
 
-    With `fast` no tensor is read: structure, and with a manifest the checksums that the files say they have. Raises
-    `NotACheckpoint` if there is none; whatever is wrong with one that is there is among its problems.
+    With `fast` no tensor is read: structure, and with a manifest the checksums that the files say they have. Where
+    nothing was found, the tensors are held against those of the checkpoint `against`, of any format and world size:
+    all where both have an optimizer, the model's where one has none; of a run those of its latest checkpoint. Another
+    dtype is a problem, unless `allow_cast`: then `against` is converted to it first. With `stats` they are counted.
+
+    Raises `NotACheckpoint` if there is none, `Unsupported` for files that are not read yet; whatever is wrong with a
+    checkpoint that is there is among its problems.
     """
-    parts = find_all(to_path(path))
+    parts = [part for source in sources for part in find_all(source)]
     tell = telling(progress, sum(map(size_of, parts)))
-    return [verify_part(part, fast=fast, jobs=jobs, progress=tell) for part in parts]
+    found = [verify_part(part, fast=fast, jobs=jobs, progress=tell) for part in parts]
+    if against is not None and all(part.is_ok for part in found):
+        proofs = [prove(source, against, allow_cast=allow_cast, jobs=jobs, progress=progress) for source in sources]
+        compared = {path: diff for proof in proofs for path, diff in proof.items()}
+        found = [with_comparison(part, compared.get(part.path)) for part in found]
+    if stats and all(part.is_ok for part in found):
+        found = [replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in found]
+    return found
 
 
-def find_all(path: Path) -> list[Path]:
-    """The parts of the checkpoint at `path`, or of all checkpoints of a run, whether complete or not, oldest first."""
+def with_comparison(found: Verified, compared: Diff | None) -> Verified:
+    """Return what was found, with what is not the same in another checkpoint as further problems."""
+    if compared is None:
+        return found
+    return replace(found, problems=(*found.problems, *problems_of(compared)), compared=compared)
+
+
+def find_all(source: Source) -> list[Path]:
+    """Return the parts of a checkpoint, or of all those of a run, whether complete or not, oldest first."""
+    path = path_of(source)
     here = Checkpoint.at(path)
     if here.parts:
         return paths_in(here)
     steps = named_in(path)
-    if not steps:
+    if all(step.unreadable for step in steps):
         raise here.unreadable or no_checkpoint(path)
     return [part for step in steps for part in paths_in(step) or [step.path]]
 
@@ -102,7 +136,7 @@ def paths_in(checkpoint: Checkpoint) -> list[Path]:
 
 
 def size_of(part: Path) -> int:
-    """Bytes of the files that will be read, as near as can be told without opening any."""
+    """Return the bytes of the files that will be read, as near as can be told without opening any."""
     with translate_os_errors(part):
         found = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
         return sum(state.st_size for state in found if stat.S_ISREG(state.st_mode))
@@ -121,49 +155,52 @@ def verify_part(
     found = Verified(path)
     try:
         origin = Origin.of(path)
-        reader = find_format(path)
+        here = Checkpoint.at(path)
+        if here.unreadable:
+            raise here.unreadable
+        reader = here.parts[0].reader if here.is_direct else find_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             manifest = read_known(path, problems) if with_manifest else None
-            subject = Subject(reader, path, layout, manifest)
-            found = skim(subject, problems) if fast else read_all(subject, problems, jobs, progress)
+            own = OwnFiles(reader, path, layout, manifest)
+            found = skim(own, problems) if fast else read_all(own, problems, jobs, progress)
             origin.check()
     except CkptError as error:
         problems.add(error.blame(path=path))
     return replace(found, problems=problems.list())
 
 
-def skim(subject: Subject, problems: Problems) -> Verified:
+def skim(own: OwnFiles, problems: Problems) -> Verified:
     """Look at everything but the data of large tensors."""
-    sizes = sizes_of(subject, problems)
-    content, extents = look_inside(subject, sizes, problems)
+    sizes = sizes_of(own, problems)
+    content, extents = look_inside(own, sizes, problems)
     unknown = {extent.path for extent in extents if extent.crc32 is None}
-    sums = sum_files(subject.root, (sizes.keys() & subject.recorded.keys()) - unknown, extents)
-    compare_files(subject, sums, problems)
-    return summary(subject, sizes, content)
+    sums = sum_files(own.root, (sizes.keys() & own.recorded.keys()) - unknown, extents)
+    compare_files(own, sums, problems)
+    return summary(own, sizes, content)
 
 
-def read_all(subject: Subject, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
+def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
     """Look at everything: read every byte."""
-    sizes = sizes_of(subject, problems)
-    content, extents = look_inside(subject, sizes, problems)
-    found = scan(subject.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
-    compare_extents(subject, extents, found.extents, problems)
+    sizes = sizes_of(own, problems)
+    content, extents = look_inside(own, sizes, problems)
+    found = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
+    compare_extents(own, extents, found.extents, problems)
     sums = {name: FileSum(sizes[name], crc) for name, crc in found.files.items()}
-    compare_files(subject, sums, problems)
+    compare_files(own, sums, problems)
     unread = [
         extent.length
         for extent in extents
         if (extent.path, extent.offset) not in found.extents
-        or (subject.expected(extent) is None and extent.path not in subject.recorded)
+        or (own.expected(extent) is None and extent.path not in own.recorded)
     ]
-    result = summary(subject, sizes, content)
+    result = summary(own, sizes, content)
     unchecked = min(sum(unread), content)
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
 
 
 def read_known(path: Path, problems: Problems) -> Manifest | None:
-    """The manifest of what is at `path`, if there is one that can be read."""
+    """Return the manifest of what is at `path`, if there is one that can be read."""
     try:
         return read_manifest(path if path.is_dir() else path.parent)
     except CkptError as error:
@@ -171,43 +208,41 @@ def read_known(path: Path, problems: Problems) -> Manifest | None:
         return None
 
 
-def sizes_of(subject: Subject, problems: Problems) -> dict[str, int]:
-    """Bytes by name of the files that are there and shall be read; the sizes compared with those in the manifest."""
+def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
+    """Return the bytes, by name, of the files that shall be read and are there, once compared with the manifest's."""
     sizes: dict[str, int] = {}
-    for name in sorted(subject.needed | subject.recorded.keys()):
-        path = subject.root / name
+    for name in sorted(own.needed | own.recorded.keys()):
+        path = own.root / name
         try:
-            if name in subject.needed and problems.list() and not is_there(path):
+            if name in own.needed and problems.list() and not is_there(path):
                 continue  # whoever read the layout has said so
             sizes[name] = file_size(path)
         except CkptError as error:
             problems.add(error)
             continue
-        known = subject.recorded.get(name)
+        known = own.recorded.get(name)
         if known is not None and known.nbytes != sizes[name]:
             message = f"the file has {sizes[name]} bytes, in the manifest it has {known.nbytes}"
             problems.add(Corrupt(message, path=path, hint=_CHANGED))
     return sizes
 
 
-def look_inside(subject: Subject, sizes: Mapping[str, int], problems: Problems) -> tuple[int, list[Extent]]:
+def look_inside(own: OwnFiles, sizes: Mapping[str, int], problems: Problems) -> tuple[int, list[Extent]]:
     """Open every envelope that lies in a file of these sizes.
 
-    Gives the bytes of tensors and other entries in them, and the runs of bytes that remain to be compared.
+    Returns the bytes of tensors and other entries in them, and the runs of bytes that remain to be compared.
     """
-    sound = within(subject.layout, sizes)
+    sound = within(own.layout, sizes)
     located = locate(sound, problems.add)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
-    return content, list(subject.reader.extents(sound, problems.add))
+    return content, list(own.reader.extents(sound, problems.add))
 
 
-def compare_extents(
-    subject: Subject, extents: Iterable[Extent], found: Mapping[Place, int], problems: Problems
-) -> None:
+def compare_extents(own: OwnFiles, extents: Iterable[Extent], found: Mapping[Place, int], problems: Problems) -> None:
     """Note the extents that were read and do not have the CRC-32 that they should have."""
     for extent in extents:
-        crc, wanted = found.get((extent.path, extent.offset)), subject.expected(extent)
+        crc, wanted = found.get((extent.path, extent.offset)), own.expected(extent)
         if crc is None or wanted is None or crc == wanted:
             continue
         is_whole = crc == extent.crc32
@@ -216,45 +251,45 @@ def compare_extents(
             Corrupt(
                 f"the {extent.length} bytes at {extent.offset} {what}: "
                 f"their CRC-32 is {crc:08x}, recorded is {wanted:08x}",
-                path=subject.root / extent.path,
+                path=own.root / extent.path,
                 tensor=extent.name or None,
                 offset=extent.offset,
-                hint=_CHANGED if is_whole else describe_damage(subject.root, extent),
+                hint=_CHANGED if is_whole else describe_damage(own.root, extent),
             )
         )
 
 
 def describe_damage(root: Path, extent: Extent) -> str:
-    """A hint on what may have happened to an extent, and what to do."""
+    """Return a hint on what may have happened to an extent, and what to do."""
     zeros = find_zeros(root, extent)
     if zeros is None:
         return "the file changed after it was written: restore it from a copy, or use another checkpoint"
     return f"a page of zeros lies at byte {zeros}: it was never written, as after a crash; use another checkpoint"
 
 
-def compare_files(subject: Subject, sums: Mapping[str, FileSum], problems: Problems) -> None:
+def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems) -> None:
     """Note the files that differ from the manifest where nothing in them is known to, and those that it lacks."""
-    for name, wanted in subject.recorded.items():
-        found, path = sums.get(name), subject.root / name
+    for name, wanted in own.recorded.items():
+        found, path = sums.get(name), own.root / name
         if found is not None and found != wanted and not problems.are_in(path):
             message = f"its CRC-32 is {found.crc32:08x}, that in the manifest is {wanted.crc32:08x}"
             problems.add(Corrupt(message, path=path, hint=_CHANGED))
-    if subject.manifest and subject.path.is_dir():
-        for name in subject.strangers:
+    if own.manifest and own.path.is_dir():
+        for name in own.strangers:
             hint = "remove the file, if it is of another checkpoint"
-            problems.add(Corrupt("the manifest does not know this file", path=subject.root / name, hint=hint))
+            problems.add(Corrupt("the manifest does not know this file", path=own.root / name, hint=hint))
 
 
-def summary(subject: Subject, sizes: Mapping[str, int], content: int) -> Verified:
-    """What was looked at: files of these sizes, with `content` bytes of tensors and other entries; none compared."""
-    extra = [] if subject.manifest else subject.strangers
+def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
+    """Return what was looked at: files of these sizes, with `content` bytes of tensors and entries; none compared."""
+    extra = [] if own.manifest else own.strangers
     return Verified(
-        subject.path,
-        subject.reader.name,
+        own.path,
+        own.reader.name,
         notes=(f"not of this checkpoint: {', '.join(extra)}",) if extra else (),
         files=len(sizes),
-        tensors=len(subject.layout.tensors),
+        tensors=len(own.layout.tensors),
         nbytes=sum(sizes.values()),
         unchecked_bytes=content,
-        has_manifest=subject.manifest is not None,
+        has_manifest=own.manifest is not None,
     )

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import Source, path_of
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import file_size, opening, read_at, read_small
-from ckptkit.files.path import RemotePath, to_local, to_path
+from ckptkit.files.path import RemotePath, to_local
 from ckptkit.files.publish import publish
 from ckptkit.ops.inspect import Inspected, inspect
-from ckptkit.ops.ls import Listing, list_run
+from ckptkit.ops.ls import Listing, ls
 from ckptkit.pictures.numbers import brief, format_bytes
 from ckptkit.pictures.shards import map_shards
 from ckptkit.progress import Progress, telling
@@ -39,7 +40,7 @@ class Reported:
 
 
 def report(
-    run: str | Path,
+    run: Source,
     out: str | Path | None = None,
     *,
     fast: bool = False,
@@ -52,7 +53,7 @@ def report(
     The weights of its latest checkpoint are read, with `jobs` threads, unless it is to be `fast`. An earlier report is
     replaced; any other file is `Occupied`, unless `overwrite`. Raises `NotACheckpoint` for a run with nothing in it.
     """
-    root = to_path(run)
+    root = path_of(run)
     listing = list_checkpoints(root)
     if out is None and (listing.root != root or isinstance(root, RemotePath)):
         what = "the run is remote" if listing.root == root else "this is one checkpoint, and no run"
@@ -86,7 +87,7 @@ def report(
 def list_checkpoints(root: Path) -> Listing:
     """Return the checkpoints of a run, of which there may be none if there are metrics."""
     try:
-        return list_run(root)
+        return ls(root)
     except NotACheckpoint:
         if not (root / METRICS).is_file():
             raise
@@ -121,7 +122,7 @@ def describe(latest: Inspected) -> str:
     """Describe the latest checkpoint in a line."""
     ranks = latest.world_size
     written = f", written by {ranks} rank{'s' * (ranks > 1)}" if ranks else ""
-    producer = f", by {latest.producer}" if latest.producer else ""
+    producer = f", by {latest.trainer}" if latest.trainer else ""
     return f"latest checkpoint: {latest.whole.name}, {latest.layout.format}{written}{producer}"
 
 

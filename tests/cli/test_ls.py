@@ -95,6 +95,7 @@ def test_ls_in_json(run: Path) -> None:
         "metrics": {"loss": 1 / 15, "eval_loss": 2.0, "perplexity": None, "grad_norm": 12345.678, "\x1b[31m": 1.0},
         "pinned": False,
         "format": "dcp",
+        "trainer": None,
         "latest": False,
         "problem": "unfinished",
         "weights_only": False,
@@ -137,14 +138,14 @@ def test_inspect_at_a_glance(run: Path) -> None:
     for words in (
         f"note: the latest complete checkpoint of {run}",
         f"{run / 'global_step10'}: dcp checkpoint, step 10, written by 3 ranks",
-        "producer: torch.distributed.checkpoint",
+        "trainer: torch.distributed.checkpoint",
         "no manifest",
         "parameters, ",
     ):
         assert words in text
     assert [line.split()[0] for line in lines[-4:-1]] == ["model", "optimizer", "rest"]
     found = json.loads(ckptkit("inspect", run, "--json").stdout)
-    assert found["producer"] == "torch.distributed.checkpoint"
+    assert found["trainer"] == found["producer"] == "torch.distributed.checkpoint"
     assert found["groups"]["model"].keys() == {"entries", "nbytes", "dtypes"}
     assert (found["ties"], found["has_manifest"], found["world_size"]) == ([], False, 3)
     assert found["parameters"] > 0

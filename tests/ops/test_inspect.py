@@ -33,7 +33,7 @@ def test_a_sharded_checkpoint_at_a_glance(produce: Produce, tmp_path: Path) -> N
     shutil.copytree(produced.root, tmp_path / "ckpt-7")
     found = inspect(tmp_path)
     assert (found.whole, found.step, found.world_size) == (tmp_path / "ckpt-7", 7, 3)
-    assert found.producer == "torch.distributed.checkpoint"
+    assert found.trainer == "torch.distributed.checkpoint"
     assert found.parameters == numel(produced.truth, "model.")
     assert {kind: group.under for kind, group in found.groups.items()} == {
         "model": ("model",),
@@ -49,14 +49,14 @@ def test_a_sharded_checkpoint_at_a_glance(produce: Produce, tmp_path: Path) -> N
     assert (found.has_manifest, found.ties, found.unread) == (False, (), ())
     make_manifest(tmp_path / "ckpt-7")
     assert inspect(tmp_path).has_manifest
-    assert inspect(tmp_path).producer == "torch.distributed.checkpoint"  # the manifest is ours, the checkpoint is not
+    assert inspect(tmp_path).trainer == "torch.distributed.checkpoint"  # the manifest is ours, the checkpoint is not
 
 
 def test_a_checkpoint_in_parts_is_one(produce: Produce, tmp_path: Path) -> None:
     produced = produce(producers.accelerate)
     shutil.copytree(produced.root, tmp_path / "checkpoint-4")
     found = inspect(tmp_path / "checkpoint-4")
-    assert (found.producer, found.step, found.world_size) == ("Accelerate", 4, 2)
+    assert (found.trainer, found.step, found.world_size) == ("Accelerate", 4, 2)
     assert (found.layout.root.name, found.model.root.name) == ("checkpoint-4", "pytorch_model_fsdp_0")
     assert found.layout.names == (*found.model.names, *open_layout(produced.root / "optimizer_0").names)
     assert found.parameters == numel(produced.truth, "model.")
@@ -65,9 +65,9 @@ def test_a_checkpoint_in_parts_is_one(produce: Produce, tmp_path: Path) -> None:
         "optimizer": ("optimizer",),
     }
     part = inspect(tmp_path / "checkpoint-4" / "optimizer_0")
-    assert (part.producer, part.step, part.parameters, list(part.groups)) == ("Accelerate", 4, None, ["optimizer"])
+    assert (part.trainer, part.step, part.parameters, list(part.groups)) == ("Accelerate", 4, None, ["optimizer"])
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{}")
-    assert inspect(tmp_path / "checkpoint-4").producer == "Accelerate, by transformers' Trainer"
+    assert inspect(tmp_path / "checkpoint-4").trainer == "Accelerate, by transformers' Trainer"
     (tmp_path / "checkpoint-4" / "optimizer_0" / "__1_0.distcp").unlink()
     torn = inspect(tmp_path / "checkpoint-4")
     assert list(torn.groups) == ["model"]
@@ -83,15 +83,15 @@ def test_what_our_own_training_saves(tmp_path: Path, form: str) -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     Run(tmp_path, state_dict=form).save(5, model, optimizer, scheduler=scheduler, progress={"tokens": 1})
     found = inspect(tmp_path / "ckpt-5")
-    assert (found.producer, found.parameters, found.has_manifest) == ("ckptkit train (FSDP)", 16, True)
+    assert (found.trainer, found.parameters, found.has_manifest) == ("ckptkit train (FSDP)", 16, True)
     assert list(found.groups) == ["model", "optimizer", "rest"]
     assert set(found.groups["rest"].under) == {"step", "scheduler", "progress"}
     assert found.world_size == (None if form == "full" else 1)
     consolidate(tmp_path / "ckpt-5", tmp_path / "out")
     made = inspect(tmp_path / "out")
-    assert made.producer == f"ckptkit, of a `{found.layout.format}` checkpoint"
+    assert made.trainer == f"ckptkit, of a `{found.layout.format}` checkpoint"
     assert (made.parameters, made.step, list(made.groups)) == (16, None, ["model"])
-    assert inspect(tmp_path / "out" / "model.safetensors").producer is None
+    assert inspect(tmp_path / "out" / "model.safetensors").trainer is None
 
 
 STATE: dict[str, dict[str, Any]] = {
@@ -106,7 +106,7 @@ def test_trainers_that_their_keys_tell(tmp_path: Path, producer: str) -> None:
     """Laid out as they do; the libraries themselves are not here."""
     save_alone(STATE[producer], tmp_path / "step-1")
     found = inspect(tmp_path / "step-1")
-    assert (found.producer, found.parameters) == (producer, 12)
+    assert (found.trainer, found.parameters) == (producer, 12)
     assert found.groups["optimizer"].nbytes >= 48
 
 
@@ -123,7 +123,7 @@ def test_trainers_that_their_keys_tell(tmp_path: Path, producer: str) -> None:
 def test_trainers_that_their_files_tell(tmp_path: Path, file: str, text: str, producer: str) -> None:
     save_alone({"model": {"w": ONES}}, tmp_path / "step-1")
     (tmp_path / "step-1" / file).write_text(text)
-    assert inspect(tmp_path / "step-1").producer == producer
+    assert inspect(tmp_path / "step-1").trainer == producer
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,15 @@ def test_trainers_that_their_files_tell(tmp_path: Path, file: str, text: str, pr
 def test_libraries_that_wrote_safetensors(tmp_path: Path, file: str, text: str, producer: str | None) -> None:
     save_file({"w": ONES}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / file).write_text(text)
-    assert inspect(tmp_path).producer == producer
+    assert inspect(tmp_path).trainer == producer
 
 
 def test_what_torch_itself_writes(produce: Produce, tmp_path: Path) -> None:
-    assert inspect(produce(producers.hf_shards).root).producer == "torch.distributed.checkpoint, as safetensors"
+    assert inspect(produce(producers.hf_shards).root).trainer == "torch.distributed.checkpoint, as safetensors"
     torch.save({"w": ONES}, tmp_path / "model.pt")
-    assert inspect(tmp_path / "model.pt").producer == "torch.save"
+    assert inspect(tmp_path / "model.pt").trainer == "torch.save"
     torch.save({"state_dict": {"w": ONES}, "pytorch-lightning_version": "2"}, tmp_path / "step=1.ckpt")
-    assert inspect(tmp_path / "step=1.ckpt").producer == "Lightning"
+    assert inspect(tmp_path / "step=1.ckpt").trainer == "Lightning"
 
 
 def test_one_storage_under_two_names_is_a_tie(tmp_path: Path) -> None:

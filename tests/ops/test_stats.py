@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ckptkit.errors import Usage
 from ckptkit.layout import Spec
-from ckptkit.ops.stats import TensorStats, scan, stats
+from ckptkit.ops.stats import TensorStats, stats
 from ckptkit.tensors.dtypes import DTYPES
 from tests import producers
 from tests.conftest import Produce
@@ -22,7 +22,7 @@ from tests.producers import Producer
 def test_stats_are_those_of_the_tensors(produce: Produce, producer: Producer) -> None:
     made = produce(producer)
     told: list[tuple[int, int]] = []
-    found = scan(made.root, jobs=2, progress=lambda nbytes, total: told.append((nbytes, total)))
+    found = stats(made.root, jobs=2, progress=lambda nbytes, total: told.append((nbytes, total))).tensors
     truth = {name: value for name, value in made.truth.items() if isinstance(value, torch.Tensor)}
     assert {each.name for each in found} == set(truth)
     for each in found:
@@ -47,7 +47,7 @@ def test_what_catches_the_eye(tmp_path: Path) -> None:
         "mixed": torch.tensor([1.0, torch.nan, -torch.inf, 1.0]),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    found = {each.name: each for each in scan(tmp_path)}
+    found = {each.name: each for each in stats(tmp_path).tensors}
     assert {name for name, each in found.items() if each.is_all_zero} == {"zero"}
     assert {name for name, each in found.items() if each.is_constant} == {"zero", "tiny", "one"}
     assert found["tiny"].denormal == 4

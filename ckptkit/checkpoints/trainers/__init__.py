@@ -88,7 +88,7 @@ def companion_folders() -> tuple[str, ...]:
 
 
 def metrics_files() -> dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]:
-    """Return, by the name of a file, how what was measured is understood; ours comes first."""
+    """Return how what was measured is understood, by the name of its file; ours comes first."""
     return {name: understand for trainer in TRAINERS for name, understand in trainer.metrics.items()}
 
 

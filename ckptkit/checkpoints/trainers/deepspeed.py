@@ -6,14 +6,26 @@ file with the name of the directory that is meant.
 
 from __future__ import annotations
 
-from ckptkit.checkpoints.trainers.trainer import Trainer
+from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
 
-_RANK = r"(?:bf16_)?(?:zero_pp_rank_[0-9]+_)?mp_rank_[0-9]{2}"
+_BY_RANK = r"(?:bf16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt"
+_BY_TENSOR_RANK = r"mp_rank_[0-9]{2}_model_states\.pt"
+_BY_LAYER = r"layer_[0-9]+(?:-model_[0-9]{2}|_expert_[0-9]+_mp_rank_[0-9]{2}|)[-_]model_states\.pt"
+
+
+def wrote(seen: Evidence) -> str | None:
+    """Return the name by what the files of ranks are called."""
+    return "DeepSpeed" if seen.has_file(f"{_BY_RANK}|{_BY_TENSOR_RANK}") else None
+
 
 DEEPSPEED = Trainer(
     name="deepspeed",
+    wrote=wrote,
     steps=("global_step([0-9]{1,18})",),
     trackers=("latest",),
     ranks=(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
-    unread={rf"{_RANK}_(?:model|optim)_states\.pt": "files of torch.save by rank, as DeepSpeed saves"},
+    unread=dict.fromkeys(
+        (_BY_RANK, rf"(?!mp_rank_00){_BY_TENSOR_RANK}", _BY_LAYER),
+        "files of torch.save by rank, as DeepSpeed saves",
+    ),
 )

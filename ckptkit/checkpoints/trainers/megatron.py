@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
 
+_RANK = "mp_rank_[0-9]{2}(?:_[0-9]{3})*"
+_ONE_OF_SEVERAL = rf"(?!mp_rank_00(?:_000)*$){_RANK}"  # a rank that is alone has the whole model
+
 
 def wrote(seen: Evidence) -> str | None:
-    """Return the name by the file that says how the shards are stored."""
-    return "Megatron" if "sharded_backend" in seen.read_json("metadata.json") else None
+    """Return the name by the file that says how the shards are stored, or the directories of ranks."""
+    is_sharded = "sharded_backend" in seen.read_json("metadata.json")
+    return "Megatron" if is_sharded or seen.has_file(_RANK) else None
 
 
 MEGATRON = Trainer(
@@ -19,5 +23,5 @@ MEGATRON = Trainer(
     wrote=wrote,
     steps=("iter_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
-    unread={"mp_rank_[0-9]{2}(?:_[0-9]{3})*": "a directory for each rank of tensors and pipeline, as Megatron saves"},
+    unread={_ONE_OF_SEVERAL: "a directory for each rank of tensors and pipeline, as Megatron saves"},
 )

@@ -1,6 +1,6 @@
 """Know the names of NeMo's checkpoints, which have values in them: `model--loss=2.5-step=5-consumed_samples=40.0`.
 
-Source: nemo/lightning/pytorch/callbacks/model_checkpoint.py.
+Source: `model_checkpoint.py` of its callbacks.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,19 +13,23 @@ from ckptkit.layout import KeyPath
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The names that a checkpoint shows: of its place, format and files, and of the keys recorded in it.
+    """The names that a checkpoint shows: of its place and files, and, once that was read, its format and keys.
 
     `keys` are the first steps of the key paths, `below` the second steps under each. `read_json` gives a small file of
     the checkpoint, {} where it has none that can be read.
     """
 
     place: Path
-    format: str | None
-    world_size: int | None
     files: frozenset[str]
+    format: str | None = None
+    world_size: int | None = None
     keys: frozenset[str] = frozenset()
     below: Mapping[str, frozenset[str]] = field(default_factory=dict)
     read_json: Callable[[str], Mapping[str, Any]] = lambda _: {}
+
+    def has_file(self, pattern: str) -> bool:
+        """Return whether the whole name of a file or directory matches a pattern."""
+        return any(re.fullmatch(pattern, name) for name in self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +40,9 @@ class Trainer:
     that say which checkpoint is meant. Inside a checkpoint `models` and `others` are directories with the model and
     with all else, `companions` those with config and tokenizer, `ranks` files of which each rank has one (the group is
     the rank), `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a
-    key path. `unread` says, by pattern, what files are that ckptkit does not read. `metrics` gives, by file, what was
-    measured. `wrote` says the name to show, or None, by what only this trainer leaves.
+    key path. `unread` says, by pattern, what files and directories are that ckptkit does not read. `metrics` gives, by
+    file, what was measured. `wrote` says the name to show, or None, by what only this trainer leaves: be it a name, in
+    a listing, or a key, once the metadata was read.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Comparing: what is not the same in two checkpoints."""
+"""Compare checkpoints: what is in one and not in the other, and by how much they differ."""

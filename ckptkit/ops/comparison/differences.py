@@ -1,4 +1,4 @@
-"""Differences: what two checkpoints were found not to have in common, and which of it matters most. Reads nothing."""
+"""Hold what two checkpoints were found not to have in common, that which matters most first. Reads nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Kind:
     count: int
 
     def merge(self, other: Difference) -> Kind:
-        """With one more; which index was the first of all means nothing then."""
+        """Return them with one more; which index was the first of all means nothing then."""
         distance = self.difference.distance
         if distance is not None and other.distance is not None:
             distance = replace(distance.merge(other.distance), first=None)
@@ -55,7 +55,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What was found between `a` and `b`: `tensors` and `nbytes` of either that were compared, and all that differs.
+    """The differences between `a` and `b`, of which `tensors` and `nbytes` of either were compared.
 
     `different` has first what matters most. `renamed` gives names in `b` by those in `a`; what is in tensors under two
     names was compared. `checked_bytes` had a CRC-32 to be compared with.
@@ -74,7 +74,7 @@ class Diff:
 
     @property
     def by_kind(self) -> tuple[Kind, ...]:
-        """What differs, with those together that differ alike in every layer: `layers.*.mlp.up_proj.weight`.
+        """Return what differs, with those together that differ alike in every layer: `layers.*.mlp.up_proj.weight`.
 
         Whatever has NaN stays by itself.
         """
@@ -87,11 +87,11 @@ class Diff:
 
     @property
     def is_equal(self) -> bool:
-        """True if nothing differs, not even a name."""
+        """Return whether nothing differs, not even a name."""
         return not (self.only_in_a or self.only_in_b or self.different or self.renamed)
 
     def merge(self, other: Diff) -> Diff:
-        """What was found in two parts of the same checkpoints."""
+        """Return what was found in two parts of the same checkpoints."""
         return Diff(
             self.a,
             self.b,

@@ -1,4 +1,4 @@
-"""Entries: those of two checkpoints that are no tensor, held against each other. Runs nothing of what is in them."""
+"""Compare the entries of two checkpoints that are no tensor. Runs nothing of what is in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Scalar = str | int | float | bytes | bool | None
 
 
 def differing_entries(a: Layout, b: Layout, notes: list[str]) -> dict[str, tuple[Scalar, Scalar] | None]:
-    """The entries of two layouts with the same ones that differ, with both values where these are scalars.
+    """Return the entries of two layouts with the same ones that differ, with both values where these are scalars.
 
     Adds to `notes` what cannot be told.
     """
@@ -37,7 +37,7 @@ def differing_entries(a: Layout, b: Layout, notes: list[str]) -> dict[str, tuple
 
 
 def same_bytes(a: Layout, b: Layout) -> set[str]:
-    """The entries that have bytes to themselves, and the same in both."""
+    """Return the entries that have bytes to themselves, and the same in both."""
     names = {
         name
         for name, blob in a.blobs.items()
@@ -48,19 +48,19 @@ def same_bytes(a: Layout, b: Layout) -> set[str]:
 
 
 def as_bytes(layout: Layout, names: set[str]) -> Layout:
-    """A layout in which the bytes of some entries are tensors."""
+    """Return a layout in which the bytes of some entries are tensors."""
     tensors = {name: tensor_of(layout.blobs[name]) for name in names}
     return replace(layout, tensors=tensors, blobs={}, keys={})
 
 
 def tensor_of(blob: Blob) -> StoredTensor:
-    """The bytes of an entry as a tensor."""
+    """Return the bytes of an entry as a tensor."""
     box, dtype = whole((blob.length,)), DTYPES["uint8"]
     chunk = Chunk(box, blob.path, blob.offset, blob.length, dtype, crc32=blob.crc32)
     return StoredTensor(Spec(dtype, box.size), (chunk,))
 
 
 def is_same(one: Any, two: Any) -> bool:
-    """True if entries whose bytes differ hold the same value all the same; not if there are tensors in it."""
+    """Return whether entries whose bytes differ hold the same value all the same; not if there are tensors in it."""
     has_tensors = any(isinstance(part, PersistentId) for value in (one, two) for part in walk(value))
     return not has_tensors and dump(one) == dump(two)

@@ -1,4 +1,4 @@
-"""Sides: two checkpoints to be compared, each with the names by which its entries are to be found in the other."""
+"""Match two checkpoints that are compared: parts with parts, and entries by names that both can have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DDP = "module."
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A checkpoint, and the names by which its entries are compared.
+    """One of two checkpoints that are compared, under the names by which its entries are found in the other.
 
     `weights` are the model's own of these names, `wrapper` is what was taken off them, and `left_out` is what there is
     beside them.
@@ -34,15 +34,19 @@ class Side:
     left_out: tuple[LeftOut, ...] = ()
 
     def select(self, keep: Callable[[str], bool]) -> Self:
-        """What of it has a name that `keep` accepts."""
+        """Return what of it has a name that `keep` accepts."""
         return replace(self, layout=edits.select(self.layout, keep), weights=frozenset(filter(keep, self.weights)))
 
+    def only_tensors(self) -> Self:
+        """Return it without the entries that are no tensor."""
+        return replace(self, layout=replace(self.layout, blobs={}))
+
     def only_weights(self) -> Self:
-        """The model's weights alone."""
+        """Return the model's weights alone."""
         return replace(self.select(self.weights.__contains__), left_out=())
 
     def renamed(self, new_name: NewName) -> Self:
-        """The same with other names for parameters, wherever these occur."""
+        """Return it with other names for parameters, wherever these occur."""
         keys = {name: rename_in(self.layout.key(name), new_name, name in self.weights) for name in self.layout.names}
         weights = frozenset(new_name(name) for name in self.weights)
         return replace(self, layout=with_keys(self.layout, keys, new_name), weights=weights)
@@ -61,7 +65,7 @@ def pair_parts(one: Checkpoint, two: Checkpoint, notes: list[str]) -> list[tuple
 
 
 def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:
-    """Both sides by names that can be compared; of the model alone, if only one has anything else.
+    """Return both sides by names that can be compared; of the model alone, if only one has anything else.
 
     Where the names are the same already, they stay as they are. Adds to `notes` what was done.
     """
@@ -79,14 +83,14 @@ def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:
 
 
 def describe_rest(side: Side) -> str:
-    """What a side has beside the model."""
+    """Return in words what a side has beside the model."""
     rest = ", ".join(f"{left.name} ({left.entries:,})" for left in side.left_out[:4])
     more = ", ..." if side.left_out[4:] else ""
     return f"just {side.layout.root} has {rest}{more}"
 
 
 def find_model(layout: Layout) -> Weights | None:
-    """The model's tensors; None where there are none, or those of several models."""
+    """Return the model's tensors; None where there are none, or those of several models."""
     try:
         return find_weights(layout) if has_weights(layout) else None
     except (Mismatch, Unsupported):
@@ -94,13 +98,13 @@ def find_model(layout: Layout) -> Weights | None:
 
 
 def as_it_is(layout: Layout) -> Side:
-    """The checkpoint under the names that it has."""
+    """Return the checkpoint under the names that it has."""
     found = find_model(layout)
     return Side(layout, frozenset(found.came_from.values()) if found else frozenset())
 
 
 def by_own_names(layout: Layout) -> Side:
-    """The checkpoint with the model's own names for its parameters; as it is, where no model can be found."""
+    """Return the checkpoint with the model's own names for its parameters; as it is, where no model can be found."""
     found = find_model(layout)
     if found is None:
         return Side(layout)
@@ -111,7 +115,7 @@ def by_own_names(layout: Layout) -> Side:
 
 
 def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:
-    """The way by which each entry is compared: without the wrapper, and without what torch's wrappers put into it."""
+    """Return the key path by which each entry is compared: the model's wrapper and torch's own are taken off."""
     keys: dict[str, KeyPath] = {old: (new,) for new, old in found.came_from.items()}
     above, clean = find_prefix(layout)[:-1], cleaner(found)
     for name in layout.names:
@@ -122,7 +126,7 @@ def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:
 
 
 def cleaner(found: Weights) -> NewName:
-    """What a parameter's name is where it occurs outside the model: the same as there."""
+    """Return a function that gives a parameter, where it is named outside the model, the name that it has there."""
 
     def clean(name: str) -> str:
         plain = model_name((name,), ())
@@ -132,14 +136,14 @@ def cleaner(found: Weights) -> NewName:
 
 
 def with_keys(layout: Layout, keys: Mapping[str, KeyPath], new_name: NewName) -> Layout:
-    """The layout with other ways to its entries, and other names for the parameters in the optimizer's lists."""
+    """Return the layout with other key paths, and other names for the parameters in the optimizer's lists."""
     lists = {name: blob for name, blob in layout.blobs.items() if is_list_of_parameters(layout.key(name))}
     blobs = {**layout.blobs, **{name: rename_list(layout, blob, new_name) for name, blob in lists.items()}}
     return edits.rekey(replace(layout, blobs=blobs), keys)
 
 
 def with_head_of(side: Side, other: Side) -> Side:
-    """The side with a head that the other has, and that was left out of this one because the config ties it."""
+    """Return the side with a head that the other has, and that was left out of this one because the config ties it."""
     if HEAD not in other.layout.tensors or HEAD in side.layout.tensors:
         return side
     config = find_companions(side.layout.root, None).config or {}

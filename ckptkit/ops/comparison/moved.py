@@ -1,4 +1,4 @@
-"""Moved: of two checkpoints of one model, which parameters moved most between them."""
+"""Measure which parameters moved most between two checkpoints of one model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptkit.tensors.distance import Distance
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """How far a tensor went, or several as though they were one: how many `tensors`, the `peak` furthest of all."""
+    """The way that a tensor went, or several `tensors` as though they were one, of which `peak` went furthest."""
 
     name: str
     distance: Distance
@@ -30,17 +30,17 @@ class Movement:
 
     @property
     def change(self) -> float:
-        """||b - a|| / ||a||."""
+        """Return ||b - a|| / ||a||."""
         return self.distance.rel_l2
 
     def merge(self, other: Movement) -> Movement:
-        """Both together, of which the other changed less; under a name without the number of their layer."""
+        """Return both together, of which the other changed less; under a name without the number of their layer."""
         return Movement(fold(self.name), self.distance.merge(other.distance), self.tensors + other.tensors, self.peak)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How far the parameters of a model went from checkpoint `a` to `b`: each of them, that which changed most first.
+    """The ways that a model's parameters went from checkpoint `a` to `b`: that which changed most comes first.
 
     Names are the model's own.
     """
@@ -66,7 +66,7 @@ class Moved:
 
 
 def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress | None = None) -> Moved:
-    """How far each parameter of the model went from checkpoint `a` to `b`, or from the latest of the run at `a`.
+    """Measure how far each parameter of the model went from checkpoint `a` to `b`, or from the latest of the run `a`.
 
     Parameters that only one has, or in another shape, are left out and said. Raises `Mismatch` if they share none, and
     any `CkptError` if one of them cannot be read or is damaged.
@@ -90,10 +90,10 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
 
 
 def can_move(one: Spec, two: Spec) -> bool:
-    """True for tensors of the same shape that are numbers with a size."""
+    """Return True for tensors of the same shape that are numbers with a size."""
     return one.shape == two.shape and "float" == one.dtype.kind == two.dtype.kind
 
 
 def rank(movements: Iterable[Movement]) -> tuple[Movement, ...]:
-    """Those that changed most first."""
+    """Return those that changed most first."""
     return tuple(sorted(movements, key=lambda movement: (-movement.change, movement.name)))

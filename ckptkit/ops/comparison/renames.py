@@ -1,4 +1,4 @@
-"""Renames: which tensors of two checkpoints are the same under other names; by a rule, or by what is in them."""
+"""Find tensors of two checkpoints that are the same under other names, by a rule or by what is in them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MOST_RULES = 64  # that are tried, those first that the most names suggest
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Words of a name that become others; `at_start` if only there."""
+    """A run of words in a name that becomes others; `at_start` if only there."""
 
     old: Words
     new: Words
     at_start: bool
 
     def apply(self, name: Words) -> Words | None:
-        """The new name, None for one that does not have the old words."""
+        """Return the new name, None for one that does not have the old words."""
         places = range(1 if self.at_start else len(name))
         at = next((i for i in places if name[i : i + len(self.old)] == self.old), None)
         return None if at is None else (*name[:at], *self.new, *name[at + len(self.old) :])
@@ -39,7 +39,7 @@ Rule = tuple[Change, ...]
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Renamed tensors, `count` of them, in two patterns: `*` is whatever is the same in both."""
+    """A rule that explains renamed tensors, `count` of them, in two patterns: `*` is whatever is the same in both."""
 
     old: str
     new: str
@@ -47,7 +47,7 @@ class Explained:
 
 
 def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, str]:
-    """The names in `b` of tensors that are in `a` under another; of two layouts that have no name in common.
+    """Return the names in `b` of tensors that are in `a` under another; of two layouts that have no name in common.
 
     A rule must explain tensors of different kinds, not layers alone, for these to be the same whatever is in them.
     Other tensors must have the same elements, and be the only ones that do; to know that they are read.
@@ -59,12 +59,12 @@ def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, 
 
 
 def shapes_of(layout: Layout) -> dict[str, Shape | None]:
-    """The shape of every tensor, None for other entries."""
+    """Return the shape of every tensor, None for other entries."""
     return {name: spec.shape for name, spec in layout.specs.items()} | dict.fromkeys(layout.blobs)
 
 
 def by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
-    """Names of ours that are one of theirs, of a tensor of the same shape, once a rule has been applied."""
+    """Return names of ours that are one of theirs, of a tensor of the same shape, once a rule has been applied."""
     found: dict[str, str] = {}
     votes = Counter(rule for pair in suggest(ours, theirs) if (rule := rule_of(*pair)))
     for rule, _ in votes.most_common(_MOST_RULES):
@@ -81,7 +81,7 @@ def by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
 
 
 def suggest(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
-    """Pairs that may be the same tensor: of those of one shape the first of both, the second of both, and so on."""
+    """Yield pairs that may be the same tensor: of one shape the first of both, the second of both, and so on."""
     groups: dict[Shape | None, tuple[list[str], list[str]]] = {}
     for side, shapes in enumerate((ours, theirs)):
         for name in sorted(shapes, key=natural):
@@ -91,19 +91,19 @@ def suggest(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key by which `layers.10` comes after `layers.9`: the longer number is the greater."""
+    """Return a key by which `layers.10` comes after `layers.9`: the longer number is the greater."""
     return [(len(word) if word.isdecimal() else 0, word) for word in name.split(".")]
 
 
 def rule_of(old: str, new: str) -> Rule:
-    """How one name becomes the other, word by word; nothing where only a number is another."""
+    """Return how one name becomes the other, word by word; nothing where only a number is another."""
     changes = changes_of(old, new)
     words = [word for change in changes for word in change.old + change.new]
     return () if all(word.isdecimal() for word in words) else changes
 
 
 def changes_of(old: str, new: str) -> Rule:
-    """The runs of words in which two names differ; words that are put in go with the one before them."""
+    """Return the runs of words in which two names differ; words that are put in go with the one before them."""
     a, b = tuple(old.split(".")), tuple(new.split("."))
     changes = []
     for tag, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
@@ -114,7 +114,7 @@ def changes_of(old: str, new: str) -> Rule:
 
 
 def apply(rule: Rule, name: str) -> str:
-    """The new name; the old one, if the rule does not apply."""
+    """Return the new name; the old one, if the rule does not apply."""
     words: Words | None = tuple(name.split("."))
     for change in rule:
         words = change.apply(words) if words is not None else None
@@ -122,12 +122,12 @@ def apply(rule: Rule, name: str) -> str:
 
 
 def fold(name: str) -> str:
-    """A name without its numbers: that of the same tensor in every layer."""
+    """Return a name without its numbers: that of the same tensor in every layer."""
     return ".".join("*" if word.isdecimal() else word for word in name.split("."))
 
 
 def by_content(a: Layout, b: Layout, jobs: int | None) -> dict[str, str]:
-    """Names of tensors of which there is just one in either layout with the same elements; single numbers aside."""
+    """Return names of tensors of which there is just one in either with the same elements; single numbers aside."""
     shared = {spec for spec in a.specs.values() if spec.numel > 1} & set(b.specs.values())
     ours, theirs = owners_of(a, shared, jobs), owners_of(b, shared, jobs)
     return {
@@ -138,7 +138,7 @@ def by_content(a: Layout, b: Layout, jobs: int | None) -> dict[str, str]:
 
 
 def owners_of(layout: Layout, specs: AbstractSet[Spec], jobs: int | None) -> dict[tuple[Spec, int], list[str]]:
-    """The names of the tensors with one of these specs, by what they are: spec and CRC-32."""
+    """Return the names of the tensors with one of these specs, by what they are: spec and CRC-32."""
     owners: dict[tuple[Spec, int], list[str]] = {}
     tensors = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec in specs}
     for name, crc in fingerprints(locate(replace(layout, tensors=tensors, blobs={})), jobs=jobs).items():
@@ -147,7 +147,7 @@ def owners_of(layout: Layout, specs: AbstractSet[Spec], jobs: int | None) -> dic
 
 
 def explain(renamed: Mapping[str, str]) -> list[Explained]:
-    """The renames in as few lines as there are rules, that with the most tensors first."""
+    """Return the renames in as few lines as there are rules, that with the most tensors first."""
     groups: dict[Rule, list[tuple[str, str]]] = {}
     for old, new in renamed.items():
         groups.setdefault(changes_of(old, new), []).append((old, new))
@@ -156,7 +156,7 @@ def explain(renamed: Mapping[str, str]) -> list[Explained]:
 
 
 def describe(rule: Rule, pairs: Sequence[tuple[str, str]]) -> Explained:
-    """The names themselves, those without their layer, or the words that become others."""
+    """Return the names themselves, those without their layer, or the words that become others."""
     olds, news = zip(*pairs, strict=True)
     if len({fold(old) for old in olds}) == 1:
         one = len(pairs) == 1
@@ -169,7 +169,7 @@ def describe(rule: Rule, pairs: Sequence[tuple[str, str]]) -> Explained:
 
 
 def pattern(runs: Sequence[Words], at_start: bool, names: Sequence[str]) -> str:
-    """Runs of words that all the names have, with `*` for whatever is before, between and after them."""
+    """Return words that all the names have, with `*` for whatever is before, between and after them."""
     words = [".".join(run) for run in runs if run]
     if not words:
         return "*"

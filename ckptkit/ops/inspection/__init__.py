@@ -1,1 +1,1 @@
-"""Inspecting: what a checkpoint or a run is, and what its numbers look like."""
+"""Say what a checkpoint is: its groups, ties and modules."""

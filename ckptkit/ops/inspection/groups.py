@@ -1,4 +1,4 @@
-"""Groups: how much of a checkpoint is the model, how much the optimizer and how much the rest. Names and sizes only."""
+"""Sum up how much of a checkpoint is the model, how much the optimizer and how much the rest. By names only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Group:
 
 
 def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Group]:
-    """The entries of all parts by kind: the model's, the optimizer's, and the rest. Kinds without any are left out.
+    """Return the entries of all parts by kind, the model's, the optimizer's and the rest, but for kinds without any.
 
     `weights` are those of the first part that are the model's.
     """
@@ -37,12 +37,12 @@ def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Grou
 
 
 def is_optimizer(layout: Layout, name: str) -> bool:
-    """True for an entry of an optimizer, by the way to it or by the directory that it lies in."""
+    """Return True for an entry of an optimizer, by the way to it or by the directory that it lies in."""
     return layout.root.name.startswith("optim") or any(str(step).startswith("optim") for step in layout.key(name)[:3])
 
 
 def sum_up(parts: Iterable[tuple[Layout, list[str]]]) -> Group:
-    """Entries of several parts as one group."""
+    """Sum up entries of several parts as one group."""
     entries, nbytes = 0, 0
     dtypes: Counter[str] = Counter()
     under: dict[str, None] = {}
@@ -55,7 +55,7 @@ def sum_up(parts: Iterable[tuple[Layout, list[str]]]) -> Group:
 
 
 def bytes_by_dtype(layout: Layout, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of the tensors of each dtype, most first."""
+    """Return bytes of the tensors of each dtype, most first."""
     found: Counter[str] = Counter()
     for name in names:
         if name in layout.tensors:

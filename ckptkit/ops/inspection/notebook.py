@@ -1,4 +1,4 @@
-"""Notebooks: what a layout is, in a line and as a small HTML table that is legible on light and on dark pages."""
+"""Describe a layout in a line, and as a small HTML table that is legible on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _INDENT = 1.2  # em for each level
 
 
 def describe(layout: Layout) -> str:
-    """Format, number of tensors, bytes and place."""
+    """Return format, number of tensors, bytes and place."""
     return f"{layout.format} checkpoint, {len(layout.tensors):,} tensors, {format_bytes(layout.nbytes)}: {layout.root}"
 
 
 def html_of(layout: Layout) -> str:
-    """The same, and the tensors folded by module; of many, the first lines."""
+    """Return the same, and the tensors folded by module; of many, the first lines."""
     lines = list(islice(fold(layout.specs), _MOST_LINES + 1))
     more = "..." if len(lines) > _MOST_LINES else None
     rows = [row_of(line) for line in lines[:_MOST_LINES]]
@@ -31,7 +31,7 @@ def html_of(layout: Layout) -> str:
 
 
 def row_of(line: Branch) -> Markup:
-    """A row of the table."""
+    """Return a row of the table."""
     return element(
         "tr",
         element("td", line.label, style=f"{cell('left')};padding-left:{_INDENT * line.depth + 0.5:.1f}em"),
@@ -42,5 +42,5 @@ def row_of(line: Branch) -> Markup:
 
 
 def cell(side: str) -> str:
-    """How a cell looks; colours are the page's."""
+    """Return how a cell looks; colours are the page's."""
     return f"text-align:{side}"

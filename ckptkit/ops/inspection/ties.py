@@ -1,4 +1,4 @@
-"""Ties: which names of a checkpoint stand for one tensor. Goes by places and by config.json; compares no bytes."""
+"""Find the names of a checkpoint that stand for one tensor, by places and by config.json. Compares no bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tie = tuple[str, ...]  # names of one tensor
 
 
 def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping[str, str]) -> list[Tie]:
-    """The names with the same bytes in the same places; and the head that `config` ties to the embedding.
+    """Return the names with the same bytes in the same places; and the head that `config` ties to the embedding.
 
     `weights` gives the name that the checkpoint has for each of the model's; the head itself may be left out of it.
     """

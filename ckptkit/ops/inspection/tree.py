@@ -1,4 +1,4 @@
-"""Trees: tensor names folded by module, so that a model of a thousand tensors fits a screen. Names and sizes only."""
+"""Fold tensor names by module, so that a model of a thousand tensors fits a screen. By names and sizes only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Branch:
 
     @property
     def tensors(self) -> int:
-        """How many tensors are in it."""
+        """Return how many tensors are in it."""
         return len(self.names)
 
 
@@ -41,7 +41,7 @@ Group = tuple[str, int, list["Node | Leaf"]]  # label, how many are alike in eac
 
 
 def fold(specs: Mapping[str, Spec]) -> Iterator[Branch]:
-    """The tree of some names, as lines; numbered modules that are alike, like `layers.0` to `layers.31`, are folded."""
+    """Yield the tree of some names, as lines; numbered modules that are alike are one, `layers.0` to `layers.31`."""
     root: Node = {}
     for name, spec in specs.items():
         *modules, leaf = name.split(".", _DEEPEST)

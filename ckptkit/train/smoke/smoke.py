@@ -30,8 +30,8 @@ class Check:
 
 
 def smoke(
-    run: Path,
-    out: Path,
+    run: str | Path,
+    out: str | Path,
     *,
     nproc: int = 2,
     tied: bool = True,
@@ -44,6 +44,7 @@ def smoke(
     A check that fails is a row with `ok` False, never an exception; `Occupied` is raised where `run` or `out` exist
     (`overwrite` replaces what an earlier smoke left).
     """
+    run, out = Path(run), Path(out)
     clear(run, out, overwrite=overwrite)
     config = TrainConfig(
         run=run, untied=not tied, steps=STEPS, save_every=SAVED, device=device,

@@ -1,4 +1,4 @@
-"""Against: a conversion is proved tensor by tensor, whatever the formats; one bit, one name or one dtype is said."""
+"""A conversion is proved tensor by tensor, whatever the formats; one bit, one name or one dtype is said."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ckptkit import consolidate, convert, reshard
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt
 from ckptkit.formats import locate
-from ckptkit.ops.comparison.against import Compared, compare_with
+from ckptkit.ops.comparison.differences import Diff
+from ckptkit.ops.verify import Verified, verify
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import Producer
@@ -29,9 +30,14 @@ CONVERSIONS: dict[str, Callable[[Path, Path], object]] = {
 SOURCES = (producers.fsdp2, producers.hsdp, producers.mesh, producers.from_ddp, producers.from_compile)
 
 
-def one(path: Path, other: Path, *, allow_cast: bool = False) -> Compared:
-    (found,) = compare_with(path, other, allow_cast=allow_cast)
+def one(path: Path, other: Path, *, allow_cast: bool = False) -> Verified:
+    (found,) = verify(path, against=other, allow_cast=allow_cast)
     return found
+
+
+def compared(found: Verified) -> Diff:
+    assert found.compared is not None
+    return found.compared
 
 
 @pytest.fixture
@@ -40,7 +46,8 @@ def source(produce: Produce) -> Path:
 
 
 def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of a safetensors file."""
+    """Change the tensors of a safetensors file; its manifest goes, which would say that they were changed."""
+    (path.parent / "ckptkit.json").unlink(missing_ok=True)
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
@@ -54,8 +61,8 @@ def test_what_was_converted_is_the_same(produce: Produce, producer: Producer, na
     for pair in ((tmp_path / "out", root), (root, tmp_path / "out")):
         found = one(*pair)
         assert found.problems == ()
-        assert found.tensors > 0
-    assert (found.tensors == len(open_layout(root).tensors)) or name == "consolidate"
+        assert compared(found).tensors > 0
+    assert (compared(found).tensors == len(open_layout(root).tensors)) or name == "consolidate"
 
 
 def test_one_bit(source: Path, tmp_path: Path) -> None:
@@ -83,7 +90,7 @@ def test_another_dtype_is_a_problem_unless_it_is_allowed(source: Path, tmp_path:
     assert all("bfloat16" in problem.message for problem in found.problems)
     found = one(tmp_path / "out", source, allow_cast=True)
     assert found.problems == ()
-    assert f"{len(floats)} tensors were converted to be compared" in found.notes
+    assert f"{len(floats)} tensors were converted to be compared" in compared(found).notes
     edit(tmp_path / "out" / "model.safetensors", lambda t: t[floats[0]].view(-1)[0].add_(1))
     assert [problem.tensor for problem in one(tmp_path / "out", source, allow_cast=True).problems] == [floats[0]]
 
@@ -96,7 +103,7 @@ def test_a_tied_head_is_compared_with_both(tmp_path: Path) -> None:
     consolidate(tmp_path / "dcp", tmp_path / "out")
     assert "lm_head.weight" not in open_layout(tmp_path / "out").tensors
     found = one(tmp_path / "out", tmp_path / "dcp")
-    assert (found.problems, found.tensors) == ((), 2)
+    assert (found.problems, compared(found).tensors) == ((), 2)
     state["lm_head.weight"][0] += 1
     shutil.rmtree(tmp_path / "dcp")
     producers.save_alone({"model": state}, tmp_path / "dcp")
@@ -107,8 +114,9 @@ def test_checkpoints_of_several_parts(produce: Produce, tmp_path: Path) -> None:
     root = produce(producers.accelerate).root
     shutil.copytree(root, tmp_path / "src")
     reshard(tmp_path / "src", tmp_path / "out", to=3)
-    found = compare_with(tmp_path / "out", tmp_path / "src")
-    assert [pair.problems for pair in found] == [()] * len(found)
+    found = verify(tmp_path / "out", against=tmp_path / "src")
+    assert [part.problems for part in found] == [()] * len(found)
+    assert all(compared(part).tensors for part in found)
 
 
 def test_the_other_is_read_as_carefully(source: Path, tmp_path: Path) -> None:
@@ -120,4 +128,4 @@ def test_the_other_is_read_as_carefully(source: Path, tmp_path: Path) -> None:
         file.seek(chunk.offset)
         file.write(b"\xff")
     with pytest.raises(Corrupt):
-        compare_with(tmp_path / "out", tmp_path / "damaged")
+        verify(tmp_path / "out", against=tmp_path / "damaged")

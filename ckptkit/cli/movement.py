@@ -1,4 +1,4 @@
-"""`ckptkit stats A B`: which parameters moved most from one checkpoint to another."""
+"""Show which parameters moved most from one checkpoint to another, for `ckptkit stats A B`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from ckptkit.ops.comparison.moved import Moved, Movement
 
 
-def report_moved(a: Path, b: Path, *, top: int, jobs: int | None, json: bool) -> None:
+def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool) -> None:
     """Print the `top` kinds of parameters that changed most from checkpoint `a` to `b`; as JSON, every parameter."""
-    from ckptkit.ops.comparison.moved import moved
+    from ckptkit.ops.stats import stats
 
     with progress_bar("compare") as progress:
-        found = moved(a, b, jobs=jobs, progress=progress)
+        found = stats(a, b, jobs=jobs, progress=progress)
     if json:
         print_json(to_json(found))
         return
@@ -37,7 +37,7 @@ def report_moved(a: Path, b: Path, *, top: int, jobs: int | None, json: bool) ->
 
 
 def row_of(movement: Movement) -> tuple[str, ...]:
-    """A line of the table."""
+    """Return a line of the table."""
     distance = movement.distance
     layers = ".".join(word for word in movement.peak.split(".") if word.isdecimal())
     return (
@@ -50,13 +50,13 @@ def row_of(movement: Movement) -> tuple[str, ...]:
 
 
 def cosine(movement: Movement) -> str:
-    """That of the angle between before and after."""
+    """Return the cosine of the angle between before and after."""
     found = movement.distance.cosine
     return "" if found is None else f"{found:.4f}"
 
 
 def to_json(found: Moved) -> dict[str, Any]:
-    """The result for scripts; numbers are null where they are infinite."""
+    """Return the result for scripts; numbers are null where they are infinite."""
     return {
         "a": str(found.a),
         "b": str(found.b),
