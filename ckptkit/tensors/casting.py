@@ -52,7 +52,7 @@ def check_range(values: Array, dst: DType) -> None:
 
 
 def widener(src: DType) -> Callable[[Array], Array]:
-    """From the stored form of a float of 16 bits and more to float32, or to float64 where that is what is stored."""
+    """Return what makes of stored floats of 16 bits and more float32, or float64 where that is what is stored."""
     if src.name == "bfloat16":
         return lambda stored: np.left_shift(stored.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
     if src.name == "float16":
