@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from ckptkit.estimates.estimate import Estimated, estimate
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
-    from ckptkit.ops.average import Averaged, average
+    from ckptkit.ops.average import average
     from ckptkit.ops.comparison.differences import Diff
     from ckptkit.ops.comparison.moved import Moved
     from ckptkit.ops.comparison.moved import moved as moved
     from ckptkit.ops.consolidate import consolidate
-    from ckptkit.ops.conversion.result import Converted
+    from ckptkit.ops.conversion.options import ConvertOptions
+    from ckptkit.ops.conversion.report import Converted
     from ckptkit.ops.convert import convert
     from ckptkit.ops.diff import diff
     from ckptkit.ops.finalize import finalize
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from ckptkit.train.smoke.smoke import smoke
 
 __all__ = [
-    "Averaged",
     "Checkpoint",
     "CkptError",
+    "ConvertOptions",
     "Converted",
     "Diff",
     "Estimated",
@@ -80,10 +81,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Averaged": "ckptkit.ops.average",
     "Checkpoint": "ckptkit.checkpoints.checkpoint",
     "CkptError": "ckptkit.errors",
-    "Converted": "ckptkit.ops.conversion.result",
+    "ConvertOptions": "ckptkit.ops.conversion.options",
+    "Converted": "ckptkit.ops.conversion.report",
     "Diff": "ckptkit.ops.comparison.differences",
     "Estimated": "ckptkit.estimates.estimate",
     "Inspected": "ckptkit.ops.inspect",

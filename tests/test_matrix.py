@@ -28,8 +28,8 @@ from ckptkit.errors import Unsupported
 from ckptkit.files.origin import Origin
 from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, writable_formats
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
-from ckptkit.ops.conversion.drafts import Draft, Drafts
-from ckptkit.ops.conversion.output import Output
+from ckptkit.ops.conversion.draft import Conversion, Draft
+from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.pipeline import write
 from ckptkit.ops.convert import convert
 from ckptkit.tensors.dtypes import DTYPES
@@ -173,8 +173,9 @@ def test_the_table_says_which_formats_are_written() -> None:
 def write_as(form: str, wanted: Layout, root: Path, options: Options) -> Layout:
     """A checkpoint of all that is in a layout, of which every byte is found."""
     writer = get_writer(form)
-    drafts = Drafts(Origin.of(wanted.root), [Draft("", wanted, writer, writer.arrange(wanted, options))])
-    write(drafts, Output(root, sync=False, jobs=2), b"a test")
+    asked = ConvertOptions(to=form, max_shard_size=options.max_shard_size, sync=False, jobs=2)
+    draft = Draft.of([wanted], asked, options.world_size)
+    write(Conversion(origins=[Origin.of(wanted.root)], output=root, options=asked, drafts=[draft]))
     return locate(writer.read(root))
 
 

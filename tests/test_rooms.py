@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).parents[1] / "ckptkit"
 
 # From the bottom up. A module imports only from layers below its own.
 LAYERS = (
-    ("errors", "version", "progress", "files", "engine", "tensors"),
+    ("errors", "version", "progress", "settings", "files", "engine", "tensors"),
     ("files.system", "files.stores"),
     ("files.stores.*",),
     ("files.path",),

@@ -1,51 +1,21 @@
-"""`ckptkit consolidate`: options in, report out."""
+"""Run `ckptkit consolidate`: options in, report out."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
-import typer
-
-from ckptkit.cli.conversion import (
-    DryRun,
-    Dtypes,
-    Exclude,
-    Include,
-    Jobs,
-    MaxShardSize,
-    NoSync,
-    Out,
-    Overwrite,
-    Part,
-    Rename,
-    Source,
-    find_workers,
-    show,
-)
-from ckptkit.cli.output import Json, Quiet, parse_bytes, progress_bar
+from ckptkit.cli.conversion import OPTIONS, Out, Source, asked, show
+from ckptkit.cli.output import Json, Quiet, progress_bar
+from ckptkit.cli.settings import with_options
 
 
+@with_options(OPTIONS, leave_out=("world_size", "under"))
 def consolidate(
     src: Source,
     out: Out,
-    dtype: Dtypes = None,
-    max_shard_size: MaxShardSize = "5GB",
-    base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Take config and tokenizer from this directory or Hub id.")
-    ] = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    rename: Rename = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="A tensor that config.json does not call for is an error.")
-    ] = False,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    jobs: Jobs = None,
-    part: Part = None,
-    no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Turn a training checkpoint into a Hugging Face model.
 
@@ -59,21 +29,5 @@ def consolidate(
     from ckptkit.ops.consolidate import consolidate as run
 
     with progress_bar("consolidating") as progress:
-        done = run(
-            src,
-            out,
-            dtype=dtype or (),
-            max_shard_size=parse_bytes(max_shard_size),
-            base=base,
-            include=include or (),
-            exclude=exclude or (),
-            rename=rename or (),
-            strict=strict,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            jobs=jobs,
-            sync=not no_sync,
-            progress=progress,
-            workers=find_workers(part),
-        )
+        done = run(src, out, **asked(options), progress=progress)
     show(src, done, "consolidated", json=json)

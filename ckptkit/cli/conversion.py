@@ -1,4 +1,4 @@
-"""What the commands that write a checkpoint have in common: their options, and the report."""
+"""Give the commands that write a checkpoint their options, and print what they did."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
-from ckptkit.errors import Usage
+from ckptkit.cli.settings import described, given
 from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import describe_writable, writable_formats
+from ckptkit.ops.conversion.options import RANK, ConvertOptions
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.settings import settings_of
 
 if TYPE_CHECKING:
-    from ckptkit.ops.conversion.output import Workers
-    from ckptkit.ops.conversion.result import Converted
+    from ckptkit.ops.conversion.report import Converted
 
 Source = Annotated[
     Path,
@@ -29,64 +30,35 @@ if TYPE_CHECKING:
 else:
     Writable = Literal[writable_formats()]
 To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
-Dtypes = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="DTYPE",
-        help="keep, bf16, fp16, fp32 or fp64 for the weights; 'GLOB=DTYPE' for whatever matches; repeatable.",
-    ),
-]
-MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest safetensors file, like 5GB or 512MiB.")]
-Include = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only entries that match; repeatable.")]
-Exclude = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="No entries that match; repeatable.")]
-Rename = Annotated[
-    list[str] | None, typer.Option(metavar="'REGEX=>TEXT'", help="For parameters, in the optimizer too; repeatable.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
-Jobs = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Threads; by default one per core, at most 8; 16 for a remote source."),
-]
-NoSync = Annotated[bool, typer.Option("--no-sync", help="Do not wait for the disk: faster, not safe from power loss.")]
-Part = Annotated[
-    str | None,
-    typer.Option(metavar="I/N", help="Do one part only, of 1/N to N/N; `ckptkit finalize OUT` ends it."),
-]
+OPTIONS = settings_of(ConvertOptions)
+Include = Annotated[list[str] | None, described(OPTIONS["include"])]
+Exclude = Annotated[list[str] | None, described(OPTIONS["exclude"])]
+Overwrite = Annotated[bool, described(OPTIONS["overwrite"], "--overwrite")]
+Jobs = Annotated[int | None, described(OPTIONS["jobs"])]
+NoSync = Annotated[bool, described(OPTIONS["sync"], "--no-sync")]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def find_workers(part: str | None) -> Workers:
-    """Who does the work: this process, one part of it, or as one of torchrun's ranks, of which the first finishes."""
-    from ckptkit.ops.conversion.output import ALONE, Workers
-    from ckptkit.ops.conversion.torchrun import meet
-
-    if part is not None:
-        number, count = parse_part(part)
-        return Workers(count, number - 1, finishes=count == 1)
-    if not is_rank():
-        return ALONE
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    be_quiet(rank > 0)
-    note(f"one of {ranks} ranks: the first ends the work when each has done its part")
-    return Workers(ranks, rank, finishes=rank == 0, meet=meet)
+def asked(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the user gave; under torchrun each rank does a part, which is said once."""
+    found = given(options)
+    if "part" in found or not is_rank():
+        return found
+    be_quiet(os.environ["RANK"] != "0")
+    note(f"one of {os.environ['WORLD_SIZE']} ranks: the first ends the work when each has done its part")
+    return found | {"part": RANK}
 
 
 def is_rank() -> bool:
-    """True under `torchrun -m ckptkit`; not for a `ckptkit` that a training's rank starts, which inherits all else."""
+    """Return True under `torchrun -m ckptkit`; not for a `ckptkit` that a training's rank starts.
+
+    That one inherits the environment, but has nobody to wait for.
+    """
     return Path(sys.argv[0]).name == "__main__.py" and all(name in os.environ for name in _TORCHRUN)
 
 
-def parse_part(part: str) -> tuple[int, int]:
-    """The numbers in `3/8`."""
-    number, _, count = part.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise Usage(f"`{part}` is no part", hint="of eight the first is 1/8, the last 8/8")
-    return int(number), int(count)
-
-
 def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
-    """The result, for a reader or for scripts; of several ranks the first speaks."""
+    """Print the result, for a reader or for scripts; of several ranks the first speaks."""
     if is_rank() and os.environ["RANK"] != "0":
         return
     if json:
@@ -96,7 +68,7 @@ def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
 
 
 def to_json(done: Converted) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+    """Return the result under the keys that scripts rely on."""
     result = {
         "source": str(done.source),
         "output": str(done.output),
@@ -113,6 +85,9 @@ def to_json(done: Converted) -> dict[str, Any]:
         "finished": done.is_finished,
         "notes": list(done.notes),
     }
+    if done.weights:
+        pairs = zip(done.sources, done.weights, strict=True)
+        result["sources"] = [{"path": str(path), "weight": weight} for path, weight in pairs]
     if done.dry_run:
         return result | {"copies": done.copies, "free_bytes": done.free_bytes}
     return result | {
@@ -123,11 +98,13 @@ def to_json(done: Converted) -> dict[str, Any]:
 
 
 def report(src: Path | None, done: Converted, verb: str) -> None:
-    """The result for a reader."""
+    """Print the result for a reader."""
     if done.source != src:
         note(f"taking {done.source}")
-    ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
-    say(f"{'would make' if done.dry_run else verb} {done.source} into {done.output}{ranks}")
+    say(headline(done, verb))
+    if done.weights:
+        rows = [(f"  {weight:.4g}", path) for path, weight in zip(done.sources, done.weights, strict=True)]
+        print_table(rows, ("  weight", "checkpoint"))
     print_table(files_of(done), ("  file", "size"))
     for line in remarks(done):
         say(line)
@@ -140,8 +117,18 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
         say(checked(done))
 
 
+def headline(done: Converted, verb: str) -> str:
+    """Return what was made, or would be, of what."""
+    if done.weights:
+        return (
+            f"{'would average' if done.dry_run else verb} {count(len(done.sources), 'checkpoint')} into {done.output}"
+        )
+    ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
+    return f"{'would make' if done.dry_run else verb} {done.source} into {done.output}{ranks}"
+
+
 def files_of(done: Converted) -> list[tuple[str, str]]:
-    """The files and their sizes; of many, the first and the last."""
+    """Return the files and their sizes; of many, the first and the last."""
     rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()]
     if len(rows) <= 20:
         return rows
@@ -149,7 +136,7 @@ def files_of(done: Converted) -> list[tuple[str, str]]:
 
 
 def remarks(done: Converted) -> list[str]:
-    """What was changed on the way, what was left out, and what else there is to say."""
+    """Return what was changed on the way, what was left out, and what else there is to say."""
     lines = []
     if done.wrapper:
         lines.append(f"the model was under `{done.wrapper}`")
@@ -165,20 +152,20 @@ def remarks(done: Converted) -> list[str]:
 
 
 def prospect(done: Converted) -> str:
-    """How much there is to do, and room for it."""
+    """Return how much there is to do, and the room for it."""
     chunks = f"{count(done.copies, 'chunk')} to read"
     return f"{chunks}, {format_bytes(done.nbytes)} to write; {format_bytes(done.free_bytes)} are free"
 
 
 def speed(done: Converted) -> str:
-    """How much, how fast, in how much memory."""
+    """Return how much was done, how fast, and in how much memory."""
     amount = f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)}"
     rate = format_bytes(done.nbytes / done.seconds)
     return f"{amount} in {done.seconds:.2f} s ({rate}/s); peak memory {format_bytes(done.peak_rss_bytes)}"
 
 
 def checked(done: Converted) -> str:
-    """How sure: of the source, what had checksums to compare with."""
+    """Return how much of the source had checksums, with which it was compared."""
     compared, others = format_bytes(done.checked_bytes), format_bytes(done.unchecked_bytes)
     if not done.unchecked_bytes:
         return f"{compared} of the source compared with its CRC-32"

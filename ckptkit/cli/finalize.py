@@ -1,4 +1,4 @@
-"""`ckptkit finalize`: options in, report out."""
+"""Run `ckptkit finalize`: options in, report out."""
 
 from __future__ import annotations
 

@@ -1,29 +1,19 @@
-"""`ckptkit reshard`: options in, report out."""
+"""Run `ckptkit reshard`: options in, report out."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import (
-    DryRun,
-    Dtypes,
-    Exclude,
-    Include,
-    Jobs,
-    NoSync,
-    Overwrite,
-    Part,
-    Rename,
-    find_workers,
-    show,
-)
+from ckptkit.cli.conversion import OPTIONS, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
+from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_local, to_path
 
 
+@with_options(OPTIONS, leave_out=("world_size", "under", "max_shard_size", "base", "strict"))
 def reshard(
     to: Annotated[int, typer.Option(min=1, metavar="N", help="The number of ranks.")],
     src: Annotated[
@@ -34,17 +24,9 @@ def reshard(
         Path | None,
         typer.Argument(parser=to_local, metavar="[OUT]", help="The directory to make; by default SRC-toN."),
     ] = None,
-    dtype: Dtypes = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    rename: Rename = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    jobs: Jobs = None,
-    part: Part = None,
-    no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Write a checkpoint anew for another number of ranks.
 
@@ -58,19 +40,5 @@ def reshard(
     from ckptkit.ops.reshard import reshard as run
 
     with progress_bar("resharding") as progress:
-        done = run(
-            src,
-            out,
-            to=to,
-            dtype=dtype or (),
-            include=include or (),
-            exclude=exclude or (),
-            rename=rename or (),
-            overwrite=overwrite,
-            dry_run=dry_run,
-            jobs=jobs,
-            sync=not no_sync,
-            progress=progress,
-            workers=find_workers(part),
-        )
+        done = run(src, out, to=to, **asked(options), progress=progress)
     show(src, done, "resharded", json=json)

@@ -1,47 +1,93 @@
-"""Settings as options: the parameters of a command that each field of `TrainConfig` becomes. Runs nothing."""
+"""Make options of a command out of the fields of a dataclass. Runs nothing."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING
 from typing import Annotated, Any, get_origin
 
 import typer
 
-from ckptkit.train.config import Setting, settings
+from ckptkit.cli.output import parse_bytes
+from ckptkit.settings import Setting
+
+Command = Callable[..., None]
+_SIZE = "SIZE"  # the placeholder of a number of bytes
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for every setting in place of its `**settings`; those not given are None."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    options = [option(name, setting) for name, setting in settings().items()]
-    parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own] + options
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+def with_options(
+    settings: Mapping[str, Setting], *, leave_out: Iterable[str] = (), over_a_file: bool = False
+) -> Callable[[Command], Command]:
+    """Return what gives a command an option for each setting in place of its `**options`, before its `quiet`.
+
+    With `over_a_file` they override the settings of a file: those not given are None, and flags come with a `--no-`.
+    """
+    make = overriding if over_a_file else option
+    options = [make(name, setting) for name, setting in settings.items() if name not in set(leave_out)]
+
+    def change(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        at = next(i for i, parameter in enumerate(own) if parameter.name == "quiet")
+        every = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
+        parameters = [*every[:at], *options, *every[at:]]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return change
 
 
 def option(name: str, setting: Setting) -> inspect.Parameter:
-    """The option of a setting: `--micro-batch-size` for `micro_batch_size`; flags come with a `--no-`."""
-    kind: Any = list[str] if get_origin(setting.kind) is tuple else setting.kind
-    is_given = setting.default not in (None, ())
-    shown = f"{setting.text} [{spell(setting.default)}]" if is_given else setting.text
-    annotation = Annotated[kind | None, typer.Option(help=shown, show_default=False)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    """Return the option of a setting: `--dry-run` for `dry_run`, and `--no-sync` for a `sync` that is on by default."""
+    default: Any = None if setting.default in (MISSING, ()) else setting.default
+    if setting.kind is bool:
+        name = f"no_{name}" if setting.default else name
+        return parameter(name, bool, False, described(setting, f"--{name.replace('_', '-')}"))
+    if setting.placeholder == _SIZE:
+        return parameter(name, int, spell_bytes(default), described(setting, parser=parse_bytes))
+    kind = kind_of(setting)
+    return parameter(name, kind if default is not None else kind | None, default, described(setting))
+
+
+def described(setting: Setting, *names: str, **more: Any) -> Any:
+    """Return what typer is told of a setting, to be an option of these `names`."""
+    return typer.Option(*names, help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
+
+
+def overriding(name: str, setting: Setting) -> inspect.Parameter:
+    """Return the option of a setting that a file may have too."""
+    is_given = setting.default not in (MISSING, None, ())
+    text = f"{setting.text} [{spell(setting.default)}]" if is_given else setting.text
+    return parameter(name, kind_of(setting) | None, None, typer.Option(help=text, show_default=False))
+
+
+def parameter(name: str, kind: Any, default: object, described: Any) -> inspect.Parameter:
+    """Return a parameter that typer makes an option of."""
+    annotation = Annotated[kind, described]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def kind_of(setting: Setting) -> Any:
+    """Return the type of an option's value."""
+    return list[str] if get_origin(setting.kind) is tuple else setting.kind
 
 
 def spell(value: object) -> str:
-    """A default as a user would type it."""
+    """Return a default as a user would type it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)
 
 
+def spell_bytes(size: int) -> str:
+    """Return a number of bytes as a user would type it."""
+    return f"{size / 10**9:g}GB"
+
+
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The settings among `options` that the user gave."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in options.items()
-        if value is not None and value != []
-    }
+    """Return the settings among `options` that the user gave, under the names that they have in the dataclass."""
+    values = {name: value for name, value in options.items() if value is not None and value != []}
+    off = {name.removeprefix("no_"): not values.pop(name) for name in list(values) if name.startswith("no_")}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()} | off

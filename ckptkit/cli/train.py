@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, reserve_stdout, say
-from ckptkit.cli.settings import given, with_settings
+from ckptkit.cli.settings import given, with_options
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.train.config import SETTINGS, Device, TrainConfig, read_settings
+from ckptkit.train.config import SETTINGS, Device, TrainConfig, read_settings, settings
 
 if TYPE_CHECKING:
     from ckptkit.train.loop import Note
@@ -27,7 +27,7 @@ DEVICE = typer.Option("--device", help="Where to train.")
 TERMINATED = 128 + signal.SIGTERM
 
 
-@with_settings
+@with_options(settings(), over_a_file=True)
 def train(
     run: Annotated[Path, typer.Argument(help="Directory for checkpoints, metrics.jsonl and train.toml.")] = Path("run"),
     resume: Annotated[
@@ -52,8 +52,8 @@ def train(
     Exit codes: 0 done; 1 the loss is not finite, or a rank died; 2 usage; 3 the checkpoint to start from is damaged or
     of another model; 4 an I/O failure; 5 the run has checkpoints already; 143 ended by SIGTERM, and saved.
     """
-    settings = (read_settings(config) if config else own_settings(run, resume)) | given(options)
-    chosen = TrainConfig(run=run, resume=resume, **settings)
+    found = (read_settings(config) if config else own_settings(run, resume)) | given(options)
+    chosen = TrainConfig(run=run, resume=resume, **found)
     from ckptkit.train.launch import launch, torchrun_place
     from ckptkit.train.loop import train as work
 

@@ -1,30 +1,26 @@
-"""Finalizes: what several processes have made in parts is checked and becomes visible."""
+"""Finalize an output: check what several processes have made in parts, and let it appear."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.files.hidden import staging_path
 from ckptkit.files.path import to_local
 from ckptkit.files.staging import read_key
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.conversion.output import Workers
-from ckptkit.ops.conversion.result import Converted
-from ckptkit.ops.convert import convert
-from ckptkit.ops.reshard import reshard
+from ckptkit.ops.conversion.options import ConvertOptions
+from ckptkit.ops.conversion.pipeline import finish_shares, report_on
+from ckptkit.ops.conversion.report import Converted
 from ckptkit.progress import Progress
-
-COMMANDS: dict[str, Callable[..., Converted]] = {"consolidate": consolidate, "convert": convert, "reshard": reshard}
 
 
 def finalize(
     dst: str | Path, *, jobs: int | None = None, sync: bool = True, progress: Progress | None = None
 ) -> Converted:
-    """Finish directory `dst`, of which every part has been made by a call with `workers`.
+    """Finish directory `dst`, of which every part has been made by a call with `part`.
 
     Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still at work, and `Corrupt` if a
     checksum of the source differs.
@@ -33,15 +29,18 @@ def finalize(
     text = read_key(hidden)
     if text is None:
         raise NotACheckpoint("no parts of it have been made", path=dst, hint="make them with --part 1/N to --part N/N")
-    command, arguments, count = parse_key(text, hidden)
-    workers = Workers(count, number=None)
-    return command(**arguments, jobs=jobs, sync=sync, progress=progress, workers=workers)
+    sources, options, count = parse_key(text, hidden)
+    asked = replace(options, jobs=jobs, sync=sync, progress=progress)
+    return report_on(sources, dst, asked, partial(finish_shares, count=count))
 
 
-def parse_key(text: bytes, path: Path) -> tuple[Callable[..., Converted], dict[str, Any], int]:
-    """The command, its arguments and the number of parts that a key names."""
+def parse_key(text: bytes, path: Path) -> tuple[list[str], ConvertOptions, int]:
+    """Return the sources, the options and the number of parts that a key has, which lies in `path`.
+
+    Raises `Corrupt` for a key that no version like this one has written.
+    """
     try:
         words = json.loads(text)
-        return COMMANDS[words["command"]], dict(words["arguments"]), int(words["parts"])
+        return list(map(str, words["sources"])), ConvertOptions.of({}, **words["options"]), int(words["parts"])
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt("what is being made there cannot be told", path=path, hint="remove it, and begin anew") from error

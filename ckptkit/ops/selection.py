@@ -1,4 +1,4 @@
-"""Edits as users ask for them: globs that select, rules that rename, and dtypes. No bytes move."""
+"""Select, rename and cast entries of a checkpoint as users ask for it: by globs, rules and dtypes. Moves no bytes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ Rule = tuple[re.Pattern[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What is asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`."""
+    """The edits asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Sequence[str] = ()
     dtype: Sequence[str] = ()
 
+    def check_rules(self) -> None:
+        """Raise `Usage` for a rule that is not understood."""
+        for rule in self.rename:
+            parse_rule(rule)
+        for rule in self.dtype:
+            parse_cast(rule)
+
     def admit(self, name: str) -> bool:
-        """True if an entry is to be taken."""
+        """Return whether an entry is to be taken."""
         included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
         return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
@@ -39,11 +46,11 @@ class Edits:
 
     @property
     def are_of_weights(self) -> bool:
-        """True if something is asked of the model's weights alone, so that one must know which they are."""
+        """Return whether something is asked of the model's weights alone, so that one must know which they are."""
         return bool(self.rename) or any("=" not in rule for rule in self.dtype)
 
     def renaming(self) -> Callable[[str], str]:
-        """The new name of a parameter, by each rule in turn."""
+        """Return the function that gives a parameter its new name, by each rule in turn."""
         rules = [parse_rule(rule) for rule in self.rename]
 
         def new_name(name: str) -> str:
@@ -54,7 +61,7 @@ class Edits:
         return new_name
 
     def cast(self, layout: Layout, is_weight: Callable[[str], bool]) -> tuple[Layout, dict[str, str]]:
-        """The layout in the dtypes asked for, and what changes, by name. Of several rules for a tensor the last counts.
+        """Return the layout in the dtypes asked for, and what changes, by name. Of several rules the last counts.
 
         Only floats of 16 bits and more are converted. A dtype without a glob is that of the model's weights alone:
         moments and steps lose by it what they are kept for.
@@ -78,7 +85,7 @@ class Edits:
 
 
 def parse_rule(rule: str) -> Rule:
-    """A rule `REGEX=>TEXT`, compiled."""
+    """Return a rule `REGEX=>TEXT`, compiled. Raises `Usage` if it is none."""
     pattern, arrow, text = rule.partition("=>")
     if not arrow:
         raise Usage(f"--rename '{rule}' has no `=>`", hint="for example --rename '^model\\.=>'")
@@ -91,7 +98,7 @@ def parse_rule(rule: str) -> Rule:
 
 
 def parse_cast(rule: str) -> tuple[str | None, DType | None]:
-    """The glob of a rule `GLOB=DTYPE`, None if it has none, and the dtype, None for `keep`."""
+    """Return the glob of a rule `GLOB=DTYPE`, None if it has none, and the dtype, None for `keep`."""
     glob, equals, name = rule.rpartition("=")
     if name == "keep":
         return (glob if equals else None), None

@@ -31,7 +31,7 @@ from ckptkit.files.staging import Stage
 from ckptkit.files.trees import sync_path
 from ckptkit.formats import EntryWriter, get_writer
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Options, Spec, StoredTensor, check_cover
-from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
+from ckptkit.ops.conversion.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.portions import Portion, divide, read_made

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.settings import Setting, settings_of
 from ckptkit.train.models.config import require_at_least
 
 SETTINGS = "train.toml"  # in a run, what it was started with
@@ -99,26 +99,9 @@ LEAST = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The type of a field of `TrainConfig`, without `None`; its default; and what it means."""
-
-    kind: Any
-    default: object
-    text: str
-
-
-@cache
 def settings() -> dict[str, Setting]:
-    """Return every setting by name, but not the two of one run alone: its directory, and the checkpoint it resumes."""
-    hints = get_type_hints(TrainConfig, include_extras=True)
-    defaults = {field.name: field.default for field in fields(TrainConfig)}
-    found = {}
-    for name in defaults.keys() - {"run", "resume"}:
-        kind, text = get_args(hints[name])
-        options = [option for option in get_args(kind) if option is not type(None)]
-        found[name] = Setting(options[0] if type(None) in get_args(kind) else kind, defaults[name], text)
-    return {name: found[name] for name in defaults if name in found}
+    """Return every setting by name, but not what is one run's alone: where it lies, and what it goes on from."""
+    return {name: setting for name, setting in settings_of(TrainConfig).items() if name != "resume"}
 
 
 def require_choice(name: str, value: object) -> None:

@@ -23,13 +23,12 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.weights import find_weights
 from ckptkit.files.crc32 import crc32
-from ckptkit.formats import get_writer
 from ckptkit.formats.dcp.shards import Item, Known, deal, end_of
 from ckptkit.formats.dcp.write_metadata import record
-from ckptkit.layout import Chunk, Layout, NewFile, Options, Part, Spec, StoredTensor
-from ckptkit.ops.consolidate import DEFAULT_SHARD_SIZE
-from ckptkit.ops.conversion.drafts import make_draft
-from ckptkit.ops.conversion.pipeline import plan
+from ckptkit.layout import Chunk, Layout, NewFile, Part, Spec, StoredTensor
+from ckptkit.ops.conversion.draft import Draft
+from ckptkit.ops.conversion.made_files import plan
+from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
 from scripts.benchmarks import shapes
@@ -104,7 +103,7 @@ def consolidate(root: Path) -> None:
     """Plan the consolidation: where in the files of a Hugging Face model each byte shall lie, and where it is now."""
     layout = find_weights(open_layout(root)).layout
     began = time.perf_counter()
-    draft = make_draft(layout, get_writer("hf"), Options(DEFAULT_SHARD_SIZE))
+    draft = Draft.of([layout], ConvertOptions(to="hf"), world_size=1)
     located = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=root.parent) as room:
         for file in draft.files:

@@ -121,7 +121,7 @@ def test_what_a_reader_is_told(run: Path, tmp_path: Path) -> None:
         (["convert", "{run}/ckpt-3", "{tmp}/out", "--to", "dcp"], 3, "corrupt"),
         (["reshard", "{run}/ckpt-1", "{run}/ckpt-2", "--to", "2"], 5, "occupied"),
         (["reshard", "{run}/ckpt-1", "{run}", "--to", "2", "--overwrite"], 5, "unsafe"),
-        (["reshard", "{run}/ckpt-1", "{run}/ckpt-1/out", "--to", "2"], 5, "unsafe"),
+        (["reshard", "{run}/ckpt-1", "{run}/ckpt-1/training", "--to", "2"], 5, "unsafe"),
         (["reshard", "{run}/ckpt-1", "{tmp}/out", "--to", "2", "--dtype", "float7"], 2, "usage"),
         (["reshard", "{run}/ckpt-1", "{tmp}/out", "--to", "2", "--rename", "x"], 2, "usage"),
         (["reshard", "{run}/ckpt-1", "{tmp}/out", "--to", "2", "--include", "x"], 2, "usage"),

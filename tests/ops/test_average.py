@@ -296,7 +296,7 @@ def test_destinations(run: Path, tmp_path: Path) -> None:
     ckptkit.average(run, tmp_path / "out", last=2, overwrite=True)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "ckptkit.json"}
     with pytest.raises(Unsafe):
-        ckptkit.average(run, run / "ckpt-11" / "out", last=2)
+        ckptkit.average(run, run / "ckpt-11" / "training", last=2)
     with pytest.raises(Usage, match="two checkpoints"):
         ckptkit.average([run], tmp_path / "new")
     with pytest.raises(Usage, match="3 complete checkpoints, not 4"):

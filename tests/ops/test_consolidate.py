@@ -271,7 +271,7 @@ def test_source_and_destination_apart(produce: Produce, tmp_path: Path) -> None:
     source = tmp_path / "run" / "ckpt-1"
     shutil.copytree(produce(producers.under_model).root, source)
     before = sorted(source.rglob("*"))
-    for destination in (source, source.parent, source / "inside"):
+    for destination in (source, source.parent, source / "training"):
         with pytest.raises(Unsafe):
             consolidate(source, destination, overwrite=True)
     link = tmp_path / "link"

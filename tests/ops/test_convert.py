@@ -190,7 +190,7 @@ def test_what_is_not_to_be_had(produce: Produce, tmp_path: Path) -> None:
         with pytest.raises(NotACheckpoint):
             convert(tmp_path / "absent", tmp_path / "out", to=to)
         with pytest.raises(Unsafe):
-            convert(source, source / "inside", to=to)
+            convert(source, source / "training", to=to)
         with pytest.raises(Usage, match="matches no tensor"):
             convert(source, tmp_path / "out", to=to, include=["nothing*"])
     assert list(tmp_path.iterdir()) == []

@@ -239,7 +239,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, name: str) -> None:
 def test_source_and_destination_apart(produce: Produce, tmp_path: Path) -> None:
     source = Path(shutil.copytree(produce(producers.under_model).root, tmp_path / "run" / "ckpt-1"))
     before = sorted(tmp_path.rglob("*"))
-    for destination in (source, source.parent, source / "inside"):
+    for destination in (source, source.parent, source / "training"):
         with pytest.raises(Unsafe):
             reshard(source, destination, to=2, overwrite=True)
     with pytest.raises(Occupied):

@@ -1,1 +1,1 @@
-"""Converting: every command that writes a checkpoint."""
+"""Convert: the one pipeline behind every command that writes a checkpoint, and its options."""

@@ -1,100 +1,152 @@
-"""The pipeline: every command that writes a checkpoint is a preset of it.
+"""Carry out a conversion: every command that writes a checkpoint is a preset of this.
 
-arrange -> locate -> stage -> plan -> copy -> settle -> seal -> manifest -> commit
+draft -> stage -> create -> plan -> copy -> settle -> seal -> manifest -> commit
 
 Up to `copy` it is the same for each of several processes that share the work; one of them does the rest.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptkit import edits
-from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import Manifest, source_of, sum_files
-from ckptkit.engine.copy import Copied, copy, settle
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.engine.copy import copy, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.shares import Share
-from ckptkit.engine.sources import place_of
-from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsafe, translate_os_errors
-from ckptkit.files.allocation import check_room, create_file, missing_bytes, write_parts
-from ckptkit.files.file import file_size, is_there, opening, read_at
-from ckptkit.files.staging import Stage
-from ckptkit.files.system import again
+from ckptkit.engine.shares import WHOLE, Share
+from ckptkit.errors import Corrupt, Occupied
+from ckptkit.files.allocation import check_room, missing_bytes
+from ckptkit.files.file import file_size, is_there
+from ckptkit.files.path import to_local
+from ckptkit.files.staging import Stage, check_destination
 from ckptkit.files.trees import sync_tree
-from ckptkit.formats import locate
-from ckptkit.layout import Extent
-from ckptkit.ops.conversion.drafts import Draft, Drafts
-from ckptkit.ops.conversion.output import Output
-from ckptkit.plan import Plan, Target, make_plan
+from ckptkit.ops.conversion.destination import check_apart
+from ckptkit.ops.conversion.draft import Conversion
+from ckptkit.ops.conversion.made_files import create, seal
+from ckptkit.ops.conversion.model import draft_model
+from ckptkit.ops.conversion.options import RANK, ConvertOptions, parse_part
+from ckptkit.ops.conversion.parts import draft_parts
+from ckptkit.ops.conversion.report import Converted, Written, complete, report
+from ckptkit.ops.conversion.torchrun import rank_and_ranks, wait_for_ranks
+from ckptkit.plan import Plan
 from ckptkit.progress import telling
 
-_PART = 1 << 22  # bytes held of a file that is copied as it is
 
+def carry_out(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
+    """Make of a checkpoint, or of the mean of several, what `options` say, or a part of that.
 
-def write(drafts: Drafts, output: Output, key: bytes) -> Copied | None:
-    """Make the files and fill them, or a share of that. The destination appears whole or not at all.
-
-    What an interrupted call with the same `key` has done is gone on with. None if others are to finish.
+    Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
-    workers = output.workers
-    if workers.count > 1:
-        if workers.number is not None:
-            write_share(drafts, output, key, workers.number)
-        if workers.meet:
-            workers.meet()
-        return finish_shares(drafts, output, key) if workers.finishes else None
-    with opened(drafts, output, key) as stage:
-        plans = create(drafts, stage.path)
-        ledgers = copy_share(plans, open_journals(stage.work, plans, 0), output)
-        return finish(drafts, plans, ledgers, stage, output)
+    return report_on(sources, dst, options, write)
 
 
-def write_share(drafts: Drafts, output: Output, key: bytes, number: int) -> None:
+def report_on(
+    sources: Sequence[Source],
+    dst: str | Path,
+    options: ConvertOptions,
+    work: Callable[[Conversion], Written | None],
+) -> Converted:
+    """Draft a conversion, do the `work`, unless it is a dry run, and report on it."""
+    began = time.perf_counter()
+    conversion = draft(sources, to_local(dst), options)
+    prospect = report(conversion, time.perf_counter() - began)
+    if options.dry_run:
+        return prospect
+    written = work(conversion)
+    return complete(prospect, written, time.perf_counter() - began)
+
+
+def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conversion:
+    """Think a conversion through: find every byte, and arrange the files. Nothing is written."""
+    writer = options.writer
+    check_destination(dst, options.overwrite, is_file=dst.suffix in writer.suffixes)
+    checkpoints = [Checkpoint.open(source) for source in sources]
+    is_model = writer.is_model_only or bool(options.weights)
+    parts = [checkpoint.model_part for checkpoint in checkpoints] if is_model else []
+    for checkpoint in checkpoints:
+        check_apart(checkpoint, dst, writer)
+    return draft_model(parts, dst, options) if is_model else draft_parts(checkpoints[0], dst, options)
+
+
+def write(conversion: Conversion) -> Written | None:
+    """Make the files and fill them, or a part of that. The destination appears whole or not at all.
+
+    Goes on with what an interrupted call for the same has done. Returns None if others are to finish.
+    """
+    part = conversion.options.part
+    share = share_of(part)
+    if share.count == 1:
+        return write_alone(conversion)
+    write_share(conversion, share)
+    if part != RANK:
+        return None
+    wait_for_ranks()
+    return finish_shares(conversion, share.count) if share.number == 0 else None
+
+
+def share_of(part: str | None) -> Share:
+    """Return the share of the work that is this process's."""
+    if part is None:
+        return WHOLE
+    if part == RANK:
+        return Share(*rank_and_ranks())
+    number, count = parse_part(part)
+    return Share(number - 1, count)
+
+
+def write_alone(conversion: Conversion) -> Written:
+    """Do all of the work."""
+    with opened(conversion, WHOLE.count) as stage:
+        plans = create(conversion, stage.path)
+        ledgers = copy_share(conversion, plans, open_journals(stage.work, conversion, 0), WHOLE)
+        return finish(conversion, plans, ledgers, stage)
+
+
+def write_share(conversion: Conversion, share: Share) -> None:
     """Do one share of the work, and leave the rest to others."""
-    with opened(drafts, output, key, is_part=True) as stage:
-        plans = create(drafts, stage.path)
+    sync = conversion.options.sync
+    with opened(conversion, share.count, is_part=True) as stage:
+        plans = create(conversion, stage.path)
         stage.let_others_in()
-        journals = open_journals(stage.work, plans, number)
-        copy_share(plans, journals, output)
-        if output.sync:
+        journals = open_journals(stage.work, conversion, share.number)
+        copy_share(conversion, plans, journals, share)
+        if sync:
             sync_tree(stage.path)
         for journal in journals:
-            journal.end(sync=output.sync)
+            journal.end(sync=sync)
         stage.leave()
 
 
-def finish_shares(drafts: Drafts, output: Output, key: bytes) -> Copied:
-    """Check that every share has been done and that it all fits together, and let the destination appear."""
-    with opened(drafts, output, key) as stage:
-        require_all_done(unfinished(drafts, output), output)
-        require_whole(drafts, stage.path)
-        plans = create(drafts, stage.path)
+def finish_shares(conversion: Conversion, count: int) -> Written:
+    """Check that every one of `count` shares has been done and all fits together, and let the destination appear."""
+    with opened(conversion, count) as stage:
+        require_all_done(conversion, stage.work, count)
+        require_whole(conversion, stage.path)
+        plans = create(conversion, stage.path)
         ledgers = [Ledger() for _ in plans]
-        for number in range(output.workers.count):
-            for journal, ledger in zip(open_journals(stage.work, plans, number), ledgers, strict=True):
+        for number in range(count):
+            for journal, ledger in zip(open_journals(stage.work, conversion, number), ledgers, strict=True):
                 for unit in journal.units.values():
                     ledger.add(unit)
-        return finish(drafts, plans, ledgers, stage, output)
+        return finish(conversion, plans, ledgers, stage)
 
 
-def require_all_done(missing: Sequence[int], output: Output) -> None:
-    """Raise `Occupied` if shares are missing."""
+def require_all_done(conversion: Conversion, work: Path, count: int) -> None:
+    """Raise `Occupied` if some of `count` shares have not ended."""
+    numbers = range(count)
+    missing = [n for n in numbers if not all(journal.has_ended for journal in open_journals(work, conversion, n))]
     if missing:
-        count = output.workers.count
         parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
         hint = "run them, or run them again: they go on where they were"
-        raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=output.path, hint=hint)
+        raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
 
 
-def require_whole(drafts: Drafts, room: Path) -> None:
+def require_whole(conversion: Conversion, room: Path) -> None:
     """Raise `Corrupt` if a file is gone that the shares have filled, or cut: what was noted of it would be believed."""
-    for draft in drafts.parts:
+    for draft in conversion.drafts:
         for file in draft.files:
             path = room / draft.place / file.name
             there = file_size(path) if is_there(path) else 0
@@ -103,39 +155,33 @@ def require_whole(drafts: Drafts, room: Path) -> None:
                 raise Corrupt(message, path=path, hint=f"remove {room}, and run all parts again")
 
 
-def unfinished(drafts: Drafts, output: Output) -> list[int]:
-    """The shares that have not ended yet."""
-    work = Stage(output.path).work
-    numbers = range(output.workers.count)
-    return [n for n in numbers if not all(journal.has_ended for journal in open_journals(work, drafts.parts, n))]
-
-
-def open_journals(work: Path, plans: Sequence[object], number: int) -> list[Journal]:
-    """The journal of a share for each plan."""
-    return [Journal(work / f"plan-{i}-share-{number}.jsonl") for i in range(len(plans))]
+def open_journals(work: Path, conversion: Conversion, number: int) -> list[Journal]:
+    """Return the journals of a share, one for each draft."""
+    return [Journal(work / f"plan-{i}-share-{number}.jsonl") for i in range(len(conversion.drafts))]
 
 
 @contextmanager
-def opened(drafts: Drafts, output: Output, key: bytes | None, *, is_part: bool = False) -> Iterator[Stage]:
-    """The stage, open, with room for all files. Without a key nothing of an interrupted call is gone on with.
+def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iterator[Stage]:
+    """Open the stage on which `count` processes make the output, with room for all files.
 
     It is cleared away after an error, but kept after an interruption, if there is something to go on with; and always
     if others have a part in it.
     """
+    options = conversion.options
     stage = Stage(
-        output.path,
-        overwrite=output.overwrite,
-        sync=output.sync,
-        key=key,
+        conversion.output,
+        overwrite=options.overwrite,
+        sync=options.sync,
+        key=conversion.key(count),
         is_part=is_part,
-        is_file=output.is_file,
+        is_file=conversion.is_file,
     )
     try:
         stage.open()
-        check_room(output.path, missing_bytes(stage.path, drafts.file_sizes))
+        check_room(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
         yield stage
     except BaseException as error:
-        if output.workers.count > 1:
+        if count > 1:
             stage.leave()
         elif not isinstance(error, Exception) and any(stage.work.glob("*.jsonl")):
             stage.leave()
@@ -145,93 +191,22 @@ def opened(drafts: Drafts, output: Output, key: bytes | None, *, is_part: bool =
         raise
 
 
-def create(drafts: Drafts, room: Path) -> list[Plan]:
-    """Make every file with what is known of it, unless it is there, and plan what fills the holes."""
-    plans = []
-    for draft in drafts.parts:
-        root = room / draft.place
-        with translate_os_errors(root):
-            again(root.mkdir, parents=True, exist_ok=True)
-        for file in draft.files:
-            create_file(root / file.name, file.nbytes, file.parts, anew=False)
-        plans.append(plan(draft, root))
-    return plans
-
-
-def plan(draft: Draft, root: Path) -> Plan:
-    """What fills the files of a draft. Whatever lies inside an entry that is no tensor has been written with it."""
-    wanted = set(draft.source.names)
-    made = edits.select(draft.writer.read(root), wanted.__contains__)
-    lost = draft.source.tensors.keys() - made.tensors.keys()
-    if lost:
-        raise Mismatch(f"{draft.writer.name} would lose {len(lost)} tensors", path=draft.source.root, tensor=min(lost))
-    return make_plan(draft.source, locate(made))
-
-
-def copy_share(plans: Sequence[Plan], journals: Sequence[Journal], output: Output) -> list[Ledger]:
-    """Copy this process's share of each plan."""
-    share = Share(output.workers.number or 0, output.workers.count)
-    total = sum(plan.nbytes for plan in plans) // share.count
-    progress = telling(output.progress, total)
+def copy_share(
+    conversion: Conversion, plans: Sequence[Plan], journals: Sequence[Journal], share: Share
+) -> list[Ledger]:
+    """Copy a share of each plan."""
+    options = conversion.options
+    progress = telling(options.progress, sum(plan.nbytes for plan in plans) // share.count)
     pairs = zip(plans, journals, strict=True)
-    return [copy(plan, share, journal, jobs=output.jobs, progress=progress) for plan, journal in pairs]
+    return [copy(plan, share, journal, jobs=options.jobs, progress=progress) for plan, journal in pairs]
 
 
-def finish(drafts: Drafts, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage, output: Output) -> Copied:
+def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage) -> Written:
     """Check that all was done, write what had to wait for the data, and let the destination appear."""
-    copied = [settle(plan, ledger, jobs=output.jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
-    for name, content in drafts.given.items():
-        with translate_os_errors(stage.path / name):
-            again((stage.path / name).parent.mkdir, parents=True, exist_ok=True)
-        create_file(stage.path / name, len(content), [(0, content)], anew=False)
-    for name, path in drafts.copied.items():
-        copy_file(path, stage.path / name)
-    for draft, plan, done in zip(drafts.parts, plans, copied, strict=True):
-        write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
-        draft.writer.check(plan.dst)
-        if not output.is_file:
-            write_manifest(plan, done, drafts.names_in(draft.place), drafts.made_of or source_of(plan.src))
-    drafts.origin.check()
+    jobs = conversion.options.jobs
+    copied = [settle(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
+    seal(conversion, plans, copied, stage.path)
+    for origin in conversion.origins:
+        origin.check()
     stage.commit()
-    return Copied({}, sum(done.checked_bytes for done in copied), sum(done.unchecked_bytes for done in copied))
-
-
-def copy_file(src: Path, dst: Path) -> None:
-    """Copy a regular file as it is."""
-    with opening(src) as file:
-        size = file.size
-        with translate_os_errors(dst):
-            again(dst.parent.mkdir, parents=True, exist_ok=True)
-        parts = ((start, read_at(file, min(_PART, size - start), start)) for start in range(0, size, _PART))
-        create_file(dst, size, parts, anew=False)
-
-
-def write_manifest(plan: Plan, copied: Copied, names: Iterable[str], source: Mapping[str, str]) -> None:
-    """Write the manifest of a part of the output, by what was seen of its bytes while they were written."""
-    root = plan.dst.root
-    extents = [extent_of(target, copied) for target in plan.targets]
-    whole = {name: t.chunks[0] for name, t in plan.dst.tensors.items() if len(t.chunks) == 1}
-    sums = {name: copied.checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
-    content = Manifest(sum_files(root, names, extents), sums, source).to_bytes()
-    create_file(root / MANIFEST, len(content), [(0, content)], anew=False)
-
-
-def extent_of(target: Target, copied: Copied) -> Extent:
-    """What was written of a target."""
-    chunk = target.chunk
-    return Extent(chunk.path, chunk.offset, chunk.length, copied.checksums[place_of(chunk)], target.name)
-
-
-def check_apart(src: Path, dst: Path) -> None:
-    """Raise `Unsafe` if the source lies in the destination or is it: replacing it would destroy what is being read."""
-    source, target = src.resolve(), dst.resolve()
-    if source == target or target in source.parents:
-        raise Unsafe("the source is the destination, or lies inside it", path=dst, hint="choose another destination")
-    if source in target.parents:
-        raise Unsafe("the destination lies inside the source", path=dst, hint="choose another destination")
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has had resident, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return copied, ledgers

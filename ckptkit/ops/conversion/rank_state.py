@@ -1,4 +1,4 @@
-"""Ranks: state that belongs to one rank of the job that saved it, which no job of another size has a use for.
+"""Drop state that belongs to one rank of the job that saved it where a job of another size has no use for it.
 
 Kept for as many ranks as there were, dropped for any other number: a generator or a loader of one rank cannot be shared
 out, and whoever loads the checkpoint learns that it is missing instead of taking another's.
@@ -14,7 +14,7 @@ from ckptkit.layout import Layout
 
 
 def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
-    """The checkpoint without the state of single ranks if they were not `world_size`; and what was dropped."""
+    """Return the checkpoint without the state of single ranks if they were not `world_size`, and words on that."""
     owners = {name: owner for name in layout.names if (owner := owner_of_key(layout.key(name))) is not None}
     groups = sorted({str(layout.key(name)[0]) for name in owners})
     dropped: set[str] = set()
@@ -29,7 +29,7 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
 
 
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
-    """Those of some file names that hold the state of single ranks, if they were not `world_size`; and in words."""
+    """Return the files with the state of single ranks, by name, if they were not `world_size`; and words on them."""
     owners = {name: owner for name in names if (owner := owner_of_file(name)) is not None}
     if not owners or 1 + max(owners.values()) == world_size:
         return set(), []

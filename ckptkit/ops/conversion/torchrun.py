@@ -1,10 +1,11 @@
-"""Meetings: the ranks of one `torchrun` tell the first of them that they are done, by the store that they all have.
+"""Let the ranks of one `torchrun` tell the first of them that they are done, by the store that they all have.
 
 What lies on the disk could not tell it: that may be of an earlier job, which died.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 
@@ -15,8 +16,13 @@ _PAUSE = 0.1  # seconds between two looks at how many have arrived
 _LONGEST = timedelta(days=30)  # that a rank works longer than another
 
 
-def meet() -> None:
-    """Arrive as the rank that the environment says this is; of rank 0 also: wait until all have.
+def rank_and_ranks() -> tuple[int, int]:
+    """Return the rank that the environment says this process is, and how many there are."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def wait_for_ranks() -> None:
+    """Arrive as the rank that the environment says this is; as rank 0, also wait until all have arrived.
 
     See https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization.
     """

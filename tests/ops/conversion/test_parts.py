@@ -17,22 +17,22 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import consolidate, convert, finalize, reshard
+from ckptkit import average, consolidate, convert, finalize, reshard
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
 from ckptkit.files.hidden import staging_path
 from ckptkit.files.staging import Stage, read_key
-from ckptkit.ops.conversion.output import Workers
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone
+from tests.test_matrix import load_dcp
 
 
 def files_in(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def part(number: int, count: int) -> Workers:
-    return Workers(count, number, finishes=False)
+def nth(number: int, count: int) -> str:
+    return f"{number + 1}/{count}"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_parts_in_any_order_are_the_whole(produce: Produce, tmp_path: Path, coun
     source = produce(producers.tensor_parallel).root
     reshard(source, tmp_path / "whole", to=3)
     for number in reversed(range(count)):
-        done = reshard(source, tmp_path / "parts", to=3, workers=part(number, count))
+        done = reshard(source, tmp_path / "parts", to=3, part=nth(number, count))
         assert not done.is_finished
         assert not (tmp_path / "parts").exists()
     done = finalize(tmp_path / "parts")
@@ -64,14 +64,44 @@ def test_a_checkpoint_of_two_parts_and_other_files(produce: Produce, tmp_path: P
     (source / "scheduler.bin").write_bytes(b"kept")
     convert(source, tmp_path / "whole", to="pt")
     for number in (1, 0, 2):
-        convert(source, tmp_path / "parts", to="pt", workers=part(number, 3))
+        convert(source, tmp_path / "parts", to="pt", part=nth(number, 3))
     finalize(tmp_path / "parts")
     assert files_in(tmp_path / "parts") == files_in(tmp_path / "whole")
     assert files_in(tmp_path / "parts")["scheduler.bin"] == b"kept"
 
 
+def test_a_mean_is_made_in_parts(large: Path, tmp_path: Path) -> None:
+    """With a tensor of integers, of which each part sees a piece, and what is said of it at the end."""
+    for i in range(2):
+        state = {"w": torch.full((3 << 20,), float(i)), "seen": torch.arange(5 << 20) + i}
+        save_alone({"model": state}, tmp_path / f"src{i}")
+    sources = [tmp_path / "src0", tmp_path / "src1"]
+    whole = average(sources, tmp_path / "whole", weights=[3, 1], to="dcp")
+    for number in (2, 0, 1):
+        done = average(sources, tmp_path / "parts", weights=[3, 1], to="dcp", part=nth(number, 3))
+        assert not done.is_finished
+    with pytest.raises(Occupied):
+        average(sources, tmp_path / "parts", weights=[1, 1], to="dcp", part=nth(0, 3))
+        finalize(tmp_path / "parts")
+    for number in range(3):
+        average(sources, tmp_path / "parts", weights=[3, 1], to="dcp", part=nth(number, 3))
+    made = finalize(tmp_path / "parts")
+    assert files_in(tmp_path / "parts") == files_in(tmp_path / "whole")
+    assert (made.weights, made.sources, made.checked_bytes) == (whole.weights, whole.sources, whole.checked_bytes)
+    assert any("are those of" in note and "seen" in note for note in made.notes)
+    assert torch.equal(load_dcp(tmp_path / "whole")["model"]["w"], torch.full((3 << 20,), 0.25))
+
+
+def test_a_mean_that_was_killed_goes_on(large: Path, tmp_path: Path) -> None:
+    arguments = ["average", str(large), str(large), str(tmp_path / "out")]
+    assert run_and_die(2, "SIGKILL", arguments).returncode == -9
+    assert bytes_written(arguments) == 32 << 20
+    average([large, large], tmp_path / "whole")
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
+
+
 def test_the_plan_is_the_same_for_all(large: Path, tmp_path: Path) -> None:
-    plans = {consolidate(large, tmp_path / "out", workers=part(number, 2)).plan for number in (0, 1)}
+    plans = {consolidate(large, tmp_path / "out", part=nth(number, 2)).plan for number in (0, 1)}
     assert len(plans) == 1
     assert finalize(tmp_path / "out").plan in plans
     other = consolidate(large, tmp_path / "other", dtype="bf16", dry_run=True)
@@ -82,11 +112,11 @@ def test_a_missing_part_is_named(large: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint):
         finalize(tmp_path / "out")
     for number in (0, 3):
-        consolidate(large, tmp_path / "out", workers=part(number, 4))
+        consolidate(large, tmp_path / "out", part=nth(number, 4))
     with pytest.raises(Occupied, match="2 of 4 parts are not done: 2/4, 3/4"):
         finalize(tmp_path / "out")
     for number in (1, 2, 1):
-        consolidate(large, tmp_path / "out", workers=part(number, 4))
+        consolidate(large, tmp_path / "out", part=nth(number, 4))
     assert finalize(tmp_path / "out").is_finished
 
 
@@ -94,9 +124,9 @@ def test_a_changed_source_is_begun_anew(large: Path, tmp_path: Path) -> None:
     """Parts of two sources never meet in one output."""
     source = tmp_path / "ckpt"
     shutil.copytree(large, source)
-    consolidate(source, tmp_path / "out", workers=part(0, 2))
+    consolidate(source, tmp_path / "out", part=nth(0, 2))
     os.utime(source / "__0_0.distcp", (0, 0))
-    consolidate(source, tmp_path / "out", workers=part(1, 2))
+    consolidate(source, tmp_path / "out", part=nth(1, 2))
     with pytest.raises(Occupied, match="1 of 2 parts are not done: 1/2"):
         finalize(tmp_path / "out")
 
@@ -109,7 +139,7 @@ def test_damage_in_any_part_is_found(large: Path, tmp_path: Path) -> None:
     (source / "__0_0.distcp").write_bytes(data)
     with pytest.raises(Corrupt):
         for number in range(7):  # that cut through tensors
-            consolidate(source, tmp_path / "out", workers=part(number, 7))
+            consolidate(source, tmp_path / "out", part=nth(number, 7))
         finalize(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -119,7 +149,7 @@ def test_what_is_gone_of_a_part_is_missed(large: Path, tmp_path: Path, left: int
     """A scratch disk is tidied by age; the journals are younger than what they speak of."""
     out = tmp_path / "out"
     for number in range(2):
-        consolidate(large, out, workers=part(number, 2))
+        consolidate(large, out, part=nth(number, 2))
     made = staging_path(out) / "model.safetensors"
     if left is None:
         made.unlink()
@@ -188,7 +218,7 @@ def test_a_part_that_was_killed_goes_on(large: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["consolidate", str(large), str(out), "--part"]
     assert run_and_die(2, "SIGKILL", [*arguments, "2/2"]).returncode == -9
-    consolidate(large, out, workers=part(0, 2))
+    consolidate(large, out, part=nth(0, 2))
     with pytest.raises(Occupied, match="2/2"):
         finalize(out)
     assert 0 < bytes_written([*arguments, "2/2"]) < 32 << 20
@@ -225,7 +255,7 @@ def test_ranks_of_torchrun_share_the_work(large: Path, tmp_path: Path) -> None:
 def test_the_first_rank_waits_for_one_that_has_nothing_to_do(large: Path, tmp_path: Path) -> None:
     """An earlier job did every share, and died. Who is late must not find that all is over."""
     for number in range(3):
-        reshard(large, tmp_path / "out", to=5, workers=part(number, 3))
+        reshard(large, tmp_path / "out", to=5, part=nth(number, 3))
     (tmp_path / "late").mkdir()
     (tmp_path / "late/sitecustomize.py").write_text(
         "import os, time\nif os.environ.get('RANK') == '1':\n    time.sleep(4)\n"
@@ -236,7 +266,7 @@ def test_the_first_rank_waits_for_one_that_has_nothing_to_do(large: Path, tmp_pa
 
 def do_part(start: float, source: Path, out: Path, number: int, count: int) -> None:
     time.sleep(max(0.0, start - time.monotonic()))
-    reshard(source, out, to=3, workers=part(number, count))
+    reshard(source, out, to=3, part=nth(number, count))
 
 
 def test_parts_begun_at_once_are_the_whole(produce: Produce, tmp_path: Path) -> None:
@@ -259,11 +289,11 @@ def test_parts_begun_at_once_are_the_whole(produce: Produce, tmp_path: Path) -> 
 def test_one_part_at_a_time_makes_the_files(large: Path, tmp_path: Path) -> None:
     """What others have written is not cut off, nor a file planned with that another is just making."""
     out, hidden = tmp_path / "out", staging_path(tmp_path / "out")
-    consolidate(large, out, workers=part(0, 2))
+    consolidate(large, out, part=nth(0, 2))
     first = Stage(out, key=read_key(hidden), is_part=True).open()
     (hidden / "model.safetensors").unlink()
     with ThreadPoolExecutor() as pool:
-        second = pool.submit(consolidate, large, out, workers=part(1, 2))
+        second = pool.submit(consolidate, large, out, part=nth(1, 2))
         with pytest.raises(TimeoutError):
             second.result(timeout=0.5)
         assert not (hidden / "model.safetensors").exists()
@@ -294,6 +324,6 @@ def test_parts_at_work_are_not_taken_away(large: Path, tmp_path: Path) -> None:
                 consolidate(large, out, dtype="bf16")
             tried.extend([finishing.value, beginning.value])
 
-    consolidate(large, out, workers=part(0, 2), progress=meddle)
+    consolidate(large, out, part=nth(0, 2), progress=meddle)
     assert all("still being made" in error.message for error in tried)
     assert staging_path(out).exists()

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.ops.conversion.carried import files_beside, own_files
+from ckptkit.ops.conversion.other_files import files_beside, own_files
 from tests import producers
 from tests.conftest import Produce
 

@@ -1,4 +1,4 @@
-"""Beside: the files of a checkpoint that hold none of its tensors, and go with it: schedulers, configs, tokenizers."""
+"""Find the files of a checkpoint that hold none of its tensors and go along: schedulers, configs, tokenizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.layout import Layout
 
 
 def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
-    """Regular files anywhere in a checkpoint directory, by their names in it; and those that are none, which stay.
+    """Return the regular files anywhere in a checkpoint directory, by their names in it, and the names of all others.
 
     What is in `taken`, files and directories, is not among them, nor are manifests, which are true of what they
     describe only. Nothing that begins with a dot is.
@@ -30,7 +30,7 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
 
 
 def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
-    """Whatever is anywhere in a directory, but for directories and what is in `taken`; what is deeper comes later."""
+    """Yield all that is anywhere in a directory, but for directories and what is in `taken`; the deeper the later."""
     inside = [path for path in children(folder) if not (path in taken or path.name.startswith("."))]
     below = [path for path in inside if path.is_dir() and not path.is_symlink()]
     yield from (path for path in inside if path not in below and path.name != MANIFEST)
@@ -39,7 +39,7 @@ def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
 
 
 def own_files(layout: Layout) -> list[Path]:
-    """The files that a part consists of, and others of its format: what an earlier save left there is not of it."""
+    """Return the files that a part consists of, and others of its format, which an earlier save has left there."""
     used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks}
     used |= {blob.path for blob in layout.blobs.values()}
     reader = get_format(layout.format)

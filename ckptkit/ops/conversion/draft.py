@@ -1,0 +1,116 @@
+"""Hold a conversion that is thought through, and of which nothing has been written: all that a dry run needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Self
+
+from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.weights import LeftOut
+from ckptkit.errors import translate_os_errors
+from ckptkit.files.file import file_size
+from ckptkit.files.origin import Origin
+from ckptkit.files.path import RemotePath
+from ckptkit.formats import Writer, locate
+from ckptkit.layout import Layout, NewFile, Options
+from ckptkit.ops.conversion.options import ConvertOptions
+from ckptkit.ops.conversion.other_files import own_files
+from ckptkit.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """The files to be made of one part of a checkpoint, or of the same part of several, with every byte found.
+
+    They will lie in `place`, a directory in the output or, if it is empty, the output itself. `made_of` is what their
+    manifest says of the sources; `renamed` and `cast` are what becomes of names and dtypes.
+    """
+
+    place: str
+    sources: tuple[Layout, ...]
+    writer: Writer
+    files: tuple[NewFile, ...]
+    made_of: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sources: Sequence[Layout], options: ConvertOptions, world_size: int, **more: Any) -> Self:
+        """Return the draft of what `sources` have under the same names, in the format that `options` name."""
+        files = options.writer.arrange(sources[0], Options(options.max_shard_size, world_size))
+        found = tuple(map(locate, sources))
+        more = {"place": "", "made_of": source_of(sources[0]), **more}
+        return cls(sources=found, writer=options.writer, files=files, **more)
+
+    @property
+    def wanted(self) -> Layout:
+        """Return the layout whose names and dtypes the result has: that of the first source."""
+        return self.sources[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """All that an output is made of: a draft for each part of a checkpoint, and other files, made or carried along.
+
+    All of it comes from the `origins`. `dropped` is what does not come along, `wrapper` the key that a model is taken
+    out of, `world_size` the ranks that a sharded output is for, `notes` what else there is to say.
+    """
+
+    origins: Sequence[Origin]
+    output: Path
+    options: ConvertOptions
+    drafts: Sequence[Draft]
+    made: Mapping[str, bytes] = field(default_factory=dict)
+    carried: Mapping[str, Path] = field(default_factory=dict)
+    dropped: Sequence[LeftOut] = ()
+    wrapper: str = ""
+    world_size: int | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def is_file(self) -> bool:
+        """Return whether the output is one file, not a directory."""
+        return self.output.suffix in self.options.writer.suffixes
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file, by its name in the output."""
+        sizes = {str(Path(part.place, file.name)): file.nbytes for part in self.drafts for file in part.files}
+        sizes |= {name: len(content) for name, content in self.made.items()}
+        return sizes | {name: file_size(path) for name, path in self.carried.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a hash of what goes where: by the options and the files as they are now, all else follows."""
+        digest = blake2b(__version__.encode(), digest_size=16)
+        for draft in self.drafts:
+            files = [(file.name, file.nbytes) for file in draft.files]
+            stamps = [(path.name, *stamp(path)) for layout in draft.sources for path in sorted(own_files(layout))]
+            digest.update(repr((draft.place, draft.writer.name, files, stamps)).encode())
+        return digest.hexdigest()
+
+    def key(self, count: int) -> bytes:
+        """Return what all processes have in common, if `count` of them make it, in words that another can follow."""
+        words = {
+            "sources": [str(origin.path.absolute()) for origin in self.origins],
+            "options": self.options.to_json(),
+            "parts": count,
+            "plan": self.fingerprint,
+        }
+        return json.dumps(words, indent=1, sort_keys=True).encode()
+
+    def names_in(self, place: str) -> list[str]:
+        """Return the names of the files directly in a directory of the output."""
+        return [path.name for path in map(Path, self.file_sizes) if path.parent == Path(place)]
+
+
+def stamp(path: Path) -> tuple[int, int, int]:
+    """Return a file's size in bytes, the time of its last change in nanoseconds, and a remote one's inode, else 0."""
+    with translate_os_errors(path):
+        status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino if isinstance(path, RemotePath) else 0

@@ -1,0 +1,109 @@
+"""Make the files of a conversion: with room for the data, what fills that, and what has to wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckptkit import edits
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import Manifest, sum_files
+from ckptkit.engine.copy import Copied
+from ckptkit.engine.mean import Mean
+from ckptkit.engine.sources import place_of
+from ckptkit.errors import Mismatch, translate_os_errors
+from ckptkit.files.allocation import create_file, write_parts
+from ckptkit.files.file import opening, read_at
+from ckptkit.files.system import again
+from ckptkit.formats import locate
+from ckptkit.layout import Chunk, Extent, Place
+from ckptkit.ops.conversion.draft import Conversion, Draft
+from ckptkit.plan import Plan, Target, make_plan
+from ckptkit.tensors.box import Box
+
+_PART = 1 << 22  # bytes held of a file that is copied as it is
+
+
+def create(conversion: Conversion, room: Path) -> list[Plan]:
+    """Make every file in directory `room` with what is known of it, unless it is there. Return what fills the holes."""
+    plans = []
+    for draft in conversion.drafts:
+        root = room / draft.place
+        make_folder(root)
+        for file in draft.files:
+            create_file(root / file.name, file.nbytes, file.parts, anew=False)
+        plans.append(plan(draft, root, conversion.options.weights))
+    return plans
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, and those that it lies in, unless they are there."""
+    with translate_os_errors(path):
+        again(path.mkdir, parents=True, exist_ok=True)
+
+
+def plan(draft: Draft, root: Path, weights: Sequence[float] = ()) -> Plan:
+    """Return what fills the files of a draft in directory `root`: the source, or the mean of several by `weights`.
+
+    What lies inside an entry that is no tensor has been written with it.
+    """
+    wanted = draft.wanted
+    made = edits.select(draft.writer.read(root), set(wanted.names).__contains__)
+    lost = wanted.tensors.keys() - made.tensors.keys()
+    if lost:
+        raise Mismatch(f"{draft.writer.name} would lose {len(lost)} tensors", path=wanted.root, tensor=min(lost))
+    planned = make_plan(wanted, locate(made), draft.sources[1:], Mean(weights) if weights else None)
+    if weights:
+        check_ties(planned)
+    return planned
+
+
+def check_ties(plan: Plan) -> None:
+    """Raise `Mismatch` if tensors that share their bytes in the destination do not in one of the sources."""
+    made_of: dict[tuple[int, Place], list[tuple[Box, Chunk]]] = {}
+    for target in plan.targets:
+        for number, source in enumerate(plan.sources):
+            found = [(copy.region, copy.src) for copy in target.copies if copy.source == number]
+            if made_of.setdefault((number, place_of(target.chunk)), found) != found:
+                message = f"it is tied to another tensor in {plan.src.root}, but not here"
+                hint = "`--to hf` writes each by itself"
+                raise Mismatch(message, path=source.root, tensor=target.name, hint=hint)
+
+
+def seal(conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied], room: Path) -> None:
+    """Write what had to wait for the data: other files, checksums, and a manifest beside the files of each draft."""
+    for name, content in conversion.made.items():
+        make_folder((room / name).parent)
+        create_file(room / name, len(content), [(0, content)], anew=False)
+    for name, path in conversion.carried.items():
+        copy_file(path, room / name)
+    for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
+        write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
+        draft.writer.check(plan.dst)
+        if not conversion.is_file:
+            write_manifest(draft, plan, done, conversion.names_in(draft.place))
+
+
+def copy_file(src: Path, dst: Path) -> None:
+    """Copy a regular file as it is."""
+    make_folder(dst.parent)
+    with opening(src) as file:
+        size = file.size
+        parts = ((start, read_at(file, min(_PART, size - start), start)) for start in range(0, size, _PART))
+        create_file(dst, size, parts, anew=False)
+
+
+def write_manifest(draft: Draft, plan: Plan, copied: Copied, names: Iterable[str]) -> None:
+    """Write the manifest of a part of the output, by the bytes that were seen while they were written."""
+    root = plan.dst.root
+    extents = [extent_of(target, copied) for target in plan.targets]
+    whole = {name: t.chunks[0] for name, t in plan.dst.tensors.items() if len(t.chunks) == 1}
+    sums = {name: copied.checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
+    content = Manifest(sum_files(root, names, extents), sums, draft.made_of).to_bytes()
+    create_file(root / MANIFEST, len(content), [(0, content)], anew=False)
+
+
+def extent_of(target: Target, copied: Copied) -> Extent:
+    """Return what was written of a target."""
+    chunk = target.chunk
+    return Extent(chunk.path, chunk.offset, chunk.length, copied.checksums[place_of(chunk)], target.name)

@@ -1,0 +1,154 @@
+"""Draft a model alone: the weights of a checkpoint, or the mean of those of several, whatever they lie under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit import edits
+from ckptkit.checkpoints.checkpoint import step_of
+from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
+from ckptkit.checkpoints.fit import drop_tied, fit, restore_tied
+from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.parameters import rename_parameters
+from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.weights import Weights, find_weights
+from ckptkit.errors import Mismatch
+from ckptkit.files.origin import Origin
+from ckptkit.layout import Layout, Spec
+from ckptkit.ops.conversion.draft import Conversion, Draft
+from ckptkit.ops.conversion.options import ConvertOptions
+from ckptkit.ops.selection import Edits
+from ckptkit.tensors.dtypes import DType
+
+
+def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) -> Conversion:
+    """Draft the weights in `parts`, or their mean, with config and tokenizer if the format is that of a model alone."""
+    origins = [Origin.of(part.path) for part in parts]
+    found = align(parts, [open_weights(part, options.edits) for part in parts])
+    is_alone = options.writer.is_model_only
+    companions = find_companions(parts[0].path, options.base) if is_alone else Companions()
+    if is_alone:
+        layouts, notes = fit_all(found, companions, strict=options.strict)
+    else:
+        layouts, notes = put_back(parts[0].layout, found, options.edits), []
+    first, casts = options.edits.cast(layouts[0], lambda _: True)
+    world_size = options.world_size or parts[0].layout.world_size or 1
+    draft = Draft.of(
+        [first, *(cast_to(layout, first.specs) for layout in layouts[1:])],
+        options,
+        world_size,
+        made_of=describe(layouts, options.weights),
+        renamed=renamed_in(found[0], layouts[0]),
+        cast=casts,
+    )
+    return Conversion(
+        origins=origins,
+        output=output,
+        options=options,
+        drafts=[draft],
+        made=companion_files(companions, first),
+        dropped=found[0].left_out,
+        wrapper=found[0].wrapper if is_alone else "",
+        world_size=world_size if options.writer.is_sharded else None,
+        notes=notes,
+    )
+
+
+def open_weights(part: Part, asked: Edits) -> Weights:
+    """Return the weights of a checkpoint as far as they are asked for, under their new names."""
+    asked.check_globs([part.layout])
+    found = find_weights(edits.select(part.layout, asked.admit))
+    new_name = asked.renaming()
+    came_from = {new_name(name): old for name, old in found.came_from.items()}
+    return replace(found, layout=edits.rename(found.layout, new_name), came_from=came_from)
+
+
+def align(parts: Sequence[Part], found: Sequence[Weights]) -> Sequence[Weights]:
+    """Return the weights with the same names, tied ones in all or in none.
+
+    Raises `Mismatch` where they are not those of one model.
+    """
+    names = {name for weights in found for name in weights.layout.tensors}
+    if any(weights.layout.tensors.keys() != names for weights in found):
+        found = [with_tied(part, weights) for part, weights in zip(parts, found, strict=True)]
+    for part, weights in zip(parts[1:], found[1:], strict=True):
+        check_same(parts[0].path, found[0].layout, part.path, weights.layout)
+    return found
+
+
+def with_tied(part: Part, weights: Weights) -> Weights:
+    """Return the weights of a model with the one that was left out because it is tied to another."""
+    return replace(weights, layout=restore_tied(weights.layout, find_companions(part.path, None).config or {}))
+
+
+def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> None:
+    """Raise `Mismatch` for a tensor that only one model has, or that has another shape or kind in the other."""
+    for here, names, there, others in ((path, layout, other_path, other), (other_path, other, path, layout)):
+        missing = sorted(names.tensors.keys() - others.tensors.keys())
+        if missing:
+            message = f"{here} has it and {len(missing) - 1} more that are not here"
+            hint = "choose what both have with --include and --exclude"
+            raise Mismatch(message, path=there, tensor=missing[0], hint=hint)
+    for name, spec in layout.specs.items():
+        found = other.tensors[name].spec
+        if found.shape != spec.shape or not (found.dtype == spec.dtype or found.dtype.can_become(spec.dtype)):
+            raise Mismatch(f"{found} here, {spec} in {path}", path=other_path, tensor=name)
+
+
+def fit_all(
+    found: Sequence[Weights], companions: Companions, *, strict: bool
+) -> tuple[Sequence[Layout], Sequence[str]]:
+    """Return the layouts as a model's config.json calls for them, and what there is to say of the first."""
+    first = found[0].layout
+    layout, notes = fit(first, companions, strict)
+    others = [weights.layout for weights in found[1:]]
+    if layout.tensors.keys() != first.tensors.keys():
+        others = [drop_tied(other, []) for other in others]
+    return [layout, *others], notes
+
+
+def put_back(whole: Layout, found: Sequence[Weights], asked: Edits) -> Sequence[Layout]:
+    """Return the layouts under the key paths that the weights have in `whole`, the first checkpoint."""
+    first = found[0]
+    if not first.layout.tensors.keys() <= first.came_from.keys():  # a tied one was restored: there are no key paths
+        return [weights.layout for weights in found]
+    names = frozenset(first.came_from.values())
+    layout, renamed = rename_parameters(edits.select(whole, names.__contains__), names, asked.renaming())
+    place = {new: renamed.get(old, old) for new, old in first.came_from.items()}
+    return [layout, *(edits.rename(weights.layout, place.__getitem__) for weights in found[1:])]
+
+
+def renamed_in(weights: Weights, layout: Layout) -> dict[str, str]:
+    """Return the weights that are called otherwise in a layout: the name in the checkpoint, and the new one."""
+    return {old: new for new, old in weights.came_from.items() if new in layout.tensors and old != new}
+
+
+def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
+    """Return the layout with the names and in the dtypes of `specs`."""
+
+    def choose(name: str, _: Spec) -> DType:
+        return specs[name].dtype
+
+    return edits.cast(edits.select(layout, specs.__contains__), choose)
+
+
+def companion_files(companions: Companions, layout: Layout) -> dict[str, bytes]:
+    """Return the companions with a config.json that says what is true of these weights; nothing where none is."""
+    if companions.config is None:
+        return {}
+    return companions.files | {CONFIG: mend_config(companions.config, layout.specs.values())}
+
+
+def describe(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:
+    """Return what a manifest says of the sources; of all but the first no path, so that none is pushed."""
+    if not weights:
+        return source_of(layouts[0])
+    terms = [f"{weight:.6g} x {name_of(layout.root)}" for layout, weight in zip(layouts, weights, strict=True)]
+    return source_of(layouts[0]) | {"mean": " + ".join(terms)}
+
+
+def name_of(root: Path) -> str:
+    """Return the name of a checkpoint: the one with its step, also where the model is a part of it."""
+    return root.parent.name if step_of(root.parent) is not None else root.absolute().name

@@ -1,0 +1,174 @@
+"""Hold all that a conversion may be asked for: the one list of options, of the commands and of the public functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Self, TypedDict, TypeVar
+
+from ckptkit.errors import Usage
+from ckptkit.formats import FORMATS, Writer, get_writer
+from ckptkit.ops.selection import Edits
+from ckptkit.progress import Progress
+from ckptkit.settings import About, settings_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DEFAULT_SHARD_SIZE = 5 * 10**9
+RANK = "rank"  # the part of a process that torchrun started
+
+_OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """What is to be made of a checkpoint, and how. `of` makes one of what users give, and checks it.
+
+    `weights` are those of the mean of several checkpoints, one for each; with `only_sharded`, parts of a checkpoint
+    that are the same for any number of ranks stay as they are, if it has others.
+    """
+
+    to: str
+    world_size: Annotated[int | None, About("Ranks to write DCP for; by default as many as before.", "N", least=1)] = (
+        None
+    )
+    under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
+    weights: tuple[float, ...] = ()
+    only_sharded: bool = False
+    dtype: Annotated[
+        tuple[str, ...],
+        About(
+            "keep, bf16, fp16, fp32 or fp64 for the weights; 'GLOB=DTYPE' for whatever matches; repeatable.", "DTYPE"
+        ),
+    ] = ()
+    max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
+    base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
+    include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
+    rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
+    strict: Annotated[bool, About("A tensor that config.json does not call for is an error.")] = False
+    overwrite: Annotated[bool, About("Replace OUT if it exists.")] = False
+    dry_run: Annotated[bool, About("Say what would be done, and write nothing.")] = field(
+        default=False, metadata=_OF_THIS_PROCESS
+    )
+    jobs: Annotated[
+        int | None, About("Threads; by default one per core, at most 8; 16 for a remote source.", "N", least=1)
+    ] = field(default=None, metadata=_OF_THIS_PROCESS)
+    part: Annotated[str | None, About("Do one part only, of 1/N to N/N; `ckptkit finalize OUT` ends it.", "I/N")] = (
+        field(default=None, metadata=_OF_THIS_PROCESS)
+    )
+    sync: Annotated[bool, About("Do not wait for the disk: faster, not safe from power loss.")] = field(
+        default=True, metadata=_OF_THIS_PROCESS
+    )
+    progress: Progress | None = field(default=None, metadata=_OF_THIS_PROCESS)
+
+    @classmethod
+    def of(cls, given: Keywords, **more: Any) -> Self:
+        """Return the options that users have `given`, and `more`: one word for several, lists for tuples.
+
+        Raises TypeError for an option that there is not, `Usage` for options that contradict each other or the format.
+        """
+        if unknown := given.keys() - Keywords.__annotations__.keys():
+            raise TypeError(f"there is no option `{min(unknown)}`")
+        options = cls(**{name: settle(name, value) for name, value in {**given, **more}.items()})
+        options.check()
+        return options
+
+    def check(self) -> None:
+        """Raise `Usage` for what is not understood, and for what the format has no use for."""
+        require_least(self)
+        if self.to not in FORMATS:
+            raise Usage(f"there is no format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
+        self.edits.check_rules()
+        if self.part not in (None, RANK):
+            parse_part(self.part)
+        writer = self.writer
+        if self.world_size is not None and not writer.is_sharded:
+            raise Usage(f"`{self.to}` is the same for any number of ranks", hint="leave --world-size out")
+        if self.under and writer.is_model_only:
+            hint = "rename them with --rename '^=>KEY.'"
+            raise Usage("the weights of a Hugging Face model lie under no key", hint=hint)
+        if (self.base is not None or self.strict) and not writer.is_model_only:
+            hint = f"leave {'--strict' if self.base is None else '--base'} out"
+            raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
+
+    @property
+    def writer(self) -> Writer:
+        """Return the format to write."""
+        return get_writer(self.to)
+
+    @property
+    def edits(self) -> Edits:
+        """Return what is to be changed of names and dtypes."""
+        return Edits(self.include, self.exclude, self.rename, self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what all processes that make the same thing have in common."""
+        common = [field.name for field in fields(self) if not field.metadata]
+        return {name: getattr(self, name) for name in common}
+
+
+class Keywords(TypedDict, total=False):
+    """The options that every function takes that writes a checkpoint; for their meaning see `ConvertOptions`."""
+
+    dtype: str | Sequence[str]
+    max_shard_size: int
+    base: str | Path | None
+    include: str | Sequence[str]
+    exclude: str | Sequence[str]
+    rename: str | Sequence[str]
+    strict: bool
+    overwrite: bool
+    dry_run: bool
+    jobs: int | None
+    part: str | None
+    sync: bool
+    progress: Progress | None
+
+
+def spell_out(function: Function) -> Function:
+    """Give a function that takes `**options` the signature with each of them, for `help`, notebooks and the docs."""
+    signature = inspect.signature(function)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    defaults = {field.name: field.default for field in fields(ConvertOptions)}
+    each = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=written(hint))
+        for name, hint in Keywords.__annotations__.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *each])  # type: ignore[attr-defined]
+    return function
+
+
+def written(hint: Any) -> Any:
+    """Return an annotation as it stands in the source."""
+    return getattr(hint, "__forward_arg__", hint)
+
+
+_SEVERAL = ("dtype", "include", "exclude", "rename", "weights")
+
+
+def settle(name: str, value: Any) -> Any:
+    """Return an option as `ConvertOptions` holds it."""
+    if name in _SEVERAL:
+        return (value,) if isinstance(value, str) else tuple(value)
+    if name == "base" and value is not None:
+        return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
+    return value
+
+
+def require_least(options: ConvertOptions) -> None:
+    """Raise `Usage` for a number that is less than it may be."""
+    for name, setting in settings_of(ConvertOptions).items():
+        value = getattr(options, name)
+        if setting.least is not None and value is not None and value < setting.least:
+            raise Usage(f"{name} is {value}; it must be at least {setting.least}")
+
+
+def parse_part(part: str) -> tuple[int, int]:
+    """Return the numbers in `3/8`. Raises `Usage` for anything else."""
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise Usage(f"`{part}` is no part", hint="of eight the first is 1/8, the last 8/8")
+    return int(number), int(count)

@@ -1,0 +1,112 @@
+"""Results inside the source: made where nothing of it is touched and it stays what it is, refused anywhere else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit import Checkpoint, consolidate, convert, reshard, verify
+from ckptkit.errors import CkptError, Unsafe
+from ckptkit.ops.diff import diff
+from tests import producers
+from tests.conftest import Produce
+from tests.producers import counted, save_alone
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint in shards, with another file beside them."""
+    state = {"model": {"w": counted(7, 3), "b": counted(3)}, "optim": {"state": {"w": {"exp_avg": counted(7, 3)}}}}
+    save_alone(state, tmp_path / "run" / "ckpt-5")
+    (tmp_path / "run" / "ckpt-5" / "trainer_state.json").write_text("{}")
+    return tmp_path / "run" / "ckpt-5"
+
+
+def facts(root: Path) -> Any:
+    """What a checkpoint is, as far as anyone asks."""
+    found = Checkpoint.open(root)
+    parts = [(part.place, part.reader.name) for part in found.parts]
+    return parts, found.trainer, found.world_size, found.step, found.layout.specs, found.is_complete
+
+
+@pytest.mark.parametrize(
+    ("to", "place"),
+    [("pt", "model.pt"), ("pt", "as-pt"), ("hf", "consolidated"), ("dcp", "exports/shards"), ("hf", "step-7")],
+)
+def test_the_source_stays_what_it_is(source: Path, to: str, place: str) -> None:
+    before = facts(source)
+    names = {path.name for path in source.iterdir()}
+    for _ in range(2):
+        convert(source, source / place, to=to, overwrite=True)
+        assert facts(source) == before
+        assert {path.name for path in source.iterdir()} == names | {place.split("/", maxsplit=1)[0]}
+        assert not diff(source, source / place, include=["model.*"] if to != "hf" else []).different
+        assert [problem for part in verify(source) for problem in part.problems] == []
+    consolidate(source.parent, source.parent.parent / "again")
+    assert ckptkit.open(source.parent.parent / "again").keys() == {"w", "b"}
+
+
+def test_a_result_is_not_carried_into_itself(source: Path) -> None:
+    for _ in range(2):
+        done = reshard(source, source / "for-2", to=2, overwrite=True)
+        assert set(done.files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "trainer_state.json"}
+
+
+def test_by_its_own_command(source: Path) -> None:
+    """Relative paths, and the link that a run has to its latest checkpoint."""
+    (source.parent / "latest").symlink_to("ckpt-5")
+    done = consolidate(source.parent / "latest", source / "consolidated")
+    assert sorted(done.files) == ["model.safetensors"]
+    assert facts(source)[0] == [("", "dcp")]
+
+
+@pytest.mark.parametrize(
+    ("to", "place", "said"),
+    [
+        ("hf", "training", "a part of the source"),
+        ("dcp", ".", "the source is the destination"),
+        ("dcp", "..", "lies inside it"),
+    ],
+)
+def test_what_would_change_the_source_is_refused(source: Path, to: str, place: str, said: str) -> None:
+    before = sorted(source.rglob("*"))
+    with pytest.raises(Unsafe, match=said):
+        convert(source, source / place, to=to, overwrite=True)
+    assert sorted(source.rglob("*")) == before
+
+
+def test_no_file_of_the_source_is_replaced(tmp_path: Path) -> None:
+    torch.save({"w": counted(3)}, tmp_path / "model.pt")
+    whole = tmp_path / "in"
+    whole.mkdir()
+    torch.save({"w": counted(3)}, whole / "mine.pth")
+    for name, said in (
+        ("mine.pth", "a file of the source"),
+        ("other.pt", "taken for the source"),
+        ("state.pt", "a file"),
+    ):
+        with pytest.raises(Unsafe, match=said):
+            convert(whole, whole / name, to="pt", overwrite=True)
+    with pytest.raises(Unsafe):
+        convert(tmp_path / "model.pt", tmp_path / "model.pt", to="pt", overwrite=True)
+    assert [path.name for path in whole.iterdir()] == ["mine.pth"]
+    convert(whole, whole / "shards", to="dcp")
+    assert Checkpoint.open(whole).layout.format == "pt"
+
+
+def test_a_checkpoint_in_directories_takes_none_more(produce: Produce, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(produce(producers.accelerate).root, tmp_path / "checkpoint-3"))
+    before = sorted(source.rglob("*"))
+    for name in ("consolidated", "model.pt", "checkpoint-4", Checkpoint.open(source).model_part.place):
+        with pytest.raises(CkptError):
+            convert(source, source / name, to="pt" if name == "model.pt" else "hf", overwrite=True)
+    assert sorted(source.rglob("*")) == before
+    places = [part.place for part in Checkpoint.open(source).parts]
+    consolidate(source, source / places[0] / "consolidated")
+    assert [part.place for part in Checkpoint.open(source).parts] == places
+    assert sorted(source.iterdir()) == [path for path in before if path.parent == source]
