@@ -1,4 +1,4 @@
-"""`python -m ckptkit`, and so `torchrun -m ckptkit`."""
+"""Run `python -m ckptkit`, and so `torchrun -m ckptkit`."""
 
 from ckptkit.cli import main
 

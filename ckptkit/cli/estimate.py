@@ -1,4 +1,4 @@
-"""`ckptkit estimate`: will it fit?"""
+"""Run `ckptkit estimate`: will it fit?"""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def estimate(
 
 
 def choose_config(model: str, vocab_size: int | None, *, untied: bool) -> str | Mapping[str, Any]:
-    """The config of a size that `ckptkit train` has; anything else as it is."""
+    """Return the config of a size that `ckptkit train` has; anything else as it is."""
     if model in SIZES:
         config = ModelConfig.sized(model, tied=not untied, vocab_size=vocab_size)
         tied = "tied" if config.tie_word_embeddings else "untied"
@@ -110,7 +110,7 @@ def choose_config(model: str, vocab_size: int | None, *, untied: bool) -> str | 
 
 
 def report(found: Estimated, *, in_detail: bool) -> None:
-    """The estimate as tables."""
+    """Print the estimate as tables."""
     model, setup = found.model, found.budgets[0].setup
     say(
         f"{model.model_type}: {format_count(model.numel)} parameters, {count(model.layers, 'block')} of "
@@ -136,7 +136,7 @@ def report(found: Estimated, *, in_detail: bool) -> None:
 
 
 def recomputed(setup: Setup) -> str:
-    """Which activations are computed again, in words."""
+    """Return in words which activations are computed again."""
     if setup.recompute_every == 0:
         return "nothing recomputed"
     which = "every block" if setup.recompute_every == 1 else f"one block of {setup.recompute_every}"
@@ -144,7 +144,7 @@ def recomputed(setup: Setup) -> str:
 
 
 def print_strategies(found: Estimated) -> None:
-    """A row for each strategy, with a column for the host's memory if any is used."""
+    """Print a row for each strategy, with a column for the host's memory if any is used."""
     host = ["host"] if found.budgets[0].host else []
     say("states: parameters, gradients, optimizer; units: parameters gathered and gradients to be reduced")
     header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "at")
@@ -152,7 +152,7 @@ def print_strategies(found: Estimated) -> None:
 
 
 def row(budget: Budget) -> tuple[str, ...]:
-    """A strategy at its tightest moment."""
+    """Return a row: a strategy at its tightest moment."""
     parts = budget.parts
     sizes = (
         sum(parts[part] for part in STATES),
@@ -166,13 +166,13 @@ def row(budget: Budget) -> tuple[str, ...]:
 
 
 def label(setup: Setup) -> str:
-    """A strategy, and the layout of the GPUs under hybrid_shard."""
+    """Return the name of a strategy, and the layout of the GPUs under hybrid_shard."""
     layout = f" {setup.replicas} x {setup.shards}" if setup.strategy == "hybrid_shard" else ""
     return setup.strategy + layout
 
 
 def print_detail(budget: Budget) -> None:
-    """One strategy: what is held at each moment, and a bar for each part of the tightest."""
+    """Print one strategy: what is held at each moment, and a bar for each part of the tightest."""
     say(f"{label(budget.setup)}, by the moments of a step; the bars are those of `{budget.tightest}`")
     moments = budget.moments
     rows: list[Sequence[str]] = [
@@ -187,12 +187,12 @@ def print_detail(budget: Budget) -> None:
 
 
 def bar(part: int, whole: int) -> str:
-    """A bar as long as the share that `part` has of `whole`."""
+    """Return a bar as long as the share that `part` has of `whole`."""
     return "█" * round(BAR * part / whole)
 
 
 def verdict(found: Estimated, budget: Budget) -> str:
-    """Whether a strategy fits, plainly; and if it does not, at which number of GPUs it would."""
+    """Return whether a strategy fits, plainly; and if it does not, at which number of GPUs it would."""
     assert found.gpu_memory is not None
     name, needs = label(budget.setup), f"needs {format_bytes(budget.peak)} of {format_bytes(found.gpu_memory)}"
     if found.fits(budget):
@@ -203,7 +203,7 @@ def verdict(found: Estimated, budget: Budget) -> str:
 
 
 def format_count(number: int) -> str:
-    """`8.03 billion`, `218 million`, `1,234`."""
+    """Return a count in words: `8.03 billion`, `218 million`, `1,234`."""
     for size, name in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.3g} {name}"
@@ -211,7 +211,7 @@ def format_count(number: int) -> str:
 
 
 def to_json(found: Estimated) -> dict[str, Any]:
-    """The estimate under the keys that scripts rely on; all sizes in bytes."""
+    """Return the estimate under the keys that scripts rely on; all sizes in bytes."""
     model, setup = found.model, found.budgets[0].setup
     settings = {name: value for name, value in asdict(setup).items() if name not in {"strategy", "replicas"}}
     return {
@@ -232,7 +232,7 @@ def to_json(found: Estimated) -> dict[str, Any]:
 
 
 def strategy_json(found: Estimated, budget: Budget) -> dict[str, Any]:
-    """One strategy of the estimate."""
+    """Return one strategy of the estimate."""
     return {
         "strategy": budget.setup.strategy,
         "shards": budget.setup.shards,

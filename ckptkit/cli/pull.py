@@ -1,4 +1,4 @@
-"""`ckptkit pull`: a checkpoint from the Hub."""
+"""Run `ckptkit pull`: a checkpoint from the Hub."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def pull(
 
 
 def to_json(done: Pulled) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+    """Return the result under the keys that scripts rely on."""
     return {
         "repository": done.repo_id,
         "revision": done.revision,
@@ -76,7 +76,7 @@ def to_json(done: Pulled) -> dict[str, Any]:
 
 
 def report(done: Pulled) -> None:
-    """The result for a reader."""
+    """Print the result for a reader."""
     say(f"pulled {done.repo_id}, {done.revision} at {done.commit[:8]}, into {done.output}")
     rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()]
     print_table(

@@ -1,4 +1,4 @@
-"""`ckptkit push`: a checkpoint to the Hub."""
+"""Run `ckptkit push`: a checkpoint to the Hub."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def push(
 
 
 def to_json(done: Pushed) -> dict[str, Any]:
-    """The result under the keys that scripts rely on."""
+    """Return the result under the keys that scripts rely on."""
     return {
         "source": str(done.source),
         "repository": done.repo_id,
@@ -82,7 +82,7 @@ def to_json(done: Pushed) -> dict[str, Any]:
 
 
 def report(src: Path, done: Pushed) -> None:
-    """The result for a reader."""
+    """Print the result for a reader."""
     if done.source != src:
         note(f"taking {done.source}")
     access = "private" if done.is_private else "public"
@@ -105,7 +105,7 @@ def report(src: Path, done: Pushed) -> None:
 
 
 def rows(done: Pushed) -> Iterator[tuple[str, str, str]]:
-    """Rows of the table; of many files, the first and the last."""
+    """Return the rows of the table; of many files, the first and the last."""
     files = [(f"  {name}", format_bytes(nbytes), verdict(done, name)) for name, nbytes in done.files.items()]
     yield from files if len(files) <= 20 else [*files[:9], (f"  ... {len(files) - 18} more", "", ""), *files[-9:]]
     for name in done.removed:
@@ -115,7 +115,7 @@ def rows(done: Pushed) -> Iterator[tuple[str, str, str]]:
 
 
 def verdict(done: Pushed, name: str) -> str:
-    """What is done with a file."""
+    """Return in a word or two what is done with a file."""
     if name in done.unchanged:
         return "unchanged"
     is_made = done.has_card and name == "README.md"

@@ -1,4 +1,4 @@
-"""Training commands: `train` and `smoke`. Options and lines only; torch is imported when a command runs."""
+"""Run `ckptkit train` and `ckptkit smoke`: options and lines only; torch is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(
 
 
 def own_settings(run: Path, resume: str | None) -> dict[str, Any]:
-    """The settings that a run was started with, where it is to go on."""
+    """Return the settings that a run was started with, where it is to go on."""
     path = run / SETTINGS
     if resume is None or not path.is_file():
         return {}
@@ -78,7 +78,7 @@ def own_settings(run: Path, resume: str | None) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Told:
-    """What rank 0 has told so far."""
+    """A record of what rank 0 has told so far."""
 
     last_step: int
     exit_code: int = 0
@@ -97,7 +97,7 @@ class Told:
 
 
 def describe(step: Step, last_step: int) -> str:
-    """One line for a step."""
+    """Return one line for a step."""
     facts = [
         f"step {step.step}/{last_step}",
         f"loss {step.loss:.4f}",

@@ -1,1 +1,1 @@
-"""Operations: one file a verb of the command line, each returning a frozen result. They move no byte themselves."""
+"""Do what the commands say: one file a verb, each returning a frozen result. None moves a byte by itself."""

@@ -104,11 +104,11 @@ class Pt(Writer):
         return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
 
     def entries_file(self, rank: int) -> str:
-        """A file that is no part of the checkpoint: the entries are in the pickle of `state.pt` in the end."""
+        """Return a file that is no part of the checkpoint: in the end the entries are in the pickle of `state.pt`."""
         return f"entries-{rank}"
 
     def embed(self, wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:  # noqa: ARG002
-        """Another pickle, and the archive's directory, which names it in place of the first."""
+        """Return another pickle, and the archive's directory, which names it in place of the first."""
         storages = Storages(wanted)
         first = dump(unflatten(wanted.tensors, wanted.key, storages.value))
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)

@@ -24,7 +24,7 @@ _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """What is to be made of a checkpoint, and how. `of` makes one of what users give, and checks it.
+    """The options of a conversion. `of` makes one of what users give, and checks it.
 
     `weights` are those of the mean of several checkpoints, one for each; with `only_sharded`, parts of a checkpoint
     that are the same for any number of ranks stay as they are, if it has others.
