@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.verify import Verified, verify
     from ckptkit.reports.report import Reported, report
-    from ckptkit.train.saving.run import Run
-    from ckptkit.train.smoke.smoke import smoke
+    from ckptkit.training.saving.run import Run
+    from ckptkit.training.smoke.smoke import smoke
+    from ckptkit.training.train import train
 
 __all__ = [
     "Checkpoint",
@@ -76,6 +77,7 @@ __all__ = [
     "reshard",
     "smoke",
     "stats",
+    "train",
     "unpin",
     "verify",
 ]
@@ -96,7 +98,7 @@ _HOMES = {
     "Pulled": "ckptkit.hub.pull",
     "Pushed": "ckptkit.hub.push",
     "Reported": "ckptkit.reports.report",
-    "Run": "ckptkit.train.saving.run",
+    "Run": "ckptkit.training.saving.run",
     "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
     "average": "ckptkit.ops.average",
@@ -118,8 +120,9 @@ _HOMES = {
     "push": "ckptkit.hub.push",
     "report": "ckptkit.reports.report",
     "reshard": "ckptkit.ops.reshard",
-    "smoke": "ckptkit.train.smoke.smoke",
+    "smoke": "ckptkit.training.smoke.smoke",
     "stats": "ckptkit.ops.stats",
+    "train": "ckptkit.training.train",
     "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",
 }

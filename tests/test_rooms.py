@@ -56,7 +56,7 @@ LAYERS = (
     ("ops", "ops.*"),
     ("estimates", "estimates.*", "hub", "hub.*", "reports", "reports.*"),
     ("storage.*", "storage"),
-    ("train.*", "train"),
+    ("training.*", "training"),
     ("cli.*", "cli"),
     ("__main__",),
 )
@@ -64,7 +64,7 @@ LAYERS = (
 # Packages whose modules may also import each other, in one direction.
 FAMILIES = (
     *("tensors", "engine", "formats.torchfile", "formats.dcp", "formats.hf", "formats.pt", "checkpoints", "pictures"),
-    *("ops", "estimates", "hub", "reports", "storage", "train", "cli"),
+    *("ops", "estimates", "hub", "reports", "storage", "training", "cli"),
 )
 
 # Pairs of rooms that never meet, in either direction.
@@ -72,13 +72,13 @@ STRANGERS = (
     ("files*", "layout"),
     ("files*", "tensors*"),
     ("engine*", "formats*"),
-    ("train*", "formats*"),
-    ("train*", "engine.copy"),
+    ("training*", "formats*"),
+    ("training*", "engine.copy"),
     ("cli*", "tensors.box"),
     ("cli*", "tensors.blocks"),
 )
 
-TORCH_AT_THE_TOP = ("train.*", "train", "storage.*", "storage")
+TORCH_AT_THE_TOP = ("training.*", "training", "storage.*", "storage")
 TORCH_WHEN_USED = (
     "tensors.arrays",
     "tensors.casting",
@@ -107,7 +107,7 @@ FORBIDDEN = {
     "checkpoints*": {"numpy", "struct", "print"},
     "formats*": {"threading", "thread", "concurrent", "tqdm", "typer", "numpy", "print"},
     "ops*": {"struct", "pread", "preadv", "pwrite", "memoryview", "bytearray", "print", "exit"},
-    "train*": {"chunk", "chunks", "zipfile", "struct", "header", "headers"},
+    "training*": {"chunk", "chunks", "zipfile", "struct", "header", "headers"},
     "cli*": {"open", "struct", "numpy", "box", "boxes"},
 }
 
@@ -331,7 +331,7 @@ def test_errors_end_in_one_place() -> None:
     ends = [
         f"{module.name}:{node.lineno}"
         for module in ROOMS
-        if not module.is_in("train.*", "storage.*", "storage")
+        if not module.is_in("training.*", "storage.*", "storage")
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "CkptError"
         if not any(isinstance(inner, ast.Raise) or is_report(inner) for inner in ast.walk(node))

@@ -12,7 +12,7 @@ import typer
 from ckptkit.cli.output import Json, Quiet, count, note, parse_bytes, print_json, print_table, say
 from ckptkit.errors import Usage
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.train.models.config import SIZES, ModelConfig
+from ckptkit.training.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
     from ckptkit.estimates.budget import Budget, Setup

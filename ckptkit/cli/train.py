@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -15,12 +14,12 @@ import typer
 from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, reserve_stdout, say
 from ckptkit.cli.settings import given, with_options
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.train.config import SETTINGS, Device, TrainConfig, read_settings, settings
+from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, read_settings, settings
 
 if TYPE_CHECKING:
-    from ckptkit.train.loop import Note
-    from ckptkit.train.metrics import Step
-    from ckptkit.train.smoke.smoke import Check
+    from ckptkit.training.loop import Note
+    from ckptkit.training.metrics import Step
+    from ckptkit.training.smoke.smoke import Check
 
 NPROC = typer.Option("--nproc", min=1, help="Processes to start here; by default one per GPU, or one.")
 DEVICE = typer.Option("--device", help="Where to train.")
@@ -53,14 +52,14 @@ def train(
     of another model; 4 an I/O failure; 5 the run has checkpoints already; 143 ended by SIGTERM, and saved.
     """
     found = (read_settings(config) if config else own_settings(run, resume)) | given(options)
-    chosen = TrainConfig(run=run, resume=resume, **found)
-    from ckptkit.train.launch import launch, torchrun_place
-    from ckptkit.train.loop import train as work
+    last_step = TrainConfig(run=run, resume=resume, **found).steps  # refused before torch is imported
+    from ckptkit.training.launch import torchrun_place
+    from ckptkit.training.train import train as work
 
     if torchrun_place():
         reserve_stdout()
-    told = Told(chosen.steps)
-    launch(partial(work, chosen), nproc, told.hear)
+    told = Told(last_step)
+    work(run, resume=resume, config=config, nproc=nproc, report=told.hear, **given(options))
     if torchrun_place():
         leave(told.exit_code)
     raise typer.Exit(told.exit_code)
@@ -68,12 +67,10 @@ def train(
 
 def own_settings(run: Path, resume: str | None) -> dict[str, Any]:
     """Return the settings that a run was started with, where it is to go on."""
-    path = run / SETTINGS
-    if resume is None or not path.is_file():
-        return {}
-    if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks need not say it again
-        note(f"settings from {path}")
-    return read_settings(path)
+    found = find_settings(run, resume)
+    if found and os.environ.get("RANK", "0") == "0":  # torchrun's other ranks need not say it again
+        note(f"settings from {run / SETTINGS}")
+    return found
 
 
 @dataclass(slots=True)
@@ -85,7 +82,7 @@ class Told:
 
     def hear(self, message: Step | Note) -> None:
         """Print a step, or say what happened."""
-        from ckptkit.train.loop import Note
+        from ckptkit.training.loop import Note
 
         if isinstance(message, Note):
             note(message.text)
@@ -113,7 +110,7 @@ def describe(step: Step, last_step: int) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End a rank's process, its work done, as `ckptkit.train.launch` ends those of its own and for the same reason."""
+    """End a rank's process, its work done, as `ckptkit.training.launch` ends its own, and for the same reason."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -139,7 +136,7 @@ def smoke(
 
     Exit codes: 0 all checks passed; 1 one failed; 2 usage; 4 an I/O failure; 5 RUN or OUT exists.
     """
-    from ckptkit.train.smoke.smoke import smoke as make_checks
+    from ckptkit.training.smoke.smoke import smoke as make_checks
 
     checks = make_checks(run, out, nproc=nproc, tied=not untied, device=device, overwrite=overwrite, report=note_check)
     ok = all(check.ok is not False for check in checks)

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ckptkit import storage
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place, process_group
 from scripts.benchmarks.inputs import make_model, make_training
 
 READERS: dict[str, Callable[[str], Any]] = {

@@ -27,12 +27,12 @@ from ckptkit.estimates.architecture import read_architecture
 from ckptkit.estimates.budget import Budget, Setup, kept_bytes, make_budget, norm_bytes, shard_numel
 from ckptkit.estimates.estimate import Estimated
 from ckptkit.tensors.dtypes import DTYPES
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.models.config import ModelConfig
-from ckptkit.train.models.llama import Llama
-from ckptkit.train.parallel.fsdp2 import prefetch
-from ckptkit.train.parallel.ranks import Place, process_group
-from ckptkit.train.parallel.recompute import recompute
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.models.config import ModelConfig
+from ckptkit.training.models.llama import Llama
+from ckptkit.training.parallel.fsdp2 import prefetch
+from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.recompute import recompute
 from tests.checkpoints.test_fit import FAMILIES, SIZES
 
 LLAMA_8B = {

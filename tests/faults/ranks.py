@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from ckptkit.checkpoints.run import Run as Directory
-from ckptkit.train.saving.run import Run
+from ckptkit.training.saving.run import Run
 from tests.faults.cases import Seen
 from tests.faults.verdicts import Verdict
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptkit.cli.output import print_error
 from ckptkit.errors import CkptError
 from ckptkit.storage import Writer, find_cause
-from ckptkit.train.saving.run import Run
+from ckptkit.training.saving.run import Run
 
 _HERE = "tests.faults.writings"
 # what a server imports so that its children need not

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ckptkit import list_run, prune, verify
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.ops.prune import Pruned
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.saving.run import Run
-from ckptkit.train.start import find_resume
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.saving.run import Run
+from ckptkit.training.start import find_resume
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone

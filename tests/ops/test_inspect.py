@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ckptkit import consolidate, inspect, make_manifest
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.train.saving.run import Run
+from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone

@@ -13,7 +13,7 @@ from ckptkit import pin, prune, unpin
 from ckptkit.checkpoints.deletion import deleting
 from ckptkit.checkpoints.pins import FOLDER, pinned_in
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.train.saving.run import Run
+from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
 

@@ -24,7 +24,7 @@ from ckptkit.files.hidden import lock_path, staging_path
 from ckptkit.files.locks import acquire, release
 from ckptkit.files.staging import Stage
 from ckptkit.ops.prune import Pruned, prune
-from ckptkit.train.saving.run import Run
+from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
 

@@ -28,8 +28,8 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Usage
 from ckptkit.ops.verify import verify_part
 from ckptkit.storage import Reader, Writer
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place, process_group
 from tests.producers import counted
 from tests.train.saving.networks import Trainee, differing, whole
 

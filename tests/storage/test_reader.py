@@ -25,8 +25,8 @@ from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Unsupported, Usag
 from ckptkit.storage import LayoutReader, Reader, find_cause
 from ckptkit.storage.reader import share_of
 from ckptkit.tensors.box import Box
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted

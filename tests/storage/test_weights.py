@@ -20,8 +20,8 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.weights import find_weights
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported
 from ckptkit.storage import LayoutReader, load_weights
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted

@@ -29,8 +29,8 @@ from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Uns
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.writer import plan_layout
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place, process_group
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place, process_group
 from tests.formats.contract import raw_bytes
 from tests.producers import counted
 from tests.storage.states import LARGE, assert_same_bits, blank, every_kind, local, spread

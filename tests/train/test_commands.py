@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.checkpoints.run import Run
-from ckptkit.train.config import settings
-from ckptkit.train.smoke.checks import CHECKS
+from ckptkit.training.config import settings
+from ckptkit.training.smoke.checks import CHECKS
 
 TINY = ["--sequence-length", "32", "--device", "cpu"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.train.config import TrainConfig, read_settings, settings
+from ckptkit.training.config import TrainConfig, read_settings, settings
 
 RUN = TrainConfig(run=Path("run"))
 UNUSUAL = replace(

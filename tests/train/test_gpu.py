@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.launch import launch
-from ckptkit.train.loop import train
-from ckptkit.train.metrics import Step
-from ckptkit.train.smoke.smoke import smoke
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.launch import launch
+from ckptkit.training.loop import train
+from ckptkit.training.metrics import Step
+from ckptkit.training.smoke.smoke import smoke
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from ckptkit.errors import CkptError, Mismatch
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place
 
 
 def refuse_on_rank_1(place: Place, report: Report) -> None:

@@ -18,19 +18,19 @@ from torch import Tensor
 from ckptkit.checkpoints.run import Run
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.ops.consolidate import consolidate
-from ckptkit.train.config import TrainConfig, read_settings
-from ckptkit.train.data.corpus import Corpus, open_corpus
-from ckptkit.train.data.tokenizer import Bytes
-from ckptkit.train.data.tokens import prepare_tokens
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.loop import train
-from ckptkit.train.metrics import METRICS, Step
-from ckptkit.train.models.config import ModelConfig
-from ckptkit.train.models.llama import Llama, LlamaBlueprint
-from ckptkit.train.parallel.initial import initialise
-from ckptkit.train.parallel.ranks import Place
-from ckptkit.train.smoke.runs import read_tensors
-from ckptkit.train.trainer import make_scheduler
+from ckptkit.training.config import TrainConfig, read_settings
+from ckptkit.training.data.corpus import Corpus, open_corpus
+from ckptkit.training.data.tokenizer import Bytes
+from ckptkit.training.data.tokens import prepare_tokens
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.loop import train
+from ckptkit.training.metrics import METRICS, Step
+from ckptkit.training.models.config import ModelConfig
+from ckptkit.training.models.llama import Llama, LlamaBlueprint
+from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.ranks import Place
+from ckptkit.training.smoke.runs import read_tensors
+from ckptkit.training.trainer import make_scheduler
 
 STEPS, SAVED = 6, 3
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.data.documents import stdlib_modules
-from ckptkit.train.models.config import ModelConfig
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.data.documents import stdlib_modules
+from ckptkit.training.models.config import ModelConfig
 from scripts.benchmarks.training.tables import (
     WARM_UP,
     Loop,

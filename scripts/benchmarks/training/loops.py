@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from ckptkit.train.config import TrainConfig, read_settings
-from ckptkit.train.data.corpus import open_corpus
-from ckptkit.train.data.tokenizer import choose_tokenizer
-from ckptkit.train.data.tokens import prepare_tokens
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.loop import Asked, advance
-from ckptkit.train.metrics import Log, flops_per_token, peak_flops, peak_memory
-from ckptkit.train.models.blueprint import Blueprint, choose_blueprint
-from ckptkit.train.parallel.initial import initialise
-from ckptkit.train.parallel.precision import param_dtype
-from ckptkit.train.parallel.ranks import Place, process_group
-from ckptkit.train.parallel.recompute import compile_blocks
-from ckptkit.train.parallel.shard import count_multiplied
-from ckptkit.train.start import start
-from ckptkit.train.trainer import make_scheduler
+from ckptkit.training.config import TrainConfig, read_settings
+from ckptkit.training.data.corpus import open_corpus
+from ckptkit.training.data.tokenizer import choose_tokenizer
+from ckptkit.training.data.tokens import prepare_tokens
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.loop import Asked, advance
+from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memory
+from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
+from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.precision import param_dtype
+from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.recompute import compile_blocks
+from ckptkit.training.parallel.shard import count_multiplied
+from ckptkit.training.start import start
+from ckptkit.training.trainer import make_scheduler
 from scripts.benchmarks.training.watch import Watch
 
 FACTS = "facts.json"

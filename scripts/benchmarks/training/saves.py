@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from ckptkit.train.config import TrainConfig, read_settings
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place, on_rank_0, process_group
-from ckptkit.train.saving.run import Run
-from ckptkit.train.start import make_run, start
-from ckptkit.train.trainer import Trainer
+from ckptkit.training.config import TrainConfig, read_settings
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place, on_rank_0, process_group
+from ckptkit.training.saving.run import Run
+from ckptkit.training.start import make_run, start
+from ckptkit.training.trainer import Trainer
 from scripts.benchmarks.training.tables import WARM_UP
 from scripts.benchmarks.training.watch import REPORT
 

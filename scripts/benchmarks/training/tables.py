@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ckptkit.train.config import TrainConfig
+from ckptkit.training.config import TrainConfig
 from scripts.markdown import paragraph, table
 
 WARM_UP = 3  # steps that are not counted: caches fill, and code is compiled

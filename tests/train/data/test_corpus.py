@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.train.data.corpus import IGNORED, Batch, Corpus, epoch_order, open_corpus, share
-from ckptkit.train.data.tokenizer import Bytes
-from ckptkit.train.data.tokens import prepare_tokens
+from ckptkit.training.data.corpus import IGNORED, Batch, Corpus, epoch_order, open_corpus, share
+from ckptkit.training.data.tokenizer import Bytes
+from ckptkit.training.data.tokens import prepare_tokens
 
 END = 0
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, IOFailure, Usage
-from ckptkit.train.data import documents
-from ckptkit.train.data.documents import Ids, Text, find_cut, find_files, read
+from ckptkit.training.data import documents
+from ckptkit.training.data.documents import Ids, Text, find_cut, find_files, read
 
 
 def texts(path: Path) -> list[bytes]:

@@ -5,8 +5,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.train.data.documents import Text
-from ckptkit.train.data.tokenizer import Bytes, choose_tokenizer
+from ckptkit.training.data.documents import Text
+from ckptkit.training.data.tokenizer import Bytes, choose_tokenizer
 from tests.train.data.hugging_face import END, save_tokenizer
 
 STORY = "the cat sat on the mat, été 😀\n\n" * 20

@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported, Usage
-from ckptkit.train.data import documents, tokens
-from ckptkit.train.data.documents import Text
-from ckptkit.train.data.tokenizer import Bytes, choose_tokenizer
-from ckptkit.train.data.tokens import TokenFile, prepare_tokens
+from ckptkit.training.data import documents, tokens
+from ckptkit.training.data.documents import Text
+from ckptkit.training.data.tokenizer import Bytes, choose_tokenizer
+from ckptkit.training.data.tokens import TokenFile, prepare_tokens
 from tests.train.data.hugging_face import END, save_tokenizer
 
 

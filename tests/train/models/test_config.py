@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
-from ckptkit.train.models.config import SIZES, ModelConfig, RopeScaling
-from ckptkit.train.models.llama import LlamaBlueprint
+from ckptkit.training.models.config import SIZES, ModelConfig, RopeScaling
+from ckptkit.training.models.llama import LlamaBlueprint
 
 LLAMA3 = RopeScaling(rope_type="llama3", factor=32.0, original_max_position_embeddings=64)
 LINEAR = RopeScaling(rope_type="linear", factor=2.0)

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ckptkit.train.models.config import ModelConfig, RopeScaling
-from ckptkit.train.models.llama import Llama, LlamaBlueprint
-from ckptkit.train.parallel.initial import initialise
+from ckptkit.training.models.config import ModelConfig, RopeScaling
+from ckptkit.training.models.llama import Llama, LlamaBlueprint
+from ckptkit.training.parallel.initial import initialise
 from tests.train.models.test_config import LINEAR, LLAMA3
 
 TINY = ModelConfig()

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.models.blueprint import Blueprint, choose_blueprint, resolve_model
-from ckptkit.train.models.config import ModelConfig
-from ckptkit.train.models.llama import LlamaBlueprint
-from ckptkit.train.parallel.initial import initialise
-from ckptkit.train.parallel.ranks import Place, process_group
-from ckptkit.train.parallel.shard import shard
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
+from ckptkit.training.models.config import ModelConfig
+from ckptkit.training.models.llama import LlamaBlueprint
+from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.shard import shard
 from tests.train.data.hugging_face import save_tokenizer
 from tests.train.models.test_llama import draw_tokens, pack
 
@@ -342,7 +342,7 @@ def test_code_of_the_directory_is_not_run(tmp_path: Path) -> None:
 def test_without_transformers_a_directory_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_config(tmp_path, "llama")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "ckptkit.train.models.pretrained", raising=False)
+    monkeypatch.delitem(sys.modules, "ckptkit.training.models.pretrained", raising=False)
     with pytest.raises(Usage, match="transformers") as caught:
         choose_blueprint(str(tmp_path))
     assert "pip install" in str(caught.value.hint)

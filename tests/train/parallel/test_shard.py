@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from ckptkit.errors import Usage
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.models.config import ModelConfig
-from ckptkit.train.models.llama import Llama, LlamaBlueprint
-from ckptkit.train.parallel.initial import initialise
-from ckptkit.train.parallel.ranks import Place, process_group
-from ckptkit.train.parallel.shard import Sharded, shard
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.models.config import ModelConfig
+from ckptkit.training.models.llama import Llama, LlamaBlueprint
+from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.shard import Sharded, shard
 
 # so that nothing divides evenly by two, three or four
 SHAPE = ModelConfig(hidden_size=40, intermediate_size=67, head_dim=10, num_hidden_layers=3)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.ops.consolidate import consolidate
-from ckptkit.train.saving.run import Run
+from ckptkit.training.saving.run import Run
 from tests.train.saving.networks import differing
 
 

@@ -19,9 +19,9 @@ from ckptkit.checkpoints.pins import set_pin
 from ckptkit.checkpoints.run import Run as Directory
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place, process_group
-from ckptkit.train.saving.run import Run
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.saving.run import Run
 from tests.train.saving.networks import Trainee, differing
 
 FORMS = ("sharded", "full", "hf")
@@ -230,7 +230,7 @@ def test_what_is_pinned_while_others_are_deleted_stays(tmp_path: Path, monkeypat
     everything = Run(tmp_path)
     for step in (1, 2, 3, 4):
         everything.save(step, nn.Linear(2, 2))
-    monkeypatch.setattr("ckptkit.train.saving.run.delete", delete_and_pin)
+    monkeypatch.setattr("ckptkit.training.saving.run.delete", delete_and_pin)
     Run(tmp_path, keep_last=1).save(5, nn.Linear(2, 2))
     assert [found.step for found in everything.checkpoints()] == [2, 3, 5]  # 4 went first
 

@@ -20,9 +20,9 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.run import Run as Found
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.formats import locate
-from ckptkit.train.launch import Report, launch
-from ckptkit.train.parallel.ranks import Place, process_group
-from ckptkit.train.saving.run import Run
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.saving.run import Run
 from tests.train.saving.networks import Network, Trainee, differing
 from tests.train.saving.test_run import FORMS, hold_back
 

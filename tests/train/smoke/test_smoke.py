@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.checkpoints.run import Run
 from ckptkit.errors import Occupied
-from ckptkit.train.config import TrainConfig
-from ckptkit.train.metrics import Step
-from ckptkit.train.smoke.checks import CHECKS
-from ckptkit.train.smoke.rank_tasks import MemoryReport, StateReport, StepReport
-from ckptkit.train.smoke.runs import SmokeRuns
-from ckptkit.train.smoke.smoke import Check, make, smoke
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.metrics import Step
+from ckptkit.training.smoke.checks import CHECKS
+from ckptkit.training.smoke.rank_tasks import MemoryReport, StateReport, StepReport
+from ckptkit.training.smoke.runs import SmokeRuns
+from ckptkit.training.smoke.smoke import Check, make, smoke
 from tests.train.test_commands import ckptkit
 
 

@@ -1,0 +1,150 @@
+"""Configure a run: its settings, validated once, written as TOML and read back. Imports no torch.
+
+Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit train`; nothing else needs to know it.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.settings import Setting, settings_of
+from ckptkit.training.models.config import require_at_least
+
+SETTINGS = "train.toml"  # in a run, what it was started with
+Device = Literal["auto", "cpu", "cuda"]
+Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One training run. Sizes are global: they mean the same on any number of ranks."""
+
+    run: Path
+    # the model
+    model: Annotated[str, "A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id."] = "tiny"
+    untied: Annotated[bool, "Give the output of a size its own weights, not the embeddings'."] = False
+    weights: Annotated[Path | None, "Start from the weights of this checkpoint, of any format."] = None
+    freeze: Annotated[tuple[str, ...], "Parameters (a glob; several times) that are not trained."] = ()
+    # the data
+    data: Annotated[Path | None, "Text, JSONL or token files; by default the Python library's sources."] = None
+    tokenizer: Annotated[str | None, "A Hugging Face tokenizer; by default the model's own, or bytes."] = None
+    sequence_length: Annotated[int, "Tokens of a sequence."] = 256
+    batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
+    micro_batch_size: Annotated[int, "Sequences a rank takes at once, adding up gradients; 0: all of its own."] = 0
+    # the optimizer
+    steps: Annotated[int, "Steps of the whole run."] = 100
+    lr: Annotated[float, "The highest learning rate."] = 1e-3
+    warmup: Annotated[int, "Steps until the learning rate is at its highest."] = 10
+    weight_decay: Annotated[float, "AdamW's, of matrices only."] = 0.1
+    clip: Annotated[float, "Largest norm of the gradients."] = 1.0
+    seed: Annotated[int, "Of weights, data and dropout; the same at any number of ranks."] = 0
+    # the ranks
+    device: Annotated[Device, "Where to train."] = "auto"
+    fsdp: Annotated[Literal["1", "2"], "The version of FSDP."] = "2"
+    strategy: Annotated[Strategy, "What is sharded."] = "full_shard"
+    replicas: Annotated[int, "Copies of the model under hybrid_shard, each on its part of the ranks."] = 1
+    wrap: Annotated[Literal["block", "size"], "FSDP1's units: transformer blocks, or modules by size."] = "block"
+    wrap_parameters: Annotated[int, "Least parameters of a unit that is wrapped by size."] = 100_000_000
+    prefetch: Annotated[int, "Blocks to gather ahead of the one at work."] = 1
+    param_dtype: Annotated[Literal["auto", "fp32", "bf16"], "Compute in; auto: bf16 on GPUs that have it."] = "auto"
+    reduce_dtype: Annotated[Literal["fp32", "bf16"], "Reduce gradients in."] = "fp32"
+    cpu_offload: Annotated[bool, "Keep shards, gradients and optimizer in the host's memory."] = False
+    recompute_every: Annotated[int, "Recompute the activations of every n-th block in backward; 0: none."] = 0
+    compile: Annotated[bool, "Compile the blocks."] = False
+    deterministic: Annotated[bool, "The same bits each time on a GPU too, where it can; slower."] = False
+    # checkpoints and metrics
+    save_every: Annotated[int, "Steps between checkpoints; 0: the last only."] = 0
+    state_dict: Annotated[Literal["sharded", "full", "hf"], "Shards, one file, or a Hugging Face model."] = "sharded"
+    background: Annotated[bool, "Train on while a checkpoint is written."] = False
+    keep_last: Annotated[int | None, "Keep the last so many checkpoints; with no --keep, all."] = None
+    keep_every: Annotated[int | None, "Keep those of steps that are multiples of this."] = None
+    keep_best: Annotated[str | None, "Keep the best by METRIC[:min|max][:N], such as loss."] = None
+    resume: Annotated[str | None, "Go on from a checkpoint; auto: from the latest, if there is one."] = None
+    tensorboard: Annotated[bool, "Write the metrics for TensorBoard too."] = False
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            require_at_least(least, name, getattr(self, name))
+        for name in settings():
+            require_choice(name, getattr(self, name))
+        if self.seed >= 2**32:
+            raise Usage(f"seed is {self.seed}; it must be less than 2**32")
+        if not self.clip > 0:
+            raise Usage(f"clip is {self.clip}; the gradient norm can only be clipped to more than 0")
+        for name in ("keep_last", "keep_every"):
+            if getattr(self, name) is not None:
+                require_at_least(1, name, getattr(self, name))
+        if self.replicas > 1 and self.strategy != "hybrid_shard":
+            raise Usage(f"{self.replicas} replicas under {self.strategy}", hint="use `--strategy hybrid_shard`")
+        if self.wrap == "size" and self.fsdp == "2":
+            raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
+        if self.resume and self.weights:
+            raise Usage("a checkpoint to resume from brings its weights", hint="leave out `--weights` or `--resume`")
+
+    def to_toml(self) -> str:
+        """Return the settings as a TOML file; settings that are None are left out."""
+        values = {name: getattr(self, name) for name in settings()}
+        return "".join(f"{name} = {to_toml(value)}\n" for name, value in values.items() if value is not None)
+
+
+LEAST = {
+    "steps": 1, "batch_size": 1, "sequence_length": 1, "replicas": 1, "wrap_parameters": 1,
+    "micro_batch_size": 0, "lr": 0, "warmup": 0, "weight_decay": 0, "seed": 0,
+    "save_every": 0, "prefetch": 0, "recompute_every": 0,
+}  # fmt: skip
+
+
+def settings() -> dict[str, Setting]:
+    """Return every setting by name, but not what is one run's alone: where it lies, and what it goes on from."""
+    return {name: setting for name, setting in settings_of(TrainConfig).items() if name != "resume"}
+
+
+def require_choice(name: str, value: object) -> None:
+    """Raise `Usage` if the setting is one of a few words, and `value` is none of them."""
+    kind = settings()[name].kind
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise Usage(f"there is no {name} `{value}`", hint=f"use one of {', '.join(get_args(kind))}")
+
+
+def to_toml(value: object) -> str:
+    """Return a value as TOML writes it: like JSON, but for DEL."""
+    plain = str(value) if isinstance(value, Path) else value
+    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007F")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read the settings of a TOML file, to make a `TrainConfig` of. Raises `Usage` for an unknown or ill-typed one."""
+    try:
+        with translate_os_errors(path):
+            values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Usage(f"not a TOML file: {error}", path=path) from error
+    unknown = values.keys() - settings().keys()
+    if unknown:
+        raise Usage(f"there is no setting `{min(unknown)}`", path=path, hint=f"known are {', '.join(settings())}")
+    return {name: from_toml(name, value, path) for name, value in values.items()}
+
+
+def from_toml(name: str, value: object, path: Path) -> object:
+    """Return a value of TOML in the type of its setting."""
+    kind = settings()[name].kind
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(value, list) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if type(value) is (str if get_origin(kind) is Literal else kind):
+        return value
+    raise Usage(f"{name} is {value!r}, of the wrong type", path=path)
+
+
+def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
+    """Return the settings that a run was started with, where it is to go on; {} otherwise."""
+    path = run / SETTINGS
+    return read_settings(path) if resume is not None and path.is_file() else {}

@@ -1,0 +1,217 @@
+"""Write a corpus as one file of token ids, made once for all ranks and then mapped. Knows no sequences and no order.
+
+    run/
+    ├── tokens.bin   the ids of all documents, each ended by the tokenizer's `end`; raw, no wider than needed
+    └── tokens.json  the fields of `TokenFile`, and a hash of its sources: when that changes, it is made again
+
+Token files that others made stay where they are: `.npy` (integers, one dimension), `.u32.bin` (raw little-endian
+uint32) and any other `.bin` (raw little-endian uint16). The id `end` of the tokenizer ends a document in them too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.errors import Corrupt, Unsupported, Usage, translate_os_errors
+from ckptkit.training.data.documents import TOKEN_FILES, Ids, Text, find_files, read
+from ckptkit.training.data.tokenizer import Tokenizer
+
+TOKENS, ABOUT = "tokens.bin", "tokens.json"
+BATCH_BYTES = 4 * 2**20  # of text, given to a tokenizer at once
+BLOCK_TOKENS = 2**20  # checked at once
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFile:
+    """`count` token ids of numpy's `dtype` from byte `offset` of `path`, all < `vocab_size`; `end` ends a document.
+
+    `checksum` is the CRC-32 of their bytes: a place in the order of one corpus means nothing in another.
+    """
+
+    path: Path
+    dtype: str
+    offset: int
+    count: int
+    end: int
+    vocab_size: int
+    checksum: int = 0
+
+    def open(self) -> NDArray[np.integer]:
+        """Return the ids, [count], read as they are used, into memory that the processes of a machine share."""
+        try:
+            with translate_os_errors(self.path):
+                return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,))
+        except ValueError as error:
+            raise Corrupt(f"the file is too short for {self.count} tokens", path=self.path) from error
+
+
+def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> TokenFile:
+    """Return the token file of `data`, by default the standard library's sources, made in `room` unless it is there.
+
+    One rank's work for all. Raises `Usage` for ids that are not of the tokenizer and where there is nothing to learn,
+    `Corrupt` for data that cannot be read, and `IOFailure`.
+    """
+    files = find_files(data)
+    given = data in files and files[0].suffix in TOKEN_FILES  # not a directory of such a name
+    path = files[0] if given else room / TOKENS
+    made_of = fingerprint(files, tokenizer)
+    if (known := recall(room / ABOUT, made_of, path)) is not None:
+        return known
+    with translate_os_errors(room):
+        room.mkdir(parents=True, exist_ok=True)
+        (room / ABOUT).unlink(missing_ok=True)  # it is not about what is written from here on
+    tokens = describe(path, tokenizer) if given else write(files, tokenizer, path)
+    tokens = check(tokens, data, tokenizer.name)
+    remember(room / ABOUT, made_of, tokens)
+    return tokens
+
+
+def fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    """Return a hash of all that token ids depend on, but of the files only names, sizes and times of change."""
+    parts: list[object] = [tokenizer.vocab_size, tokenizer.start, tokenizer.end]
+    parts += [(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(tokenizer.files().items())]
+    for path in files:
+        with translate_os_errors(path):
+            now = path.stat()
+        parts.append((str(path.resolve()), now.st_size, now.st_mtime_ns))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def recall(about: Path, made_of: str, path: Path) -> TokenFile | None:
+    """Return the token file at `path`, if `about` says that it was made of the same, and it is whole."""
+    try:
+        written = json.loads(about.read_text())
+        tokens = TokenFile(path, **written["tokens"])
+        size = tokens.offset + tokens.count * np.dtype(tokens.dtype).itemsize
+        same = written["made_of"] == made_of and path.stat().st_size == size
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return tokens if same else None
+
+
+def remember(about: Path, made_of: str, tokens: TokenFile) -> None:
+    """Write the file that `recall` reads."""
+    fields = asdict(tokens)
+    del fields["path"]  # a run may be moved
+    with replacing(about) as file:
+        file.write(json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n")
+
+
+def describe(path: Path, tokenizer: Tokenizer) -> TokenFile:
+    """Describe a token file that others made, as far as its name and size tell."""
+    if path.suffix == ".npy":
+        try:
+            with translate_os_errors(path):
+                ids = np.lib.format.open_memmap(path, mode="r")
+        except ValueError as error:
+            raise Corrupt(f"not an array of numpy: {error}", path=path) from error
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise Unsupported(f"{ids.ndim} dimensions of {ids.dtype}; token ids are integers in one", path=path)
+        return TokenFile(path, ids.dtype.str, ids.offset, ids.size, tokenizer.end, tokenizer.vocab_size)
+    dtype = np.dtype("<u4" if path.name.endswith(".u32.bin") else "<u2")
+    with translate_os_errors(path):
+        count, rest = divmod(path.stat().st_size, dtype.itemsize)
+    if rest:
+        raise Corrupt(f"{rest} bytes are left after {count} tokens of {dtype.itemsize} bytes", path=path)
+    return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
+
+
+def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
+    """Write the token ids of all documents in `files` to `path`."""
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
+    count = 0
+    with replacing(path) as file:
+        for ids in tokenise(files, tokenizer):
+            file.write(ids.astype(dtype).data)
+            count += len(ids)
+    return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
+
+
+def tokenise(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
+    """Yield the ids of documents as they follow each other, each ended once; a document without any is left out."""
+    end = np.array([tokenizer.end])
+    last = tokenizer.end
+    for batch in batches(part for path in files for part in read(path)):
+        encoded = iter(tokenizer.encode([part for part in batch if isinstance(part, Text)]))
+        for part in batch:
+            ids = next(encoded) if isinstance(part, Text) else given_ids(part, tokenizer)
+            if len(ids):
+                if isinstance(part, Text) and part.begins:
+                    yield np.array(tokenizer.start, dtype=np.int64)
+                yield ids
+                last = int(ids[-1])
+            if part.ends and last != tokenizer.end:
+                yield end
+                last = tokenizer.end
+
+
+def batches(parts: Iterable[Text | Ids]) -> Iterator[list[Text | Ids]]:
+    """Yield lists of parts, long enough to be worth a tokenizer's call and short enough to be held."""
+    batch: list[Text | Ids] = []
+    size = 0
+    for part in parts:
+        batch.append(part)
+        size += 1 + len(part.content)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def given_ids(document: Ids, tokenizer: Tokenizer) -> NDArray[np.integer]:
+    """Return the ids of a document that came with them, int64. Raises `Usage` for one that is not the tokenizer's."""
+    for number, token in enumerate(document.content):
+        if not 0 <= token < tokenizer.vocab_size:
+            where = f"id {token} at place {number} of line {document.line}"
+            raise stray(where, tokenizer.vocab_size, tokenizer.name, document.path)
+    return np.array(document.content, dtype=np.int64)
+
+
+def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
+    """Return `tokens` with its checksum, after looking at every id. Raises `Usage` unless they are fit to train on."""
+    ids = tokens.open() if tokens.count else np.zeros(0, dtype=np.uint8)
+    checksum, followed = 0, False
+    for start in range(0, tokens.count, BLOCK_TOKENS):
+        block = ids[start : start + BLOCK_TOKENS]
+        wrong = (block < 0) | (block >= tokens.vocab_size)
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise stray(f"id {block[first]} at place {start + first}", tokens.vocab_size, name, tokens.path)
+        followed = followed or bool((block[: tokens.count - 1 - start] != tokens.end).any())
+        checksum = zlib.crc32(block.data, checksum)
+    if not followed:
+        hint = "give text with `--data`"
+        raise Usage("there is no text to train on: no document has a token and a next", path=data, hint=hint)
+    return replace(tokens, checksum=checksum)
+
+
+def stray(where: str, vocab_size: int, name: str, path: Path) -> Usage:
+    """Return the error for a token id out of bounds."""
+    hint = "name the tokenizer that made the ids with `--tokenizer`"
+    return Usage(f"{where} is not one of the {vocab_size} of the tokenizer `{name}`", path=path, hint=hint)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write that takes the place of `path` when it is whole and on disk."""
+    draft = path.with_name(f".{path.name}.tmp")
+    with translate_os_errors(path):
+        try:
+            with draft.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)

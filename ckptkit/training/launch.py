@@ -1,0 +1,146 @@
+"""Launch as many ranks as asked, or be the rank that torchrun made of this process. Knows no work by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptkit.errors import CkptError, Usage
+from ckptkit.training.parallel.ranks import Place
+
+Report = Callable[[Any], None]
+Work = Callable[[Place, Report], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A process of ours, and the pipe over which it reports."""
+
+    number: int
+    process: BaseProcess
+    pipe: Connection
+
+
+def launch(work: Work, nproc: int | None, report: Report) -> None:
+    """Do `work` on `nproc` new processes, or as the rank that torchrun started; `report` hears what a rank reports.
+
+    `nproc` None is one process per GPU, or one. `work` is pickled: a function of a module, or a partial of one.
+    A CkptError raised on a rank is raised here; when a rank dies, the others are ended and a CkptError says so.
+    """
+    place = torchrun_place()
+    if place is None:
+        launch_here(work, nproc or max(1, torch.cuda.device_count()), report)
+    elif nproc is None:
+        work(place, report)
+    else:
+        raise Usage("`--nproc` under torchrun", hint="torchrun starts the processes: leave `--nproc` out")
+
+
+def torchrun_place() -> Place | None:
+    """Return the place that torchrun gave this process in its environment, None without torchrun."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not all(name in os.environ for name in names):
+        return None
+    rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
+    return Place(rank, world_size, local_rank, local_world_size, rendezvous="env://")
+
+
+def launch_here(work: Work, nproc: int, report: Report) -> None:
+    """Start `nproc` processes that meet in a file of a new temporary directory, and wait until all are done."""
+    with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
+        rendezvous = (Path(room) / "rendezvous").as_uri()
+        ranks = [start(work, Place(number, nproc, number, nproc, rendezvous)) for number in range(nproc)]
+        try:
+            with forwarding(signal.SIGTERM, ranks):
+                follow(ranks, report)
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+            for rank in ranks:
+                rank.process.join()
+
+
+@contextmanager
+def forwarding(number: signal.Signals, ranks: list[Rank]) -> Iterator[None]:
+    """Pass a signal to this process on to its ranks, inside the block: each ends as it sees fit, and so do we."""
+
+    def forward(*_: object) -> None:
+        for rank in ranks:
+            if rank.process.pid is not None and rank.process.is_alive():
+                os.kill(rank.process.pid, number)
+
+    before = signal.signal(number, forward)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def start(work: Work, place: Place) -> Rank:
+    """Start the process of one rank. Spawned, not forked: torch's threads and CUDA do not survive a fork."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run_rank, args=(work, place, theirs), name=f"rank {place.rank}", daemon=True)
+    process.start()
+    theirs.close()  # so that the end of the process is the end of the pipe
+    return Rank(place.rank, process, ours)
+
+
+def run_rank(work: Work, place: Place, pipe: Connection) -> None:
+    """Work as the process of a rank: report our errors over the pipe, and exit."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
+    os.dup2(2, 1)  # results go through the pipe; what libraries print, as torch 2.10's gloo does, is none
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
+    code = 0
+    try:
+        work(place, pipe.send)
+    except CkptError as error:
+        pipe.send(error)
+        code = error.exit_code
+    pipe.close()
+    # Not sys.exit: DTensor's caches keep gloo's threads alive, and one that still holds a tensor when the interpreter
+    # shuts down aborts a process whose work is done (torch 2.13, now and then on a busy machine).
+    os._exit(code)
+
+
+def follow(ranks: list[Rank], report: Report) -> None:
+    """Pass on what the ranks report until all have ended; raise what the first failing one raised."""
+    open_pipes = {rank.pipe: rank for rank in ranks}
+    while open_pipes:
+        for pipe in wait(list(open_pipes)):
+            assert isinstance(pipe, Connection)
+            try:
+                message = pipe.recv()
+            except EOFError:
+                require_good_end(open_pipes.pop(pipe))
+                continue
+            if isinstance(message, CkptError):
+                raise message
+            report(message)
+
+
+def require_good_end(rank: Rank) -> None:
+    """Raise CkptError unless the process of a rank, which closed its pipe, ended with exit code 0."""
+    rank.process.join()
+    code = rank.process.exitcode or 0
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "is this machine out of memory?" if name == "SIGKILL" else None
+        raise CkptError(f"rank {rank.number} was ended by {name}; the other ranks were stopped", hint=hint)
+    if code > 0:
+        raise CkptError(
+            f"rank {rank.number} failed with exit code {code}; the other ranks were stopped",
+            hint="its own message is above",
+        )

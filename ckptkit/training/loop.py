@@ -1,0 +1,76 @@
+"""Train from the first step, or the latest checkpoint, to the last step. All ranks run this; it prints nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.launch import Report
+from ckptkit.training.metrics import Log, Step
+from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.saving.run import Run
+from ckptkit.training.start import start
+from ckptkit.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An event between steps; `ended_early` if it ended the run before its last step."""
+
+    text: str
+    ended_early: bool = False
+
+
+def train(config: TrainConfig, place: Place, report: Report) -> None:
+    """Train as one of the ranks; rank 0 reports each `Step`, and a `Note` now and then."""
+    with process_group(place, config.device, deterministic=config.deterministic) as mesh:
+        asked = Asked(signal.SIGTERM)
+        trainer, run = start(config, mesh)
+        tell = report if place.rank == 0 else lambda _: None
+        if trainer.progress.step:
+            rest = "going on" if trainer.progress.step < config.steps else "nothing to do"
+            tell(Note(f"{rest}: {run.root} is at step {trainer.progress.step} of {config.steps}"))
+        with run, Log(config, place.rank) as log:
+            for step in advance(config, trainer, run, asked):
+                log.write(step)
+                tell(step)
+        if trainer.progress.step < config.steps:
+            tell(Note("asked to end, and saved: go on with `--resume auto`", ended_early=True))
+
+
+def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> Iterator[Step]:
+    """Take step after step to the last, or until a rank is asked to end; save a checkpoint where one is due."""
+    stop = False
+    while trainer.progress.step < config.steps and not stop:
+        step = trainer.step()
+        stop = asked.on_any_rank(trainer.device)
+        if stop or is_due(config, step.step):
+            step = replace(step, checkpoint=str(trainer.save(run, loss=step.loss)))
+        yield step
+
+
+def is_due(config: TrainConfig, step: int) -> bool:
+    """Return True if a checkpoint follows this step."""
+    return step == config.steps or bool(config.save_every and step % config.save_every == 0)
+
+
+class Asked:
+    """A signal that is remembered, so that the current step is finished and saved first."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._asked = False
+        signal.signal(number, self._note)
+
+    def _note(self, *_: object) -> None:
+        self._asked = True
+
+    def on_any_rank(self, device: torch.device) -> bool:
+        """Return True on all ranks if any was asked: a collective."""
+        asked = torch.tensor(self._asked, dtype=torch.int32, device=device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        return bool(asked)

@@ -1,0 +1,126 @@
+"""Measure steps, and write the metrics of a run. Every number but `local_loss` is the same on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptkit.errors import Corrupt, Usage, translate_os_errors
+from ckptkit.training.config import TrainConfig
+
+METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+
+# FLOP/s of dense bf16 products with fp32 sums, by what torch calls the device; NVIDIA's data sheets, without sparsity
+PEAKS = {
+    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: mean loss per token over all ranks, and on this one; gradient norm before clipping.
+
+    `tokens` count since the run began. `mfu` is the share of the GPUs' peak that the model's own operations make up,
+    where the peak is known; memory is this rank's highest on its GPU, in bytes.
+    """
+
+    step: int
+    loss: float
+    local_loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    mfu: float | None = None
+    memory_allocated: int | None = None
+    memory_reserved: int | None = None
+    checkpoint: str | None = None
+
+
+def flops_per_token(parameters: int, layers: int, attention_width: int, length: int) -> int:
+    """Count the operations of training per token, forward and backward: 6 per parameter, 12 per attended position.
+
+    The convention of PaLM's appendix B: causal attention counts in full, recomputation not at all.
+    """
+    return 6 * parameters + 12 * layers * attention_width * length
+
+
+def peak_flops(device_type: str, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s that a rank's GPU can reach in `dtype`, None if unknown."""
+    if device_type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in PEAKS.items() if known in name), None)
+
+
+def peak_memory(device_type: str) -> tuple[int | None, int | None]:
+    """Return the most bytes of this rank's GPU since the last call: held by tensors, and taken from the device."""
+    if device_type != "cuda":
+        return None, None
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return allocated, reserved
+
+
+class Log(AbstractContextManager["Log"]):
+    """The metrics of a run, a line of JSON per step, and for TensorBoard if asked. Only rank 0 writes."""
+
+    def __init__(self, config: TrainConfig, rank: int) -> None:
+        self._path = config.run / METRICS if rank == 0 else None
+        self._board = open_board(config.run / TENSORBOARD) if config.tensorboard and rank == 0 else None
+
+    def __exit__(self, *error: object) -> None:
+        """Write out all that is buffered."""
+        if self._board is not None:
+            self._board.close()
+
+    def write(self, step: Step) -> None:
+        """Add a step."""
+        numbers = asdict(step)
+        if self._path is not None:
+            with translate_os_errors(self._path), self._path.open("a") as file:
+                file.write(json.dumps(numbers) + "\n")
+        if self._board is not None:
+            for name, value in numbers.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(name, value, step.step)
+
+
+def open_board(directory: Path) -> Any:
+    """Open TensorBoard's writer, of the extra `tensorboard`."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise Usage("TensorBoard is not installed", hint="pip install 'ckptkit-fsdp[tensorboard]'") from error
+    return SummaryWriter(str(directory))
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Remove from a run's metrics the steps after `step`, which will be taken again."""
+    path = run / METRICS
+    with translate_os_errors(path):
+        kept = [line for line in whole_lines(path) if step_of(line, path) <= step]
+        path.with_suffix(".tmp").write_text("".join(kept))
+        os.replace(path.with_suffix(".tmp"), path)
+
+
+def whole_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file that were written to their end; none where there is no file."""
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    return (line for line in lines if line.endswith("\n"))
+
+
+def step_of(line: str, path: Path) -> int:
+    """Return the step whose metrics a line holds."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        hint = "move the file away to go on without the steps so far"
+        raise Corrupt(f"not the metrics of a step: {line.strip()[:80]}", path=path, hint=hint) from error

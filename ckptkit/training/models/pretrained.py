@@ -1,0 +1,200 @@
+"""Build any causal language model of transformers from a directory's config.json. Runs no code of the directory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+
+from ckptkit.checkpoints.companions import read_companions
+from ckptkit.errors import NotACheckpoint, Unsupported
+from ckptkit.training.models.packing import apart
+
+
+class Pretrained:
+    """A model of transformers as the loop knows one: see `models.blueprint`. Built in fp32, however stored.
+
+    `directory` has its config.json; `weights`, most often the same, those that it shall start from, if any.
+    """
+
+    def __init__(self, directory: Path, weights: Path | None = None) -> None:
+        companions = read_companions(directory, follow_links=True)  # the Hub's cache is made of links
+        if companions is None:
+            raise NotACheckpoint("no config.json of a model in the directory", path=directory)
+        self.directory = directory
+        self.weights = weights
+        with translating(directory):
+            self.config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            text = self.config.get_text_config()
+            self.vocab_size = int(text.vocab_size)
+            self.max_length = int(getattr(text, "max_position_embeddings", sys.maxsize))
+            self.layers = int(text.num_hidden_layers)
+            self.attention_width = attention_width(text)
+        if getattr(self.config, "quantization_config", None) is not None:
+            hint = "give a directory with the weights dequantized, and no `quantization_config` in its config.json"
+            raise Unsupported("the model is quantized: such weights cannot be trained", path=directory, hint=hint)
+        self._files = companions.files
+        self._seen_apart = False
+
+    def build(self) -> nn.Module:
+        """Build the model as transformers makes it, in training mode, with the dropout of its config."""
+        with translating(self.directory):
+            model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        return model
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules that transformers keeps on one device: its blocks, in the order of the forward pass."""
+        kinds = set(getattr(model, "_no_split_modules", None) or ())
+        blocks = list(outermost(model, kinds))
+        if not blocks:
+            raise Unsupported(f"transformers names no blocks of a `{self.config.model_type}`", path=self.directory)
+        return blocks
+
+    @torch.no_grad()
+    def initialise(self, model: nn.Module, name: str, module: nn.Module) -> None:  # noqa: ARG002 - another's may need it
+        """Initialise as transformers would: by the rules of the models that `module` is in, buffers as when built."""
+        own = dict(module.named_parameters(recurse=False))
+        for parameter in own.values():
+            parameter.fill_(torch.nan)
+        # A rule may reach into the module's children, and the one of its parent into the module: what stands around
+        # it must be there, but need not have memory.
+        with put_into(self._skeleton.get_submodule(name), own):
+            for ancestor, owner in ancestry(self._skeleton, name):
+                owner._init_weights(ancestor)
+        for key, buffer in module.named_buffers(recurse=False):
+            buffer.copy_(self._skeleton.get_submodule(name).get_buffer(key))
+        if self.weights is None:
+            self._require_values(name, own)
+
+    def tie(self, model: nn.Module) -> None:
+        """Tie what transformers ties."""
+        model.tie_weights()  # type: ignore[operator]
+
+    def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return logits [batch, length, vocab_size] of int64 token ids [batch, length], each document's its own.
+
+        Raises `Unsupported` for a family that does not keep documents apart that are packed into a sequence.
+        """
+        if positions is None:
+            logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+            return logits
+        self._require_positions()
+        unseen = not self._seen_apart and bool((positions[:, 1:] == 0).any())
+        with apart(self.blocks(model), positions) if unseen else nullcontext():
+            masks = self._masks(positions)
+            logits = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False).logits
+        self._seen_apart |= unseen
+        return logits
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return the directory's config.json, and its generation config and tokenizer if it has them."""
+        return self._files
+
+    @cached_property
+    def _skeleton(self) -> Any:
+        """Return the model with real buffers and, on `meta`, its parameters: only it knows how to make its buffers."""
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), parameters_on_meta():
+            torch.manual_seed(0)  # for a buffer of random numbers, alike on all ranks
+            return self.build()
+
+    def _masks(self, positions: Tensor) -> Any:
+        """Return the attention masks that the family's config asks for: many make none of their own from positions."""
+        shape = torch.empty(*positions.shape, 0, device=positions.device)
+        return create_masks_for_generate(
+            config=self._skeleton.config,
+            inputs_embeds=shape,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )
+
+    def _require_positions(self) -> None:
+        if "position_ids" not in signature(self._skeleton.forward).parameters:
+            hint = "give data that is one document, or use another model"
+            raise Unsupported(f"a `{self.config.model_type}` takes no positions", path=self.directory, hint=hint)
+
+    def _require_values(self, name: str, parameters: Mapping[str, Tensor]) -> None:
+        for key, parameter in parameters.items():
+            if parameter.isnan().any():
+                raise Unsupported(
+                    f"transformers has no rule to initialise it in a `{self.config.model_type}`",
+                    path=self.directory,
+                    tensor=f"{name}.{key}".lstrip("."),
+                    hint="start from weights: put them beside its config.json",
+                )
+
+
+@contextmanager
+def translating(directory: Path) -> Iterator[None]:
+    """Raise `Unsupported` for what transformers raises about a config inside the block."""
+    try:
+        yield
+    except Exception as error:  # each family has its own
+        said = str(error).strip() or type(error).__name__
+        raise Unsupported(f"transformers cannot build it: {said.splitlines()[0]}", path=directory) from error
+
+
+def attention_width(text: Any) -> int:
+    """Return the query heads times the size of one, of the first layer; 0 for a model without attention."""
+    layer = getattr(text, "per_layer_config", [text])[0]
+    heads = getattr(layer, "num_attention_heads", None)
+    return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)) if heads else 0
+
+
+def outermost(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
+    """Yield the outermost modules below `module` whose class, or a class it derives from, is called one of `kinds`."""
+    for child in module.children():
+        if kinds.isdisjoint(kind.__name__ for kind in type(child).__mro__):  # FSDP2 derives classes of its own
+            yield from outermost(child, kinds)
+        else:
+            yield child
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to `meta` as a module gets it, inside the block: it never has memory, while buffers do."""
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:  # noqa: ARG001
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def put_into(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put `parameters` in the place of the module's own of these names, inside the block."""
+    own = {key: module.get_parameter(key) for key in parameters}
+    for key, parameter in parameters.items():
+        setattr(module, key, parameter)
+    try:
+        yield
+    finally:
+        for key, parameter in own.items():
+            setattr(module, key, parameter)
+
+
+def ancestry(model: nn.Module, name: str) -> list[tuple[nn.Module, PreTrainedModel]]:
+    """Return the module called `name` and all that it is in, inside out, each with the nearest model around it."""
+    names = name.split(".") if name else []
+    found: list[tuple[nn.Module, PreTrainedModel]] = []
+    for depth in range(len(names) + 1):
+        module = model.get_submodule(".".join(names[:depth]))
+        owner = module if isinstance(module, PreTrainedModel) else found[-1][1]
+        found.append((module, owner))
+    return found[::-1]

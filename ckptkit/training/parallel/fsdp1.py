@@ -1,0 +1,105 @@
+"""Shard with `FullyShardedDataParallel`, for who still runs it. Units are flat buffers; names get a prefix inside.
+
+On the CPU torch 2.13 trains it when told `device_id`; its sharded state dict is right there, its gathered one is not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from ckptkit.errors import Usage
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.models.blueprint import Blueprint
+from ckptkit.training.parallel.initial import has_buffers, initialise_module
+from ckptkit.training.parallel.precision import param_dtype, reduce_dtype
+from ckptkit.training.saving.scatter import scatter
+
+STRATEGIES = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "ddp": ShardingStrategy.NO_SHARD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp1:
+    """FSDP1 on a mesh of [shards] or [replicas, shards]."""
+
+    config: TrainConfig
+    mesh: DeviceMesh
+    seed: int | None
+
+    def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
+        """Materialise one unit after the other, each sharded before the next."""
+        device = (
+            torch.device("cpu") if self.mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        )
+        names = {module: name for name, module in model.named_modules()}
+
+        def materialise(module: nn.Module) -> None:
+            if not any(
+                tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            ):
+                return  # tied, and done with its partner
+            module.to_empty(device=device, recurse=False)
+            if self.seed is not None or has_buffers(module):
+                whole = initialise_module(blueprint, model, names[module], module, self.seed or 0)
+                for name, parameter in module.named_parameters(recurse=False):
+                    scatter(whole[name], parameter)
+            blueprint.tie(model)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated, and still asked for
+            warnings.filterwarnings("ignore", ".* has both parameters with requires_grad")  # some are frozen, as asked
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # on one rank there is no other
+            return FullyShardedDataParallel(
+                model,
+                device_mesh=self.mesh,
+                device_id=device,
+                sharding_strategy=STRATEGIES[self.config.strategy],
+                auto_wrap_policy=self._units(blueprint, model),
+                mixed_precision=self._precision(),
+                cpu_offload=CPUOffload(offload_params=self.config.cpu_offload),
+                backward_prefetch=BackwardPrefetch.BACKWARD_PRE
+                if self.config.prefetch
+                else BackwardPrefetch.BACKWARD_POST,
+                forward_prefetch=bool(self.config.prefetch),
+                param_init_fn=materialise,
+                use_orig_params=True,
+            )
+
+    def _units(self, blueprint: Blueprint, model: nn.Module) -> Any:
+        if self.config.wrap == "block":
+            return ModuleWrapPolicy({type(block) for block in blueprint.blocks(model)})
+        if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
+            raise Usage("wrapping by size may part tied weights", hint="use `--wrap block`, or an untied model")
+        return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
+
+    def _precision(self) -> MixedPrecision:
+        return MixedPrecision(param_dtype(self.config, self.mesh.device_type), reduce_dtype(self.config))
+
+    def clip(self, model: nn.Module, limit: float) -> float:
+        """Clip by the method of FSDP1: torch's function would take each rank's part of the norm for the whole."""
+        return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(limit))
+
+    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep gradients on each rank where nothing is sharded; else reduce them: whole, they might not fit."""
+        whole = self.config.strategy == "ddp"
+        return cast(FullyShardedDataParallel, model).no_sync() if whole else nullcontext()

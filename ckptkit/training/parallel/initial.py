@@ -1,0 +1,62 @@
+"""Initialise each module from the seed and its name, however sharded. Knows no files and no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ckptkit.training.models.blueprint import Blueprint
+from ckptkit.training.saving.scatter import scatter
+from ckptkit.training.seeds import derive
+
+
+@torch.no_grad()
+def initialise(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None:
+    """Give a model that has memory, sharded or not, its first weights and its buffers.
+
+    The same at any world size: each rank makes the whole parameters of one module at a time, and keeps its shards.
+    Without a seed there are buffers only, and the parameters hold garbage until they are loaded.
+    """
+    done: set[Tensor] = set()
+    for name, module in model.named_modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        new = {key: parameter for key, parameter in parameters.items() if parameter not in done}
+        if has_buffers(module) or (new and seed is not None):
+            whole = initialise_module(blueprint, model, name, module, seed or 0)
+            for key, parameter in new.items():
+                scatter(whole[key], parameter)
+            done.update(new.values())
+
+
+def initialise_module(
+    blueprint: Blueprint, model: nn.Module, name: str, module: nn.Module, seed: int
+) -> dict[str, Tensor]:
+    """Initialise a module's own buffers in place, and give the first values of its parameters, whole, on the CPU."""
+    with whole_parameters(module) as whole, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, name))
+        blueprint.initialise(model, name, module)
+    return whole
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Give the module plain parameters on the CPU in place of its own, inside the block."""
+    own = dict(module._parameters)
+    whole = {
+        key: nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"), requires_grad=False)
+        for key, parameter in own.items()
+        if parameter is not None
+    }
+    module._parameters.update(whole)
+    try:
+        yield dict(whole)
+    finally:
+        module._parameters.update(own)
+
+
+def has_buffers(module: nn.Module) -> bool:
+    """Return True if the module itself has buffers."""
+    return any(True for _ in module.buffers(recurse=False))

@@ -1,0 +1,126 @@
+"""Build a model from a blueprint, spread over the ranks and never whole on any. Knows no files and no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ckptkit.errors import Usage
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.models.blueprint import Blueprint
+from ckptkit.training.parallel.fsdp1 import Fsdp1
+from ckptkit.training.parallel.fsdp2 import Fsdp2
+from ckptkit.training.parallel.recompute import compile_blocks, recompute
+
+
+class Sharding(Protocol):
+    """The operations in which the versions of FSDP differ."""
+
+    def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
+        """Shard a model that is on `meta`, then give it memory, and its initial weights and buffers."""
+
+    def clip(self, model: nn.Module, limit: float) -> float:
+        """Scale the gradients down to norm `limit` if theirs is larger; return the norm that they had. A collective."""
+
+    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Add up gradients in backward, inside the block, and leave out communication that can wait for the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A model spread over the ranks, and facts from before: which parameters were matrices, which tied.
+
+    `first_names` gives for each name of the state dict the first one of the same tensor.
+    `multiplied` counts the parameters that every token is multiplied with: an embedding is only looked up.
+    """
+
+    model: nn.Module
+    sharding: Sharding
+    first_names: Mapping[str, str]
+    matrices: frozenset[str]
+    multiplied: int
+
+    def parameters(self, *, matrices: bool) -> list[nn.Parameter]:
+        """Return the parameters to train that have two dimensions or more before sharding, or the others."""
+        return [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and (plain_name(name) in self.matrices) == matrices
+        ]
+
+
+def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int | None) -> Sharded:
+    """Build a model of `blueprint` on the mesh of all ranks, as `config` says, with the weights of `seed`.
+
+    None: its weights will be loaded; until then they are garbage.
+    """
+    with torch.device("meta"):
+        model = blueprint.build()
+    freeze(model, config.freeze)
+    matrices = frozenset(name for name, parameter in model.named_parameters() if parameter.ndim > 1)
+    blocks = blueprint.blocks(model)
+    recompute(blocks, config.recompute_every)
+    if config.compile:
+        compile_blocks(blocks)
+    first_names = find_first_names(model)
+    arranged = arrange(config, mesh)
+    sharding = Fsdp1(config, arranged, seed) if config.fsdp == "1" else Fsdp2(config, arranged, seed)
+    multiplied = count_multiplied(model)
+    return Sharded(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied)
+
+
+def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a strategy needs: of one dimension, or [replicas, shards]."""
+    world_size = mesh.size()
+    if config.cpu_offload and mesh.device_type == "cpu":
+        raise Usage("there is nothing to offload from: the device is the CPU", hint="leave out `--cpu-offload`")
+    if config.strategy == "hybrid_shard":
+        if config.replicas == 1 or world_size % config.replicas:
+            raise Usage(
+                f"hybrid_shard with {config.replicas} replicas on {world_size} ranks",
+                hint="`--replicas` must be 2 or more, and divide the ranks: most often the number of machines",
+            )
+        shape = (config.replicas, world_size // config.replicas)
+    elif config.strategy == "ddp" and config.fsdp == "2":
+        shape = (world_size, 1)  # a replica of one shard each: FSDP2's way to replicate
+    else:
+        return mesh
+    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def freeze(model: nn.Module, globs: Iterable[str]) -> None:
+    """Freeze the parameters whose name one of `globs` matches; a glob that matches none is a mistake."""
+    parameters = dict(model.named_parameters())
+    for glob in globs:
+        matching = [name for name in parameters if fnmatchcase(name, glob)]
+        if not matching:
+            raise Usage(f"no parameter is called `{glob}`", hint=f"the first is `{next(iter(parameters))}`")
+        for name in matching:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise Usage("every parameter is frozen", hint="change `--freeze`")
+
+
+def find_first_names(model: nn.Module) -> dict[str, str]:
+    """Return each name of a model's state dict, with the first name of the same tensor: of tied ones, another."""
+    first: dict[torch.Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def count_multiplied(model: nn.Module) -> int:
+    """Count the elements of the parameters of all modules but embeddings, each once."""
+    owners = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+    parameters = {parameter for module in owners for parameter in module.parameters(recurse=False)}
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the words that FSDP1 puts into it."""
+    return name.replace("_fsdp_wrapped_module.", "")

@@ -1,0 +1,207 @@
+"""Save to a run and load from it: three lines in anybody's loop. Says what is visible and when; looks into no tensor.
+
+run = Run("run", keep_last=3)
+step = run.load(model, optimizer) if run.latest() else 0
+...
+    run.save(step, model, optimizer, scheduler=scheduler)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.deletion import delete, deleting
+from ckptkit.checkpoints.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
+from ckptkit.checkpoints.run import Run as Directory
+from ckptkit.checkpoints.trainers.ckptkit import METRICS
+from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
+from ckptkit.files.file import check_name
+from ckptkit.files.staging import Stage, clear_dead
+from ckptkit.storage.ranks import Ranks
+from ckptkit.training.saving.load import Stored
+from ckptkit.training.saving.quiet import quiet, silence
+from ckptkit.training.saving.save import FORMATS, Held, Saver
+from ckptkit.training.saving.state import Stateful, Training
+
+
+class Run:
+    """A training directory with its checkpoints, to save to and to load from, by all ranks alike.
+
+    `state_dict` is "sharded", a directory of DCP's; "full", one file of torch.save; or "hf", a Hugging Face model with
+    the rest in a directory of DCP's inside it. All ranks write their shards to their place in it. All are loaded. With
+    `background`, `save` returns when the state is copied, and a thread writes it: end with `wait`, or use the run as a
+    context manager. Checkpoints stay that are among the `keep_last` newest, of a step that is a multiple of
+    `keep_every`, or the best by `keep_best`, METRIC[:min|max][:N]; all do where none of these is given. `files` are put
+    into every checkpoint, as config.json should be.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        state_dict: str = "sharded",
+        background: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        if state_dict not in FORMATS:
+            raise Usage(f"there is no state dict `{state_dict}`", hint=f"use one of {', '.join(FORMATS)}")
+        self.root = Path(root)
+        self.state_dict = state_dict
+        self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
+        self._files = dict(files or {})
+        for name in self._files:
+            check_name(name, self.root)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit") if background else None
+        self._saving: Future[None] | None = None
+        if background:
+            silence()
+
+    # Both are made when first needed: the process group may be younger than the run.
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks.apart()
+
+    @cached_property
+    def _saver(self) -> Saver:
+        return Saver(self._ranks, self.state_dict, self._files)
+
+    def checkpoint(self, step: int) -> Path:
+        """Return where the checkpoint of `step` lies or will lie."""
+        return Directory(self.root).checkpoint(step)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the complete checkpoints, oldest first."""
+        return Directory(self.root).checkpoints()
+
+    def latest(self) -> Checkpoint | None:
+        """Return the complete checkpoint with the highest step, or None."""
+        return Directory(self.root).latest()
+
+    @quiet()
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        **state: Stateful | dict[Any, Any],
+    ) -> Path:
+        """Save a checkpoint and give its directory, which is visible from the moment that all ranks have finished.
+
+        Each of `state` is a dict, or has `state_dict()` and `load_state_dict()`; what rank 0 has of it is saved. A
+        failure on any rank is raised on all, and leaves nothing behind: `Occupied` where there is a checkpoint of
+        this step, `IOFailure` where a disk refuses, `Usage` for a state that could not be loaded again. One in the
+        background is raised by the next `save`, `load` or `wait`.
+        """
+        self.wait()
+        if step < 0:
+            raise Usage(f"step is {step}; it must be at least 0")
+        training = Training(model, optimizer, state, self._ranks)
+        files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
+        stage = Stage(self.checkpoint(step))
+        try:
+            room = self._ranks.on_first(lambda: stage.open().path)
+            held = self._saver.hold({"step": step, **training.take()}, copy=self._thread is not None)
+        except BaseException:
+            stage.discard()
+            raise
+        finish = partial(self._finish, stage, room, held, files)
+        if self._thread is None:
+            finish()
+        else:
+            self._saving = self._thread.submit(finish)
+        return self.checkpoint(step)
+
+    def _finish(self, stage: Stage, room: Path, held: Held, files: Mapping[str, bytes]) -> None:
+        """Write what is held, show it, and delete what need not stay beside it; perhaps in a thread."""
+        try:
+            self._saver.write(room, held, files)
+            self._ranks.on_first(stage.commit)
+        except BaseException:
+            stage.discard()
+            raise
+        self._ranks.on_first(lambda: self._retain(stage.dst))
+
+    def _retain(self, saved: Path) -> None:
+        try:
+            with translate_os_errors(self.root), deleting(self.root):
+                clear_dead(self.root)
+                found = [] if self._policy.keeps_all else find_saved(Directory(self.root))
+                for verdict in decide(found, self._policy):
+                    path = verdict.saved.path
+                    # what was saved just now is not the newest where a run was resumed from an older checkpoint;
+                    # and somebody may have pinned one while others were being deleted
+                    if not verdict.is_kept and path.absolute() != saved and not find_holds(path):
+                        delete(path)
+        except CkptError as error:  # the new checkpoint is there: no reason to end a training
+            warnings.warn(f"an old checkpoint was not deleted: {error.path}: {error}", stacklevel=2)
+
+    @quiet()
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        path: str | Path | None = None,
+        **state: Stateful | dict[Any, Any],
+    ) -> int:
+        """Load the latest checkpoint, or the one at `path`, saved by any number of ranks, and give its step.
+
+        Raises, on all ranks, `NotACheckpoint` if there is none, `Mismatch` where it lacks something that is asked for
+        or a tensor has another shape or dtype, `Corrupt` and `IOFailure` where its files cannot be read. After an
+        error the model and the optimizer may hold parts of both, and are to be made anew.
+        """
+        self.wait()
+        training = Training(model, optimizer, state, self._ranks)
+        chosen = self._ranks.on_first(lambda: self._choose(path))
+        try:
+            stored = Stored(chosen, self._ranks)
+            wanted = training.prepare(stored.outline())
+            stored.read(wanted)
+            training.give_back(wanted)
+        except CkptError as error:
+            error.blame(path=chosen)
+            raise
+        return int(wanted["step"])
+
+    def _choose(self, path: str | Path | None) -> Path:
+        if path is None:
+            latest = self.latest()
+            if latest is None:
+                raise NotACheckpoint("no complete checkpoint in the run", path=self.root)
+            path = latest.path
+        checkpoint = Checkpoint.open(path)
+        checkpoint.require_resumable()
+        return checkpoint.path
+
+    def wait(self) -> None:
+        """Wait until a save in the background is visible. Raises on all ranks what went wrong on any."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and the save in the background failed: {failure}")

@@ -1,0 +1,181 @@
+"""Take the state of a model, its optimizer and the rest for a checkpoint, and give it back. Knows no files.
+
+model           {name: tensor}
+optim
+├── state       {name: {"step": tensor, "exp_avg": tensor, ...}}, of the parameters that have any
+└── param_groups  [{"lr": ..., "params": [name, ...]}, ...]
+step            optimizer steps
+<other names>   the state of a scheduler, a loader, ...
+
+Names are the model's own, whatever wraps it; tensors are sharded as the model is.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckptkit.errors import Mismatch, Usage
+from ckptkit.storage.ranks import Ranks
+from ckptkit.training.saving.trees import Tree, blank, fit, map_tensors
+
+OURS = ("model", "optim", "optimizer", "step", "metrics", "path")  # names that other state cannot have
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with a state to save: a scheduler, a loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state now."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take over a state."""
+
+
+@dataclass
+class Training:
+    """A training as a checkpoint sees it: a model, perhaps its optimizer, and whatever else has a state."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    others: Mapping[str, Stateful | dict[Any, Any]]
+    ranks: Ranks
+    groups: list[set[str]] = field(default_factory=list)  # the parameters' names in each of the optimizer's groups
+
+    def __post_init__(self) -> None:
+        for name, thing in self.others.items():
+            require_state(name, thing)
+
+    def take(self) -> Tree:
+        """Return the state now. Its tensors are the model's and the optimizer's: to be written at once, or copied."""
+        others = self.ranks.together(lambda: {name: snapshot(name, thing) for name, thing in self.others.items()})
+        state: Tree = {"model": get_model_state_dict(self.model)}
+        if self.optimizer is not None:
+            state["optim"] = take_optimizer(self.model, self.optimizer, self.ranks)
+        return {**state, **others}
+
+    def prepare(self, stored: Tree) -> Tree:
+        """Return the part of a `stored` state that is asked for, with tensors to read it into.
+
+        `stored` is an outline: its tensors have no data. Raises `Mismatch` unless the two agree in everything.
+        """
+        asked = ["step", "model", *(["optim"] if self.optimizer is not None else []), *self.others]
+        for name in asked:
+            if name not in stored:
+                there = ", ".join(f"`{name}`" for name in stored)
+                raise Mismatch(
+                    f"the checkpoint has no `{name}`, only {there}", hint="load without it, if that is meant"
+                )
+        wanted = {name: blank(stored[name]) for name in ("step", *self.others)}
+        wanted["model"] = fit(stored["model"], get_model_state_dict(self.model), "model")
+        if self.optimizer is not None:
+            wanted["optim"] = self._prepare_optimizer(stored["optim"], self.optimizer)
+        return wanted
+
+    def _prepare_optimizer(self, stored: Tree, optimizer: Optimizer) -> Tree:
+        optimizer.zero_grad(set_to_none=True)  # else torch makes no state to read into
+        optimizer.state.clear()
+        ours: Tree = dict(get_optimizer_state_dict(self.model, optimizer))
+        self.groups = [set(group["params"]) for group in ours["param_groups"]]
+        state = stored.get("state", {})
+        for name in state:
+            if name not in ours["state"]:
+                hint = "is it the same optimizer over the same parameters?"
+                raise Mismatch("the optimizer has no state of this parameter", tensor=f"optim.state.{name}", hint=hint)
+        return {
+            # a parameter that never had a gradient has no state, in the checkpoint and then here
+            "state": {name: fit(state[name], ours["state"][name], f"optim.state.{name}") for name in state},
+            "param_groups": blank(stored["param_groups"]),
+        }
+
+    def give_back(self, state: Tree) -> None:
+        """Set everything to a state that `prepare` made and that has been read since."""
+        if self.optimizer is not None:
+            require_same_groups(state["optim"]["param_groups"], self.groups)
+        set_model_state_dict(self.model, state["model"])
+        if self.optimizer is not None:
+            # strict would be to demand a state of every parameter
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(self.model, self.optimizer, state["optim"], options=options)
+        for name, thing in self.others.items():
+            if isinstance(thing, dict):
+                thing.clear()
+                thing.update(state[name])
+            else:
+                thing.load_state_dict(state[name])
+
+
+def require_state(name: str, thing: object) -> None:
+    """Raise `Usage` for what has no state, or a name that means something else."""
+    if name in OURS:
+        raise Usage(f"`{name}` is a name of ckptkit's own", hint="give it another")
+    if not isinstance(thing, (dict, Stateful)):
+        hint = "give a dict, or an object with state_dict() and load_state_dict()"
+        raise Usage(f"`{name}` is a {type(thing).__name__}, which has no state", hint=hint)
+
+
+def snapshot(name: str, thing: Stateful | dict[Any, Any]) -> Any:
+    """Return a copy of the state of one thing. Raises `Usage` unless it is of plain values and whole tensors."""
+    state = thing if isinstance(thing, dict) else thing.state_dict()
+    map_tensors(lambda tensor: require_whole(name, tensor), state)
+    return copied(name, state)
+
+
+def copied(name: str, state: Any) -> Any:
+    """Return a copy on the CPU, made as a checkpoint makes it: what comes through here will come out of there."""
+    written = io.BytesIO()
+    try:
+        torch.save(state, written)
+        written.seek(0)
+        return torch.load(written, map_location="cpu", weights_only=True)
+    except Exception as error:
+        hint = "keep numbers, strings, tensors, and lists and dicts of them in a state"
+        raise Usage(f"the state of `{name}` cannot be saved: {error}", hint=hint) from error
+
+
+def require_whole(name: str, tensor: Tensor) -> None:
+    """Raise `Usage` for a tensor that is sharded: of these there are the model's and the optimizer's only."""
+    if isinstance(tensor, (DTensor, ShardedTensor)):
+        raise Usage(f"the state of `{name}` holds a sharded tensor", hint="only model and optimizer may hold those")
+
+
+def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree:
+    """Return the optimizer's state by the names of the parameters.
+
+    torch fills an optimizer that has none with zeros and `step` 1, as though it had taken a step: neither the
+    checkpoint nor the optimizer keeps those. That of a rank may be empty only because its shards of FSDP1 are.
+    """
+    is_empty = not optimizer.state
+    state = dict(get_optimizer_state_dict(model, optimizer))
+    if is_empty:
+        optimizer.state.clear()
+    if all(ranks.gather(is_empty)):
+        state["state"] = {}
+    state["param_groups"] = copied("optimizer", state["param_groups"])
+    return state
+
+
+def require_same_groups(stored: list[Tree], ours: list[set[str]]) -> None:
+    """Raise `Mismatch` unless the stored groups are of the same parameters as the optimizer's."""
+    if [set(group["params"]) for group in stored] != ours:
+        raise Mismatch(
+            f"the {len(ours)} parameter groups of the optimizer are not the {len(stored)} of the checkpoint",
+            tensor="optim.param_groups",
+            hint="group the parameters as they were when it was saved",
+        )

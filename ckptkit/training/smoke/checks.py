@@ -1,0 +1,250 @@
+"""Check a smoke run and all that is made of it. Each check says what it compared, or raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptkit.checkpoints.run import Run
+from ckptkit.estimates.estimate import estimate
+from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.convert import convert
+from ckptkit.training.metrics import Step
+from ckptkit.training.models.config import ModelConfig
+from ckptkit.training.models.llama import Llama
+from ckptkit.training.smoke.rank_tasks import MemoryReport, ReplicaReport, StateReport, StepReport, train_replica
+from ckptkit.training.smoke.runs import SAVED, SIZES, STEPS, Failed, SmokeRuns, of_kind, read_tensors, run_ranks
+
+
+class Skipped(Exception):
+    """The reason why a check cannot be made on this machine."""
+
+
+def trains(runs: SmokeRuns) -> str:
+    """Check that the run ends with both of its checkpoints complete."""
+    taken = of_kind(StepReport, runs.first)
+    steps = [checkpoint.step for checkpoint in Run(runs.config.run).checkpoints()]
+    if steps != [SAVED, STEPS]:
+        raise Failed(f"checkpoints of steps {steps}, not {[SAVED, STEPS]}")
+    return f"{len(taken) // runs.nproc} steps on {runs.nproc} ranks, checkpoints at {SAVED} and {STEPS}"
+
+
+def is_finite(runs: SmokeRuns) -> str:
+    """Check that every loss is a number."""
+    found = [step.loss for step in of_rank_0(runs.first)]
+    if len(found) != STEPS or not all(map(math.isfinite, found)):
+        raise Failed(f"losses {found}")
+    return f"{STEPS} losses"
+
+
+def falls(runs: SmokeRuns) -> str:
+    """Check that the second half of the run has the lower losses."""
+    found = [step.loss for step in of_rank_0(runs.first)]
+    first, second = sum(found[:SAVED]) / SAVED, sum(found[SAVED:]) / (STEPS - SAVED)
+    if not second < first:
+        raise Failed(f"mean {first:.4f}, then {second:.4f}")
+    return f"mean {first:.4f}, then {second:.4f}"
+
+
+def differs_between_ranks(runs: SmokeRuns) -> str:
+    """Check that each rank has a loss of its own, for its own data, and that all ranks have the same reduced values."""
+    taken = of_kind(StepReport, runs.first)
+    for number in range(1, STEPS + 1):
+        steps = [report.step for report in taken if report.step.step == number]
+        reduced = {(step.loss, step.grad_norm, step.lr, step.tokens) for step in steps}
+        if len(reduced) != 1:
+            raise Failed(f"step {number}: the ranks disagree on loss, gradient norm, rate or tokens: {reduced}")
+        if len({step.local_loss for step in steps}) < runs.nproc:
+            raise Failed(f"step {number}: two ranks have the same loss {steps[0].local_loss}, so the same data")
+    if runs.nproc == 1:
+        raise Skipped("there is one rank only")
+    return f"{STEPS} steps: {runs.nproc} losses, one mean"
+
+
+def replicates(runs: SmokeRuns) -> str:
+    """Check that ranks that hold all parameters hold the same ones after some steps."""
+    if runs.nproc == 1:
+        raise Skipped("there is one rank only")
+    config = replace(runs.config, run=runs.scratch / "ddp", strategy="ddp", steps=2)
+    copies = of_kind(ReplicaReport, run_ranks(partial(train_replica, config), runs.nproc))
+    if len({copy.crc32 for copy in copies}) != 1:
+        raise Failed(f"CRC-32 of the parameters by rank: {[f'{copy.crc32:08x}' for copy in copies]}")
+    return f"ddp: {len(copies)} replicas equal after 2 steps, bit for bit"
+
+
+def resumes_state(runs: SmokeRuns) -> str:
+    """Check that a resumed run has the scheduler and the place in the data that were saved."""
+    saved = [standing for standing in of_kind(StateReport, runs.first) if standing.step == SAVED]
+    loaded = [standing for standing in of_kind(StateReport, runs.resumed) if standing.step == SAVED]
+    if by_rank(saved) != by_rank(loaded) or not saved:
+        raise Failed(f"saved {saved}, loaded {loaded}")
+    return f"{saved[0].progress['sequences']} sequences, {saved[0].progress['tokens']} tokens"
+
+
+def resumes_losses(runs: SmokeRuns) -> str:
+    """Check that it takes the same steps, to the last bit of losses and norms."""
+    expected = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.first) if step.step > SAVED]
+    found = [(step.step, step.loss, step.grad_norm) for step in of_rank_0(runs.resumed)]
+    if found != expected or not found:
+        raise Failed(f"steps, losses and norms {found}, not {expected}")
+    return f"{len(found)} losses and norms equal, bit for bit"
+
+
+def resumes_weights(runs: SmokeRuns) -> str:
+    """Check that it ends with the same weights and optimizer."""
+    return compare_checkpoints(runs.checkpoint, runs.scratch / "resumed" / runs.checkpoint.name)
+
+
+def loads_at_another_size(runs: SmokeRuns) -> str:
+    """Check that the checkpoint is unchanged when another number of ranks loads it and gathers it into one file."""
+    return f"{runs.nproc + 1} ranks: " + compare_checkpoints(runs.checkpoint, runs.at_another_size)
+
+
+def loads_full(runs: SmokeRuns) -> str:
+    """Check that this file loads, and that the shards saved from it are unchanged."""
+    return compare_checkpoints(runs.checkpoint, runs.from_full)
+
+
+def reshards(runs: SmokeRuns) -> str:
+    """Check that the checkpoint is unchanged when written for other numbers of ranks, one after the other."""
+    found = [compare_checkpoints(runs.checkpoint, resharded) for resharded in runs.resharded]
+    return f"{' to '.join(map(str, (runs.nproc, *SIZES)))} ranks: {found[-1]}"
+
+
+def resumes_resharded(runs: SmokeRuns) -> str:
+    """Check that more ranks take the same step from a resharded checkpoint as from the original."""
+    steps = [(step.loss, step.grad_norm) for step in of_rank_0(runs.stepped)]
+    if len(steps) != 2 or steps[0] != steps[1]:
+        raise Failed(f"losses and norms {steps} of the step after {SAVED}")
+    return f"{runs.nproc + 1} ranks: loss and norm of the next step equal, bit for bit"
+
+
+def goes_there_and_back(runs: SmokeRuns) -> str:
+    """Check that the export made into weights, and a file of torch.save made into shards, are unchanged."""
+    weights = convert(runs.out, runs.scratch / "weights", to="dcp", under="model", world_size=runs.nproc).output
+    whole = convert(runs.checkpoint, runs.scratch / "whole", to="pt").output
+    shards = convert(whole, runs.scratch / "shards", to="dcp", world_size=runs.nproc).output
+    found = [compare_checkpoints(runs.checkpoint, converted) for converted in (whole, shards)]
+    return f"hf to dcp: {compare_checkpoints(runs.checkpoint, weights, 'model')}; dcp to pt to dcp: {found[-1]}"
+
+
+def holds_what_was_estimated(runs: SmokeRuns) -> str:
+    """Check that the rank with most holds as many bytes of parameters and optimizer as `ckptkit estimate` says."""
+    held = of_kind(MemoryReport, runs.first)
+    precision = "bfloat16" if held[0].computes_in == "bfloat16" else "float32"
+    size = runs.config.sequence_length, -(-runs.config.batch_size // runs.nproc)
+    (budget,) = estimate(
+        runs.config.run / "config.json", world_size=runs.nproc, strategy="full_shard", recompute_every=0,
+        sequence_length=size[0], micro_batch_size=size[1], param_dtype=precision,
+    ).budgets  # fmt: skip
+    expected = budget.parts["parameters"], budget.parts["optimizer"]
+    found = max(rank.parameters for rank in held), max(rank.optimizer for rank in held)
+    if found != expected:
+        raise Failed(f"{found[0]:,} bytes of parameters and {found[1]:,} of moments; estimated {expected}")
+    peak = held[0].peak and f"; at most {held[0].peak:,} bytes, estimated {budget.peak:,}"
+    return f"{found[0]:,} bytes of parameters, {found[1]:,} of moments{peak or ''}"
+
+
+def consolidates(runs: SmokeRuns) -> str:
+    """Check that the last checkpoint becomes safetensors."""
+    done = consolidate(runs.checkpoint, runs.out, overwrite=True)
+    return f"{done.tensors} tensors, {done.checked_bytes:,} bytes compared with their checksums"
+
+
+def has_equal_tensors(runs: SmokeRuns) -> str:
+    """Check that the export has the tensors that `dcp.load` gives; of tied ones, the first."""
+    expected = {name: tensor for name, tensor in runs.trained.state_dict().items() if name not in tied_names(runs)}
+    if runs.exported.keys() != expected.keys():
+        raise Failed(f"names that only one side has: {sorted(runs.exported.keys() ^ expected.keys())}")
+    wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, runs.exported[name])]
+    if wrong:
+        raise Failed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
+    return f"{len(expected)} tensors equal to dcp.load's"
+
+
+def has_equal_logits(runs: SmokeRuns) -> str:
+    """Check that the built-in model gives the same logits from the export as from the checkpoint."""
+    model = Llama(ModelConfig.read(runs.out / "config.json"))
+    missing, unexpected = model.load_state_dict(runs.exported, strict=False)
+    if unexpected or set(missing) != tied_names(runs):
+        raise Failed(f"missing {missing}, unexpected {unexpected}")
+    return compare_logits(runs, model)
+
+
+def opens_in_transformers(runs: SmokeRuns) -> str:
+    """Check that `AutoModelForCausalLM` opens the export and gives the same logits."""
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError:
+        raise Skipped("transformers is not installed") from None
+    if not runs.out.is_dir():
+        raise Failed(f"no export at {runs.out}")
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(runs.out, local_files_only=True)
+    return compare_logits(runs, lambda tokens: model(tokens).logits)
+
+
+@torch.no_grad()
+def compare_logits(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> str:
+    """Compare a model's logits with those of the trained one."""
+    found, expected = model(runs.prompt), runs.trained(runs.prompt)
+    if not torch.equal(found, expected):
+        raise Failed(f"logits differ by up to {float((found - expected).abs().max()):.3g}")
+    return f"{expected.numel():,} logits equal, bit for bit"
+
+
+def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
+    """Compare all tensors of two checkpoints, or of the first those `under` a key, read by torch."""
+    expected = {name: tensor for name, tensor in read_tensors(one).items() if name.startswith(under)}
+    found = read_tensors(other)
+    if found.keys() != expected.keys():
+        raise Failed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")
+    wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+    if wrong:
+        raise Failed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
+    return f"{len(expected)} tensors of {under or 'model and optimizer'} equal, bit for bit"
+
+
+def of_rank_0(heard: list[Any]) -> list[Step]:
+    """Return the steps as rank 0 saw them."""
+    return [taken.step for taken in of_kind(StepReport, heard) if taken.rank == 0]
+
+
+def by_rank(standings: list[StateReport]) -> list[StateReport]:
+    """Return the reports in the order of ranks."""
+    return sorted(standings, key=lambda standing: standing.rank)
+
+
+def tied_names(runs: SmokeRuns) -> set[str]:
+    """Return the names that an export leaves out since another name holds the same weight."""
+    return set() if runs.config.untied else {"lm_head.weight"}
+
+
+CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
+    "train": trains,
+    "losses are finite": is_finite,
+    "loss falls": falls,
+    "ranks agree": differs_between_ranks,
+    "replicas": replicates,
+    "resume: state": resumes_state,
+    "resume: losses": resumes_losses,
+    "resume: weights": resumes_weights,
+    "another world size": loads_at_another_size,
+    "full state": loads_full,
+    "memory as estimated": holds_what_was_estimated,
+    "reshard": reshards,
+    "resume after reshard": resumes_resharded,
+    "consolidate": consolidates,
+    "equal tensors": has_equal_tensors,
+    "round trip": goes_there_and_back,
+    "equal logits": has_equal_logits,
+    "equal logits in transformers": opens_in_transformers,
+}

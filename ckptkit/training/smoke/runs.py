@@ -1,0 +1,156 @@
+"""Make a smoke run and the runs that follow from it, each when first asked for, and read their results by torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ckptkit.checkpoints.run import Run
+from ckptkit.ops.reshard import reshard
+from ckptkit.training.config import Device, TrainConfig
+from ckptkit.training.launch import launch
+from ckptkit.training.models.config import ModelConfig
+from ckptkit.training.models.llama import Llama
+from ckptkit.training.smoke.rank_tasks import load_and_save, step_from_each, train_and_report
+
+STEPS, SAVED = 8, 4
+SIZES = (3, 16, 1)  # ranks to reshard for, one after the other
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """The reason why a check failed."""
+
+
+@dataclass(frozen=True)
+class SmokeRuns:
+    """The run under test, the place of its export, and a directory for more runs; each is made when first asked for."""
+
+    config: TrainConfig
+    nproc: int
+    out: Path
+    scratch: Path
+
+    @cached_property
+    def first(self) -> list[Any]:
+        """Return the ranks' reports of the run itself."""
+        return run_ranks(partial(train_and_report, self.config), self.nproc)
+
+    @cached_property
+    def resumed(self) -> list[Any]:
+        """Return the ranks' reports of a run that resumes the first checkpoint."""
+        return run_ranks(partial(train_and_report, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
+
+    @cached_property
+    def at_another_size(self) -> Path:
+        """Return the last checkpoint, loaded by one rank more and saved by it as one file."""
+        config = replace(self._go_on("other", self.config.run, STEPS), state_dict="full", device=self._any_device)
+        run_ranks(partial(load_and_save, config), self.nproc + 1)
+        return Run(config.run).checkpoint(STEPS)
+
+    @cached_property
+    def from_full(self) -> Path:
+        """Return that file, loaded and saved as shards again."""
+        config = self._go_on("back", self.at_another_size.parent, STEPS)
+        run_ranks(partial(load_and_save, config), self.nproc)
+        return Run(config.run).checkpoint(STEPS)
+
+    @cached_property
+    def resharded(self) -> list[Path]:
+        """Return the last checkpoint for other numbers of ranks, each made of the one before."""
+        made = [self.checkpoint]
+        for size in SIZES:
+            made.append(reshard(made[-1], self.scratch / f"for-{size}", to=size).output)
+        return made[1:]
+
+    @cached_property
+    def stepped(self) -> list[Any]:
+        """Return the reports of one rank more on the step after the first checkpoint: from it, and resharded."""
+        original = Run(self.config.run).checkpoint(SAVED)
+        size = self.nproc + 1
+        resharded = reshard(original, self.scratch / "resharded", to=size).output
+        config = replace(self.config, run=self.scratch / "stepped", device=self._any_device)
+        return run_ranks(partial(step_from_each, config, [original, resharded]), size)
+
+    @property
+    def _any_device(self) -> Device:
+        return "auto" if self.config.device == "cuda" else self.config.device  # there may be no GPU more
+
+    def _go_on(self, name: str, run: Path, step: int) -> TrainConfig:
+        return replace(self.config, run=self.scratch / name, resume=str(Run(run).checkpoint(step)))
+
+    @property
+    def checkpoint(self) -> Path:
+        """Return the last checkpoint of the run."""
+        latest = Run(self.config.run).latest()
+        if latest is None:
+            raise Failed(f"no checkpoint in {self.config.run}")
+        return latest.path
+
+    @cached_property
+    def trained(self) -> Llama:
+        """Return the built-in model with the weights of the last checkpoint, read by torch and no part of ckptkit."""
+        model = Llama(ModelConfig.read(self.checkpoint / "config.json"))
+        with warnings.catch_warnings(action="ignore"):  # torch warns that it loads in one process, as it is told to
+            state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=self.checkpoint, no_dist=True)
+        return model
+
+    @cached_property
+    def exported(self) -> dict[str, Tensor]:
+        """Return the tensors of the export by name."""
+        files = sorted(self.out.glob("*.safetensors"))
+        if not files:
+            raise Failed(f"no safetensors in {self.out}")
+        return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+    @cached_property
+    def prompt(self) -> Tensor:
+        """Return tokens to compare logits on: int64 [4, sequence_length]."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(self.trained.config.vocab_size, (4, self.config.sequence_length), generator=generator)
+
+
+def run_ranks(task: Callable[..., None], nproc: int) -> list[Any]:
+    """Do a task on `nproc` ranks, and return what they report."""
+    heard: list[Any] = []
+    launch(task, nproc, heard.append)
+    return heard
+
+
+def of_kind(kind: type[T], heard: list[Any]) -> list[T]:
+    """Return the reports of one kind."""
+    return [report for report in heard if isinstance(report, kind)]
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Read all tensors of a sharded or full checkpoint by their dotted names, by torch and no part of ckptkit."""
+    if (checkpoint / "state.pt").exists():
+        return dict(flatten(torch.load(checkpoint / "state.pt", weights_only=True)))
+    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings(action="ignore"):
+        state_dict_loader.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+    return tensors
+
+
+def flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dicts, each with the keys that lead to it."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{key}", value

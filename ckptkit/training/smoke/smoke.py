@@ -1,0 +1,90 @@
+"""Train a tiny model on this machine, and check everything that is made of it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Occupied, translate_os_errors
+from ckptkit.files.staging import check_destination
+from ckptkit.training.config import Device, TrainConfig
+from ckptkit.training.smoke.checks import CHECKS, Skipped
+from ckptkit.training.smoke.runs import SAVED, STEPS, Failed, SmokeRuns
+
+MARK = ".smoke"  # in a run that smoke made, and so may replace
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check. `ok` is None for a check that was skipped; `detail` says why, or what was compared."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    seconds: float
+
+
+def smoke(
+    run: str | Path,
+    out: str | Path,
+    *,
+    nproc: int = 2,
+    tied: bool = True,
+    device: Device = "auto",
+    overwrite: bool = False,
+    report: Callable[[Check], None] = lambda _: None,
+) -> list[Check]:
+    """Train a tiny model into `run`, resume it, export it to `out`, and check each; `report` hears of every check.
+
+    A check that fails is a row with `ok` False, never an exception; `Occupied` is raised where `run` or `out` exist
+    (`overwrite` replaces what an earlier smoke left).
+    """
+    run, out = Path(run), Path(out)
+    clear(run, out, overwrite=overwrite)
+    config = TrainConfig(
+        run=run, untied=not tied, steps=STEPS, save_every=SAVED, device=device,
+        sequence_length=128, lr=3e-3, warmup=2, deterministic=True,
+    )  # fmt: skip
+    checks = []
+    with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
+        runs = SmokeRuns(config, nproc, out, Path(room))
+        for name, look in CHECKS.items():
+            checks.append(make(name, partial(look, runs)))
+            report(checks[-1])
+    return checks
+
+
+def make(name: str, look: Callable[[], str]) -> Check:
+    """Make one check: `look` returns what it compared, or raises."""
+    started = time.perf_counter()
+    ok: bool | None = True
+    try:
+        detail = look()
+    except Skipped as reason:
+        ok, detail = None, f"skipped: {reason}"
+    except Failed as reason:
+        ok, detail = False, str(reason)
+    except CkptError as error:
+        ok, detail = False, f"{error.path}: {error}" if error.path else str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it was, the check failed and the table must say so
+        ok, detail = False, f"{type(error).__name__}: {error}"
+    return Check(name, ok, detail, time.perf_counter() - started)
+
+
+def clear(run: Path, out: Path, *, overwrite: bool) -> None:
+    """Make an empty run directory with our mark, in place of an earlier smoke's if asked; refuse any other."""
+    check_destination(out, overwrite)
+    with translate_os_errors(run):
+        if run.exists() and any(run.iterdir()):
+            if not (run / MARK).exists():
+                raise Occupied("not made by smoke, so not replaced", path=run, hint="use another `--run`")
+            if not overwrite:
+                raise Occupied("the run exists", path=run, hint="use another `--run`, or `--overwrite`")
+            shutil.rmtree(run)
+        run.mkdir(parents=True, exist_ok=True)
+        (run / MARK).touch()

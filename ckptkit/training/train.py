@@ -1,0 +1,38 @@
+"""Train as the command line does: with settings from a file, or of the run that goes on, and on several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.run import Run
+from ckptkit.training import loop
+from ckptkit.training.config import TrainConfig, find_settings, read_settings
+from ckptkit.training.launch import launch
+from ckptkit.training.loop import Note
+from ckptkit.training.metrics import Step
+
+
+def train(
+    run: str | Path = "run",
+    *,
+    resume: str | None = None,
+    config: str | Path | None = None,
+    nproc: int | None = None,
+    report: Callable[[Step | Note], None] | None = None,
+    **settings: Any,
+) -> Checkpoint | None:
+    """Train a causal language model with FSDP, and return the latest complete checkpoint of the run, if it has one.
+
+    `settings` are the fields of `TrainConfig`, `config` is a file of them as TOML; a run that is to `resume`, from
+    "auto" or a checkpoint, otherwise has those that it was started with. Starts `nproc` processes, by default one per
+    GPU or one; under torchrun this process is one of its ranks. `report` hears each step of rank 0 and what else
+    happens. Raises a `CkptError` that a rank raised.
+    """
+    found = find_settings(Path(run), resume) if config is None else read_settings(Path(config))
+    chosen = TrainConfig(run=Path(run), resume=resume, **{**found, **settings})
+    launch(partial(loop.train, chosen), nproc, report or (lambda _: None))
+    return Run(chosen.run).latest()

@@ -1,0 +1,200 @@
+"""Do one rank's part of a training run. All ranks call the same methods in the same order. Prints nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ckptkit.errors import CkptError, Mismatch
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.data.corpus import Batch, Corpus, share
+from ckptkit.training.metrics import Step, flops_per_token, peak_flops, peak_memory
+from ckptkit.training.models.blueprint import Blueprint
+from ckptkit.training.parallel.precision import param_dtype
+from ckptkit.training.parallel.shard import Sharded, shard
+from ckptkit.training.saving.run import Run
+from ckptkit.training.seeds import derive
+
+LAST_LR = 0.1  # of the highest
+
+
+@dataclass(slots=True)
+class Progress:
+    """The position of a run: optimizer steps, sequences seen (its place in the data), tokens that counted.
+
+    The place means something in one order of the data only: that of its seed, length of sequences and tokens (CRC-32).
+    """
+
+    seed: int
+    sequence_length: int
+    data: int
+    step: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the state that a checkpoint holds."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take the position of a checkpoint."""
+        for name in asdict(self):
+            setattr(self, name, state[name])
+
+
+class Trainer:
+    """A model, its optimizer and its place in the data; `step` takes one step with the other ranks."""
+
+    def __init__(
+        self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus, mesh: DeviceMesh, seed: int | None
+    ) -> None:
+        """Make it with weights of `seed`; None where they are loaded next."""
+        self.config = config
+        self.blueprint = blueprint
+        self.corpus = corpus
+        self.device = torch.device(mesh.device_type)
+        self.rank, self.world_size = mesh.get_rank(), mesh.size()
+        self.sharded = shard(config, blueprint, mesh, seed)
+        self.model = self.sharded.model
+        self.optimizer = make_optimizer(config, self.sharded)
+        self._decays = [float(group["weight_decay"]) for group in self.optimizer.param_groups]
+        self.scheduler = make_scheduler(config, self.optimizer)
+        self.progress = Progress(config.seed, corpus.length, corpus.checksum)
+        peak = peak_flops(mesh.device_type, param_dtype(config, mesh.device_type))
+        self._peak = peak and peak * self.world_size
+        self._flops_per_token = flops_per_token(
+            self.sharded.multiplied, blueprint.layers, blueprint.attention_width, config.sequence_length
+        )
+
+    def step(self) -> Step:
+        """Take one step. Raises `CkptError`, and changes no weight, where the loss or the norm is not finite."""
+        started = time.perf_counter()
+        progress = self.progress
+        torch.manual_seed(derive(progress.seed, progress.step, self.rank))  # of dropout
+        loss, local_loss, tokens = self._learn(self.next_batches())
+        norm = self.sharded.sharding.clip(self.model, self.config.clip)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise CkptError(
+                f"step {progress.step + 1}: the loss is {loss} and the gradient norm {norm}; the run stops here",
+                path=self.config.run,
+                hint="resume from the latest checkpoint with a lower `--lr` or a longer `--warmup`",
+            )
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        progress.step += 1
+        progress.sequences += self.config.batch_size
+        progress.tokens += tokens
+        allocated, reserved = peak_memory(self.device.type)
+        per_second = tokens / (time.perf_counter() - started)
+        return Step(
+            step=progress.step,
+            loss=loss,
+            local_loss=local_loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens=progress.tokens,
+            tokens_per_second=per_second,
+            mfu=per_second * self._flops_per_token / self._peak if self._peak else None,
+            memory_allocated=allocated,
+            memory_reserved=reserved,
+        )
+
+    def save(self, run: Run, **metrics: float) -> Path:
+        """Save the current state with the latest metrics, and return the checkpoint."""
+        return run.save(
+            self.progress.step,
+            self.model,
+            self.optimizer,
+            metrics=metrics,
+            scheduler=self.scheduler,
+            progress=self.progress,
+        )
+
+    def load(self, run: Run, path: Path) -> None:
+        """Load the checkpoint at `path`. Raises `Mismatch` for one with another order of the data."""
+        asked = replace(self.progress)
+        run.load(self.model, self.optimizer, path=path, scheduler=self.scheduler, progress=self.progress)
+        for name in ("seed", "sequence_length", "data"):
+            ours, theirs = getattr(asked, name), getattr(self.progress, name)
+            if ours != theirs:
+                raise Mismatch(
+                    f"the checkpoint was trained with {name} {theirs}, not {ours}: its place in the data means nothing",
+                    path=path,
+                    hint="go on with the same data, seed and length, or start anew from `--weights`",
+                )
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Use the learning rate and weight decay of the configuration, which need not be the saved ones."""
+        self.scheduler.base_lrs = [self.config.lr] * len(self._decays)
+        for group, decay, factor in zip(
+            self.optimizer.param_groups, self._decays, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["initial_lr"] = self.config.lr
+            group["lr"] = self.config.lr * factor(self.progress.step)
+            group["weight_decay"] = decay
+
+    def next_batches(self) -> list[Batch]:
+        """Return this rank's share of the next global batch, in as many parts as every other rank has."""
+        start, count = self.progress.sequences, self.config.batch_size
+        mine = share(range(start, start + count), self.rank, self.world_size)
+        largest = math.ceil(count / self.world_size)
+        parts = math.ceil(largest / (self.config.micro_batch_size or largest))
+        return [self.corpus.batch(share(mine, part, parts)) for part in range(parts)]
+
+    def _learn(self, batches: list[Batch]) -> tuple[float, float, int]:
+        """Add up the gradients of all batches on all ranks; return the mean losses per token, of all and of this."""
+        own = sum(batch.tokens for batch in batches)
+        tokens = torch.tensor(own, device=self.device)
+        dist.all_reduce(tokens)
+        # A rank's mean would weigh the tokens of a short batch more. FSDP averages over ranks: undo that.
+        scale = self.world_size / tokens.clamp(min=1)
+        losses = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            with nullcontext() if batch is batches[-1] else self.sharded.sharding.accumulating(self.model):
+                loss = self.loss(batch.to(self.device))
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+            losses += loss.detach()
+        dist.all_reduce(losses[:1])
+        total, here = losses.tolist()
+        count = int(tokens)
+        return total / max(1, count), here / max(1, own), count
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the sum of the losses of a batch's targets, in fp32."""
+        logits = self.blueprint.logits(self.model, batch.inputs, batch.positions)
+        return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+
+
+def make_optimizer(config: TrainConfig, sharded: Sharded) -> AdamW:
+    """Return AdamW on the fp32 shards; matrices decay, norms and biases do not."""
+    groups = [
+        {"params": sharded.parameters(matrices=True), "weight_decay": config.weight_decay},
+        {"params": sharded.parameters(matrices=False), "weight_decay": 0.0},
+    ]
+    return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LambdaLR:
+    """Return the learning rate's schedule: a line up over `warmup` steps, then half a cosine down to a tenth."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup:
+            return (step + 1) / config.warmup
+        done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
+        return LAST_LR + (1 - LAST_LR) * (1 + math.cos(math.pi * done)) / 2
+
+    return LambdaLR(optimizer, factor)
