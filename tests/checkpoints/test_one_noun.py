@@ -106,7 +106,7 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "average": lambda source, out: ckptkit.average([source, source], out / "mean"),
     "push": lambda source, _: refused(source),
 }
-SOURCELESS = {"estimate", "finalize", "pull", "prune", "smoke", "unpin"}
+SOURCELESS = {"estimate", "finalize", "pull", "prune", "smoke", "train", "unpin"}
 
 
 @pytest.mark.parametrize("call", CALLS)

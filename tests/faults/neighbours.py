@@ -95,6 +95,12 @@ def try_own_source(scene: Scene) -> Iterator[Seen]:
     for out in (source, source / "out", source / "new" / "out", source.parent, link, link / "out"):
         ended = scene.server.run(scene.writing.target, [scene.words()[0], str(source), str(out), *scene.words()[3:]])
         verdict = judge_error(ended, [str(source.parent)]) if ended.code == 5 else Verdict.LOST
+        if ended.code == 0 and source.resolve() in out.resolve().parents:  # where nothing of the source is touched
+            made = {f"out/{name}": content for name, content in read_tree(out).items()}
+            verdict = Verdict.RIGHT if {"out/": b"", **made} == scene.new else Verdict.LOST
+            shutil.rmtree(out)
+            if out.parent not in (source, link):
+                out.parent.rmdir()
         if read_tree(source) != whole:
             verdict = Verdict.LOST
             put(whole, source)

@@ -19,7 +19,7 @@ from ckptkit.files.path import RemotePath
 from ckptkit.formats import Writer, locate
 from ckptkit.layout import Layout, NewFile, Options
 from ckptkit.ops.conversion.options import ConvertOptions
-from ckptkit.ops.conversion.other_files import own_files
+from ckptkit.ops.conversion.other_files import read_files
 from ckptkit.version import __version__
 
 
@@ -90,7 +90,7 @@ class Conversion:
         digest = blake2b(__version__.encode(), digest_size=16)
         for draft in self.drafts:
             files = [(file.name, file.nbytes) for file in draft.files]
-            stamps = [(path.name, *stamp(path)) for layout in draft.sources for path in sorted(own_files(layout))]
+            stamps = [(name, *stamp(one.root / name)) for one in draft.sources for name in sorted(read_files(one))]
             digest.update(repr((draft.place, draft.writer.name, files, stamps)).encode())
         return digest.hexdigest()
 

@@ -38,9 +38,13 @@ def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
         yield from walk(path, taken)
 
 
+def read_files(layout: Layout) -> set[str]:
+    """Return the names of the files that a layout is read from: those with its bytes, and those that describe it."""
+    used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks}
+    return used | {blob.path for blob in layout.blobs.values()} | set(layout.descriptions)
+
+
 def own_files(layout: Layout) -> list[Path]:
     """Return the files that a part consists of, and others of its format, which an earlier save has left there."""
-    used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks}
-    used |= {blob.path for blob in layout.blobs.values()}
-    reader = get_format(layout.format)
+    used, reader = read_files(layout), get_format(layout.format)
     return [file for file in layout.root.iterdir() if file.name in used or reader.owns(file.name)]
