@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest, sum_files
@@ -24,9 +25,10 @@ from ckptkit.ops.comparison.differences import Diff
 from ckptkit.ops.comparison.problems import problems_of
 from ckptkit.ops.diff import prove
 from ckptkit.ops.own_files import OwnFiles, within
-from ckptkit.ops.stats import TensorStats
-from ckptkit.ops.stats import stats as survey_part
 from ckptkit.progress import Progress, Told, telling
+
+if TYPE_CHECKING:
+    from ckptkit.ops.stats import TensorStats
 
 _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
 
@@ -107,6 +109,8 @@ def verify(
         compared = {path: diff for proof in proofs for path, diff in proof.items()}
         found = [with_comparison(part, compared.get(part.path)) for part in found]
     if stats and all(part.is_ok for part in found):
+        from ckptkit.ops.stats import stats as survey_part  # imports numpy
+
         found = [replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in found]
     return found
 

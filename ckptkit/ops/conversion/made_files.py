@@ -9,7 +9,6 @@ from ckptkit import edits
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, sum_files
 from ckptkit.engine.copy import Copied
-from ckptkit.engine.mean import Mean
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, translate_os_errors
 from ckptkit.files.allocation import create_file, write_parts
@@ -52,9 +51,12 @@ def plan(draft: Draft, root: Path, weights: Sequence[float] = ()) -> Plan:
     lost = wanted.tensors.keys() - made.tensors.keys()
     if lost:
         raise Mismatch(f"{draft.writer.name} would lose {len(lost)} tensors", path=wanted.root, tensor=min(lost))
-    planned = make_plan(wanted, locate(made), draft.sources[1:], Mean(weights) if weights else None)
-    if weights:
-        check_ties(planned)
+    if not weights:
+        return make_plan(wanted, locate(made))
+    from ckptkit.engine.mean import Mean  # imports numpy, which no copy needs
+
+    planned = make_plan(wanted, locate(made), draft.sources[1:], Mean(weights))
+    check_ties(planned)
     return planned
 
 
