@@ -86,6 +86,11 @@ class Checkpoint:
         return any(not part.place for part in self.parts)
 
     @property
+    def places(self) -> list[Path]:
+        """Return where its parts lie, also those that no format claims."""
+        return [*(part.path for part in self.parts), *self.strange]
+
+    @property
     def name(self) -> str:
         """Return the name of its directory or file."""
         return self.path.name or self.path.absolute().name
@@ -234,8 +239,7 @@ def open_layout(source: Source) -> Layout:
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint's directory, or the epoch if that is all it says; None otherwise."""
-    step = trainers.step_in(path.name)
-    return trainers.epoch_in(path.name) if step is None else step
+    return trainers.step_or_epoch_in(path.name)
 
 
 def is_epoch(path: Path) -> bool:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.trainers import companion_folders, epoch_in, step_in
-from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage
-from ckptkit.files.file import is_there, read_small
+from ckptkit.checkpoints.trainers import companion_folders, step_or_epoch_in
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
+from ckptkit.files.file import read_small
 from ckptkit.files.folders import children
 from ckptkit.files.path import to_path
 from ckptkit.formats.json_text import parse_json
@@ -40,6 +40,7 @@ FILES = (
 )
 TEMPLATES = "additional_chat_templates"
 _LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
+_CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,7 @@ def places_of(checkpoint: Path) -> Iterator[Path]:
     """Return where companions may lie: in the checkpoint, in the run above, in a trainer's folder in each."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     levels = [place, place.parent]
-    if (
-        step_in(place.parent.name) is not None or epoch_in(place.parent.name) is not None
-    ):  # a part of a checkpoint: the run is one further up
+    if step_or_epoch_in(place.parent.name) is not None:  # a part of a checkpoint: the run is one further up
         levels.append(place.parent.parent)
     for level in levels:
         yield level
@@ -109,9 +108,10 @@ def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
     """Return the config.json of the model in a checkpoint or in the run above; None if none there can be read."""
     for place in places_of(checkpoint.absolute()):
         try:
-            if is_there(place / CONFIG):
-                found = parse_json(read_small(place / CONFIG, _LIMIT), place / CONFIG)
-                return found if isinstance(found, dict) else None
+            with translate_os_errors(place):
+                if (place / CONFIG).is_file():
+                    found = parse_json(read_small(place / CONFIG, _CONFIG_LIMIT), place / CONFIG)
+                    return found if isinstance(found, dict) else None
         except (Corrupt, IOFailure, Unsafe):
             return None
     return None

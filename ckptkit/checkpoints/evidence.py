@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checkpoints.trainers.trainer import Evidence
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Layout
 
-_LIMIT = 1 << 28  # bytes of a small file
+_LIMIT = 1 << 24  # bytes of a small file
 
 
 def gather_names(place: Path) -> Evidence:
@@ -40,7 +41,17 @@ def gather(place: Path, layouts: Iterable[Layout]) -> Evidence:
         world_size=model.world_size,
         keys=frozenset(below),
         below={key: frozenset(names) for key, names in below.items()},
+        read_source=lambda: read_source(place),
     )
+
+
+def read_source(place: Path) -> Mapping[str, str] | None:
+    """Return what a directory's manifest says that the checkpoint was made of; None without a sound one that does."""
+    try:
+        manifest = read_manifest(place) if place.is_dir() else None
+    except (Corrupt, IOFailure, Unsafe):
+        return None
+    return manifest.source if manifest else None
 
 
 def read_object(path: Path) -> Mapping[str, Any]:

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.engine.scan import sum_file
-from ckptkit.errors import CkptError, Corrupt, translate_os_errors
-from ckptkit.files.allocation import create_file
+from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import check_name, file_size, is_there, names_in, read_small
 from ckptkit.files.publish import publish
-from ckptkit.formats import find_format
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Extent, Layout
 from ckptkit.version import __version__
@@ -103,22 +101,6 @@ def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> di
         size = file_size(root / name)
         sums[name] = FileSum(size, sum_file(root, name, size, known.get(name, ())))
     return sums
-
-
-def record_manifest(root: Path) -> None:
-    """Write the manifest of a checkpoint that was saved to directory `root` a moment ago and that nobody sees yet.
-
-    Trusts the checksums that its writer recorded; what a manifest already says is kept.
-    """
-    known = read_manifest(root) or Manifest({})
-    reader = find_format(root)
-    with translate_os_errors(root):
-        names = files_in(root) - known.files.keys()
-        layout = reader.read(root)
-        recorded = (extent for extent in reader.extents(layout) if extent.path in names)
-        files = {**known.files, **sum_files(root, names, recorded)}
-    content = Manifest(files, known.tensors, known.source).to_bytes()
-    create_file(root / NAME, len(content), [(0, content)], anew=False)
 
 
 def replace_manifest(root: Path, manifest: Manifest) -> None:

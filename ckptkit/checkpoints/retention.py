@@ -16,8 +16,6 @@ from ckptkit.checkpoints.trainers import metrics_files
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.file import read_small
 
-_LIMIT = 1 << 26  # bytes of a file of metrics; some have a line for every time that anything was logged
-
 
 @dataclass(frozen=True, slots=True)
 class Best:
@@ -144,12 +142,12 @@ def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:
     """Return what was measured when a checkpoint was saved, by its trainer; {} if it does not say. Raises `Corrupt`."""
-    for name, understand in metrics_files().items():
+    for name, file in metrics_files().items():
         path = checkpoint / name
         if not path.exists():
             continue
         try:
-            return understand(json.loads(read_small(path, _LIMIT)))
+            return file.understand(json.loads(read_small(path, file.limit)))
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
             raise Corrupt("not the metrics of a checkpoint", path=path, hint="remove the file") from error
     return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_in, latest_in, named_in
+from ckptkit.checkpoints.checkpoint import Checkpoint, latest_in, named_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +17,6 @@ class Run:
     def checkpoint(self, step: int) -> Path:
         """Return where the checkpoint of `step` lies or will lie."""
         return self.root / f"ckpt-{step}"
-
-    def entries(self) -> list[Checkpoint]:
-        """Return what is named like a checkpoint, complete or not, oldest first, and other checkpoints after that."""
-        return checkpoints_in(self.root)
-
-    def named(self) -> list[Checkpoint]:
-        """Return what is named like a checkpoint, complete or not, oldest first."""
-        return named_in(self.root)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""

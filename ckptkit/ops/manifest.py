@@ -22,7 +22,7 @@ def make_manifest(
     checkpoint = Checkpoint.open(local_path_of(source))
     if not checkpoint.path.is_dir():
         raise Usage("a manifest is of a directory", path=checkpoint.path, hint="name the directory that the file is in")
-    parts = [*(part.path for part in checkpoint.parts), *checkpoint.strange]
+    parts = checkpoint.places
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"

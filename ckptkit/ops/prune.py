@@ -27,7 +27,7 @@ from ckptkit.files.folders import folders
 from ckptkit.files.staging import clear_dead
 from ckptkit.ops.demote import demote, demoted_bytes
 from ckptkit.ops.ls import measure
-from ckptkit.ops.verify import paths_in, verify_part
+from ckptkit.ops.verify import verify_part
 from ckptkit.progress import Progress, Told, telling
 
 
@@ -184,7 +184,7 @@ def examine(path: Path) -> Saved | str:
         return "its name says no step"
     if not checkpoint.parts:
         return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
-    problems = [problem for part in paths_in(checkpoint) for problem in verify_part(part, fast=True).problems]
+    problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
     if problems:
         return f"not whole: {describe(problems[0], path)}"
     try:

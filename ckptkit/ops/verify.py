@@ -127,16 +127,11 @@ def find_all(source: Source) -> list[Path]:
     path = path_of(source)
     here = Checkpoint.at(path)
     if here.parts:
-        return paths_in(here)
+        return here.places
     steps = named_in(path)
     if all(step.unreadable for step in steps):
         raise here.unreadable or no_checkpoint(path)
-    return [part for step in steps for part in paths_in(step) or [step.path]]
-
-
-def paths_in(checkpoint: Checkpoint) -> list[Path]:
-    """Return where the parts of a checkpoint lie, also those that no format claims."""
-    return [*(part.path for part in checkpoint.parts), *checkpoint.strange]
+    return [part for step in steps for part in step.places or [step.path]]
 
 
 def size_of(part: Path) -> int:

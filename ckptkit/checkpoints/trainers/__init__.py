@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
 
 from ckptkit.checkpoints.trainers.accelerate import ACCELERATE
 from ckptkit.checkpoints.trainers.ckptkit import CKPTKIT
@@ -22,7 +21,7 @@ from ckptkit.checkpoints.trainers.peft import PEFT
 from ckptkit.checkpoints.trainers.plain import PLAIN
 from ckptkit.checkpoints.trainers.torchtitan import TORCHTITAN
 from ckptkit.checkpoints.trainers.torchtune import TORCHTUNE
-from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.checkpoints.trainers.trainer import Evidence, MetricsFile, Trainer
 from ckptkit.checkpoints.trainers.transformers import TRANSFORMERS
 from ckptkit.checkpoints.trainers.verl import VERL
 from ckptkit.layout import KeyPath
@@ -43,6 +42,12 @@ def step_in(name: str) -> int | None:
 def epoch_in(name: str) -> int | None:
     """Return the epoch in a checkpoint's name, None if it says none. Epochs cannot be compared with steps."""
     return number_in(name, "epochs")
+
+
+def step_or_epoch_in(name: str) -> int | None:
+    """Return the step in a checkpoint's name, or the epoch if that is all it says; None otherwise."""
+    step = step_in(name)
+    return epoch_in(name) if step is None else step
 
 
 def number_in(name: str, table: str) -> int | None:
@@ -67,11 +72,6 @@ def owner_of_key(key: KeyPath) -> int | None:
     return next((rank for rank in owners if rank is not None), None)
 
 
-def is_model_part(name: str) -> bool:
-    """Return whether a directory of this name in a checkpoint holds the model, by a trainer's custom."""
-    return any(matches("models", name))
-
-
 def is_other_part(name: str) -> bool:
     """Return whether a directory of this name in a checkpoint holds anything but the model."""
     return name.startswith("optim") or any(matches("others", name))
@@ -87,9 +87,9 @@ def companion_folders() -> tuple[str, ...]:
     return tuple(folder for trainer in TRAINERS for folder in trainer.companions)
 
 
-def metrics_files() -> dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]:
-    """Return how what was measured is understood, by the name of its file; ours comes first."""
-    return {name: understand for trainer in TRAINERS for name, understand in trainer.metrics.items()}
+def metrics_files() -> dict[str, MetricsFile]:
+    """Return the files of metrics that trainers leave, by name; ours comes first."""
+    return {name: file for trainer in TRAINERS for name, file in trainer.metrics.items()}
 
 
 def say_unread(names: Iterable[str]) -> str | None:

@@ -26,7 +26,6 @@ def wrote(seen: Evidence) -> str | None:
 ACCELERATE = Trainer(
     name="accelerate",
     wrote=wrote,
-    models=("pytorch_model_fsdp_[0-9]+",),
     others=("optimizer_[0-9]+",),
     ranks=(r"(?:pytorch_model_fsdp|optimizer)(?:_[0-9]+)?_rank([0-9]+)\.bin",),
     own_state=(r"random_states_([0-9]+)\.pkl",),

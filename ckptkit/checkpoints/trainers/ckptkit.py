@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.checkpoints.trainers.trainer import Evidence, MetricsFile, Trainer
 
-MANIFEST = "ckptkit.json"
 METRICS = "metrics.json"
 TRAINING = "training"  # beside a model in Hugging Face's format: the rest of its checkpoint
 _OWN = {"step", "model", "optim", "scheduler", "progress"}  # saved all together
@@ -15,8 +14,8 @@ _OWN = {"step", "model", "optim", "scheduler", "progress"}  # saved all together
 
 def wrote(seen: Evidence) -> str | None:
     """Return our name if the manifest says of what this was made, or all is here that our training loop saves."""
-    source = seen.read_json(MANIFEST).get("source")
-    if isinstance(source, dict):
+    source = seen.read_source()
+    if source:
         return f"ckptkit, of a `{source.get('format')}` checkpoint"
     is_own = seen.keys == _OWN or (TRAINING in seen.files and _OWN - {"model"} <= seen.keys)
     return "ckptkit train (FSDP)" if is_own else None
@@ -32,5 +31,5 @@ CKPTKIT = Trainer(
     wrote=wrote,
     steps=("ckpt-([0-9]{1,18})",),
     others=(TRAINING,),
-    metrics={METRICS: to_numbers},
+    metrics={METRICS: MetricsFile(1 << 20, to_numbers)},
 )

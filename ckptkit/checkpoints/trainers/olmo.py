@@ -15,4 +15,4 @@ def wrote(seen: Evidence) -> str | None:
     return "OLMo-core" if seen.place.name == _DCP else None
 
 
-OLMO = Trainer(name="olmo", wrote=wrote, steps=("step([0-9]{1,18})",), models=(_DCP,))
+OLMO = Trainer(name="olmo", wrote=wrote, steps=("step([0-9]{1,18})",))

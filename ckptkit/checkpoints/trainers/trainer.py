@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptkit.layout import KeyPath
 
@@ -16,7 +16,7 @@ class Evidence:
     """The names that a checkpoint shows: of its place and files, and, once that was read, its format and keys.
 
     `keys` are the first steps of the key paths, `below` the second steps under each. `read_json` gives a small file of
-    the checkpoint, {} where it has none that can be read.
+    the checkpoint, {} where it has none that can be read, `read_source` what its manifest says that it was made of.
     """
 
     place: Path
@@ -26,10 +26,18 @@ class Evidence:
     keys: frozenset[str] = frozenset()
     below: Mapping[str, frozenset[str]] = field(default_factory=dict)
     read_json: Callable[[str], Mapping[str, Any]] = lambda _: {}
+    read_source: Callable[[], Mapping[str, str] | None] = lambda: None
 
     def has_file(self, pattern: str) -> bool:
         """Return whether the whole name of a file or directory matches a pattern."""
         return any(re.fullmatch(pattern, name) for name in self.files)
+
+
+class MetricsFile(NamedTuple):
+    """A file of metrics: the most bytes that it may have, and how the numbers in its JSON are found."""
+
+    limit: int
+    understand: Callable[[Mapping[str, Any]], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +45,12 @@ class Trainer:
     """A program that saves checkpoints, and the names that it gives. Patterns are of whole names.
 
     `steps` and `epochs` are of a checkpoint's directory or file, the group is the number; `trackers` are files in a run
-    that say which checkpoint is meant. Inside a checkpoint `models` and `others` are directories with the model and
-    with all else, `companions` those with config and tokenizer, `ranks` files of which each rank has one (the group is
-    the rank), `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a
-    key path. `unread` says, by pattern, what files and directories are that ckptkit does not read. `metrics` gives, by
-    file, what was measured. `wrote` says the name to show, or None, by what only this trainer leaves: be it a name, in
-    a listing, or a key, once the metadata was read.
+    that say which checkpoint is meant. Inside a checkpoint `others` are directories with all but the model,
+    `companions` those with config and tokenizer, `ranks` files of which each rank has one (the group is the rank),
+    `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a key path.
+    `unread` says, by pattern, what files and directories are that ckptkit does not read. `metrics` gives, by file, what
+    was measured. `wrote` says the name to show, or None, by what only this trainer leaves: be it a name, in a listing,
+    or a key, once the metadata was read.
     """
 
     name: str
@@ -50,11 +58,10 @@ class Trainer:
     steps: tuple[str, ...] = ()
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
     rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
     unread: Mapping[str, str] = field(default_factory=dict)
-    metrics: Mapping[str, Callable[[Mapping[str, Any]], dict[str, float]]] = field(default_factory=dict)
+    metrics: Mapping[str, MetricsFile] = field(default_factory=dict)

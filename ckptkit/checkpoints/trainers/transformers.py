@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.checkpoints.trainers.trainer import Evidence, MetricsFile, Trainer
 
 STATE = "trainer_state.json"
 _OF_SPEED = ("_runtime", "_per_second")
@@ -38,5 +38,5 @@ TRANSFORMERS = Trainer(
     wrote=wrote,
     steps=("checkpoint-([0-9]{1,18})",),
     own_state=(r"rng_state_([0-9]+)\.pth",),
-    metrics={STATE: logged_numbers},
+    metrics={STATE: MetricsFile(1 << 26, logged_numbers)},  # a line for every time that anything was logged
 )
