@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptkit.errors import Corrupt, Report, refuse
 from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap, whole
@@ -35,8 +36,7 @@ class Spec:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
 
     Row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
@@ -65,8 +65,7 @@ class Chunk:
         return self.box.size
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of bytes of a chunk that were read as they lie: `length` of them from `start`, and their CRC-32."""
 
     chunk: Chunk
@@ -83,8 +82,7 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(NamedTuple):
     """An entry that is no tensor: an archive of torch.save, `length` bytes at `offset` of file `path`.
 
     Where it has no bytes to itself, but lies with all others in one pickle, `content` is the pickle of its own value.

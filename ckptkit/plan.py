@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.layout import Blob, Chunk, Layout, StoredTensor
+from ckptkit.layout import Blob, Chunk, Layout, Place, StoredTensor
 from ckptkit.tensors.box import Box, BoxIndex, whole
 from ckptkit.tensors.dtypes import DTYPES, DType
 
@@ -26,8 +27,7 @@ class Combination(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A region of a tensor that lies in chunk `src` of a source, given by its number, and in chunk `dst`."""
 
     region: Box
@@ -36,8 +36,7 @@ class Copy:
     source: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """One chunk to be made of the tensor or blob `name`, and the copies that fill it."""
 
     name: str
@@ -50,6 +49,7 @@ class Plan:
     """Every target, in the order in which the destination's bytes lie in its files.
 
     With `others` besides `src` each target has copies from every source, and a `combination` makes one block of theirs.
+    Of a plan for a part of a destination, `before` and `behind` are the bytes that lie on its two sides.
     Raises `Usage` for a chunk that has not been located: its bytes are not yet known from their envelope.
     """
 
@@ -58,6 +58,8 @@ class Plan:
     targets: tuple[Target, ...]
     others: tuple[Layout, ...] = ()
     combination: Combination | None = None
+    before: int = 0
+    behind: int = 0
 
     def __post_init__(self) -> None:
         for target in self.targets:
@@ -82,6 +84,11 @@ class Plan:
         """Return the bytes to be written."""
         return sum(target.chunk.length for target in self.targets)
 
+    @property
+    def whole_nbytes(self) -> int:
+        """Return the bytes of the whole destination."""
+        return self.before + self.nbytes + self.behind
+
 
 def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
     """Return the error for a chunk that is still in its envelope."""
@@ -103,6 +110,35 @@ def make_plan(src: Layout, dst: Layout, others: Sequence[Layout] = (), combinati
         targets.extend(join(name, wanted, sources))
     targets += [target for name, blob in dst.blobs.items() if (target := join_blob(name, blob, src)) is not None]
     return Plan(src, dst, in_order(targets), tuple(others), combination)
+
+
+def data_of(dst: Layout, src: Layout) -> list[tuple[Place, int, str, Chunk | Blob]]:
+    """Return all that is to be filled of one layout from another: place, bytes and name, in the order of the files."""
+    chunks = [(name, chunk) for name, tensor in dst.tensors.items() for chunk in tensor.chunks if chunk.box.numel]
+    blobs = [(name, blob) for name, blob in dst.blobs.items() if join_blob(name, blob, src) is not None]
+    found: list[tuple[Place, int, str, Chunk | Blob]] = [
+        ((chunk.path, chunk.offset), chunk.box.numel * chunk.dtype.itemsize, name, chunk) for name, chunk in chunks
+    ]
+    found += (((blob.path, blob.offset), blob.length, name, blob) for name, blob in blobs)
+    return sorted(found, key=itemgetter(0))
+
+
+def needed(src: Layout, dst: Layout) -> Layout:
+    """Return the part of a layout that another, of tensors of the same names, is made of."""
+    tensors = {
+        name: replace(src.tensors[name], chunks=meeting(src.tensors[name], wanted.chunks))
+        for name, wanted in dst.tensors.items()
+        if name in src.tensors
+    }
+    blobs = {name: blob for name, blob in src.blobs.items() if name in dst.blobs}
+    return replace(src, tensors=tensors, blobs=blobs)
+
+
+def meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    """Return the chunks of a tensor that have elements in any of the wanted ones."""
+    index = BoxIndex([chunk.box for chunk in tensor.chunks])
+    found = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
+    return tuple(tensor.chunks[i] for i in sorted(found))
 
 
 def plan_in_place(layout: Layout) -> Plan:

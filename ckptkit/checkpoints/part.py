@@ -76,10 +76,10 @@ class Part:
         return str(PurePosixPath(self.place, file))
 
     def _move_tensor(self, tensor: StoredTensor) -> StoredTensor:
-        return replace(tensor, chunks=tuple(replace(chunk, path=self._move(chunk.path)) for chunk in tensor.chunks))
+        return replace(tensor, chunks=tuple(chunk._replace(path=self._move(chunk.path)) for chunk in tensor.chunks))
 
     def _move_blob(self, blob: Blob) -> Blob:
-        return replace(blob, path=self._move(blob.path))
+        return blob._replace(path=self._move(blob.path))
 
 
 def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
@@ -90,7 +90,7 @@ def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
     is_plain = chunk.wrapper is None and chunk.strides is None and chunk.dtype == tensor.spec.dtype
     if chunk.crc32 is not None or not is_plain or chunk.box != whole(tensor.spec.shape):
         return tensor
-    return replace(tensor, chunks=(replace(chunk, crc32=crc),))
+    return replace(tensor, chunks=(chunk._replace(crc32=crc),))
 
 
 def join(root: Path, parts: Sequence[Part]) -> Layout:

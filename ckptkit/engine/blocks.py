@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.layout import Chunk
@@ -16,8 +16,7 @@ Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box t
 _WORKING = 4  # times the bytes of its elements that a combination has at hand, in a core's cache
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A run of a target's chunk, made at once: a box of it, and the parts of each source that it is made of."""
 
     target: Target

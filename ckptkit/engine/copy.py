@@ -62,8 +62,9 @@ def copy(
     for finished in done.values():
         ledger.add(finished)
     sources = Sources(plan, ledger)
-    for unit, group in units_of(plan, share.unit_bytes(plan)):
-        if not share.has(unit, plan):
+    own = share.units(plan.whole_nbytes)
+    for unit, group in units_of(plan, share.unit_bytes(plan.whole_nbytes)):
+        if unit not in own:
             continue
         if unit in done:
             if progress:

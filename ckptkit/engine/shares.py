@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.gather import BLOCK_BYTES
-from ckptkit.plan import Plan
+from ckptkit.layout import Blob, Chunk, Layout
+from ckptkit.plan import Plan, data_of
 
 UNIT_BYTES = 1 << 28  # at most so much is done again after an interruption
 
@@ -20,14 +21,14 @@ class Share:
     number: int = 0
     count: int = 1
 
-    def unit_bytes(self, plan: Plan) -> int:
-        """Return the bytes of the destination in a unit: few enough that there are some for each worker."""
-        return max(BLOCK_BYTES, min(UNIT_BYTES, -(-plan.nbytes // (4 * self.count))))
+    def unit_bytes(self, nbytes: int) -> int:
+        """Return the bytes in a unit of a destination of `nbytes`: few enough that there are some for each worker."""
+        return max(BLOCK_BYTES, min(UNIT_BYTES, -(-nbytes // (4 * self.count))))
 
-    def has(self, unit: int, plan: Plan) -> bool:
-        """Return True if the unit is in this share."""
-        units = -(-plan.nbytes // self.unit_bytes(plan))
-        return unit * self.count // units == self.number
+    def units(self, nbytes: int) -> range:
+        """Return the units that are in this share."""
+        units = -(-nbytes // self.unit_bytes(nbytes))
+        return range(-(-self.number * units // self.count), -(-(self.number + 1) * units // self.count))
 
 
 WHOLE = Share()
@@ -35,11 +36,36 @@ WHOLE = Share()
 
 def units_of(plan: Plan, nbytes: int) -> Iterator[tuple[int, Iterator[Block]]]:
     """Yield the number of each unit, `nbytes` of the destination whatever its files and targets, and its blocks."""
-    ends = accumulate(target.chunk.length for target in plan.targets)
+    starts = accumulate((target.chunk.length for target in plan.targets), initial=plan.before)
     placed = (
-        (end - target.chunk.length + block.start, block)
-        for target, end in zip(plan.targets, ends, strict=True)
+        (start + block.start, block)
+        for target, start in zip(plan.targets, starts, strict=False)
         for block in blocks_of(plan, target)
     )
     for unit, group in groupby(placed, lambda pair: pair[0] // nbytes):
         yield unit, (block for _, block in group)
+
+
+def narrow(dst: Layout, src: Layout, share: Share) -> tuple[Layout, int, int]:
+    """Return the part of a destination that a share of the plan from `src` fills, and the bytes before and behind it.
+
+    A chunk of which another share does a part is in both.
+    """
+    data = data_of(dst, src)
+    total = sum(nbytes for _, nbytes, _, _ in data)
+    units, unit = share.units(total), share.unit_bytes(total)
+    chunks: dict[str, list[Chunk]] = {}
+    blobs: dict[str, Blob] = {}
+    end = before = within = 0
+    for _, nbytes, name, stored in data:
+        start, end = end, end + nbytes
+        if end <= units.start * unit:
+            before = end
+        elif start < units.stop * unit:
+            within += nbytes
+            if isinstance(stored, Blob):
+                blobs[name] = stored
+            else:
+                chunks.setdefault(name, []).append(stored)
+    tensors = {name: replace(dst.tensors[name], chunks=tuple(found)) for name, found in chunks.items()}
+    return replace(dst, tensors=tensors, blobs=blobs), before, total - before - within

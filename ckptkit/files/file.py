@@ -36,8 +36,8 @@ class File(Protocol):
     def write_at(self, buffer: memoryview, offset: int) -> None:
         """Write all of `buffer` at byte `offset`. Raises `Unsupported` for a remote file."""
 
-    def announce_order(self) -> None:
-        """Say that the file will be read from start to end."""
+    def announce_order(self, *, in_order: bool) -> None:
+        """Say that the file will be read from start to end, or here and there."""
 
     def close(self) -> None:
         """Close it."""
@@ -114,13 +114,13 @@ def check_name(name: str, root: Path) -> None:
 class Opened:
     """Files of directory `root`, open as long as they are in use: the least recently used is closed for the next.
 
-    There are at most `limit`, or as many as the system allows. With `in_order` the kernel is told that they are read
-    from start to end, and reads further ahead. Not shared between threads.
+    There are at most `limit`, or as many as the system allows. The kernel is told if they are read from start to end,
+    `in_order`, and reads further ahead; or if not, and reads only what it is asked for. Not shared between threads.
     """
 
     __slots__ = ("_files", "_in_order", "_limit", "_root", "_writable")
 
-    def __init__(self, root: Path, *, writable: bool = False, in_order: bool = False, limit: int = 64) -> None:
+    def __init__(self, root: Path, *, writable: bool = False, in_order: bool | None = None, limit: int = 64) -> None:
         self._root = root
         self._writable = writable
         self._in_order = in_order
@@ -147,8 +147,8 @@ class Opened:
                     raise
                 self._close_oldest()
             else:
-                if self._in_order:
-                    file.announce_order()
+                if self._in_order is not None:
+                    file.announce_order(in_order=self._in_order)
                 return file
 
     def _close_oldest(self) -> None:

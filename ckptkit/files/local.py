@@ -50,11 +50,11 @@ class LocalFile:
             while done < len(buffer):
                 done += os.pwrite(self._fd, buffer[done : done + _WRITE_BYTES], offset + done)
 
-    def announce_order(self) -> None:
-        """Tell the kernel that the file is read from start to end: it reads further ahead then."""
+    def announce_order(self, *, in_order: bool) -> None:
+        """Tell the kernel how the file is read: in order, and it reads further ahead; else no more than asked."""
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL if in_order else os.POSIX_FADV_RANDOM)
 
     def close(self) -> None:
         """Close it; some file systems report a failed write only here."""

@@ -95,7 +95,7 @@ class RemoteFile:
         """Raise `Unsupported`: remote files are read only."""
         raise Unsupported("a remote file cannot be written", path=self.path)
 
-    def announce_order(self) -> None:
+    def announce_order(self, *, in_order: bool) -> None:
         """Do nothing: a large read is a request of its own, in whatever order they come."""
 
     def close(self) -> None:

@@ -35,10 +35,10 @@ from ckptkit.errors import CkptError, Usage
 from ckptkit.files.path import to_path
 from ckptkit.formats import locate, unpacked
 from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor
-from ckptkit.plan import Plan, make_plan
+from ckptkit.plan import Plan, make_plan, needed
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
-from ckptkit.tensors.box import Box, BoxIndex
+from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
 
@@ -222,18 +222,7 @@ def share_of(layout: Layout, wanted: Layout) -> Layout:
         dtype = wanted.tensors[name].spec.dtype
         return dtype if spec.dtype.can_become(dtype) else spec.dtype
 
-    tensors = {
-        name: replace(layout.tensors[name], chunks=chunks_meeting(layout.tensors[name], tensor.chunks))
-        for name, tensor in wanted.tensors.items()
-    }
-    return edits.cast(replace(layout, tensors=tensors, blobs={}, keys={}), wanted_dtype)
-
-
-def chunks_meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Return the chunks of a tensor that have elements in any of the wanted ones."""
-    index = BoxIndex([chunk.box for chunk in tensor.chunks])
-    found = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
-    return tuple(tensor.chunks[i] for i in sorted(found))
+    return edits.cast(replace(needed(layout, wanted), keys={}), wanted_dtype)
 
 
 class Filler:

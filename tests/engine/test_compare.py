@@ -168,7 +168,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_same_bits_are_not_the_same_number(tmp_path: Path) -> None:
     numbers = np.arange(200, dtype=np.float32)
     a, b = pair(tmp_path, numbers, numbers)
-    integers = replace(b.tensors["t"].chunks[0], dtype=DTYPES["int32"])
+    integers = b.tensors["t"].chunks[0]._replace(dtype=DTYPES["int32"])
     b = replace(b, tensors={"t": StoredTensor(Spec(DTYPES["int32"], (200,)), (integers,))})
     assert compare(a, b).distances["t"].different == 199
 

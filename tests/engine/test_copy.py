@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from ckptkit.engine.copy import Copied, copy, execute, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.shares import Share
+from ckptkit.engine.shares import Share, narrow
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import Corrupt, Unsafe
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.plan import Plan, make_plan
+from ckptkit.plan import Plan, make_plan, needed
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.dtypes import DTYPES
 from tests.raw import Files, Numbers, allocated, contents
@@ -66,7 +66,7 @@ def test_any_chunks_become_any_chunks(data: st.DataObject) -> None:
             for box in data.draw(tilings(shape))
         ]
         if data.draw(st.booleans()):
-            chunks = [replace(chunk, crc32=None) for chunk in chunks]
+            chunks = [chunk._replace(crc32=None) for chunk in chunks]
         src = source.layout(t=StoredTensor(Spec(dtype, shape), tuple(chunks)))
         dst = allocated(Path(home, "dst"), Spec(dtype, shape), data.draw(tilings(shape)))
 
@@ -95,12 +95,34 @@ def test_shares_done_by_anyone_in_any_order_are_the_whole(data: st.DataObject) -
         count = data.draw(st.integers(1, 5))
         ledger = Ledger()
         told: list[int] = []
+        is_narrow = data.draw(st.booleans())
         for number in data.draw(st.permutations(range(count))):
-            ledger.add(copy(plan, Share(number, count), jobs=2, progress=told.append))
+            share = Share(number, count)
+            part = narrowed(plan, share) if is_narrow else plan
+            ledger.add(copy(part, share, jobs=2, progress=told.append))
         copied = settle(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
         assert contents(dst) == numbers.tobytes()
         check_checksums(copied, dst)
         assert (sum(told), copied.checked_bytes) == (src.nbytes, src.nbytes)
+
+
+def narrowed(plan: Plan, share: Share) -> Plan:
+    """Return the part of a plan that has a share in it."""
+    dst, before, behind = narrow(plan.dst, plan.src, share)
+    return replace(make_plan(needed(plan.src, dst), dst), before=before, behind=behind)
+
+
+def test_a_share_is_planned_with_little_more_than_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
+    numbers = np.arange(100 * SMALL, dtype=np.float32)
+    source = Files(tmp_path / "src")
+    rows = [Box((start,), (SMALL,)) for start in range(0, len(numbers), SMALL)]
+    spec = Spec(FLOAT, numbers.shape)
+    src = source.layout(t=StoredTensor(spec, tuple(source.put(numbers, box, FLOAT) for box in rows)))
+    plan = make_plan(src, allocated(tmp_path / "dst", spec, rows))
+    sizes = [len(narrowed(plan, Share(number, 10)).targets) for number in range(10)]
+    assert sum(sizes) <= 100 + 9
+    assert max(sizes) <= 11
 
 
 def a_long_plan(home: Path) -> Plan:
@@ -230,7 +252,7 @@ def test_two_names_for_the_same_bytes(tmp_path: Path, jobs: int) -> None:
         end = files.append("f", bytes(2 * numbers.nbytes))
         spec = Spec(FLOAT, (400,))
         one = Chunk(whole((400,)), "f", 0, numbers.nbytes, FLOAT)
-        other = replace(one, offset=end - numbers.nbytes)
+        other = one._replace(offset=end - numbers.nbytes)
         dst = files.layout(t=StoredTensor(spec, (one,)), u=StoredTensor(spec, (other,)))
         copied = execute(make_plan(src, dst), jobs=jobs)
         assert copied.checked_bytes == numbers.nbytes

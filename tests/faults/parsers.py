@@ -71,7 +71,7 @@ def parse_pickle(data: bytes, _: Path) -> object:
 
 def parse_archive(data: bytes, _: Path) -> object:
     """An archive with one tensor."""
-    return read_archive.locate_tensor(reading(data), len(data))
+    return read_archive.open_archive(reading(data), len(data))
 
 
 def parse_contents(data: bytes, _: Path) -> object:

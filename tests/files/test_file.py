@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe
+from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import (
     Opened,
     check_name,
@@ -104,6 +105,31 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
                 assert read_at(files[str(i)], 1, 0) == str(i).encode()
                 assert len(os.listdir("/proc/self/fd")) <= before + 3
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_reading_ahead_gives_what_is_there(tmp_path: Path) -> None:
+    data = {name: bytes(range(256)) * 50 for name in "ab"}
+    for name, content in data.items():
+        (tmp_path / name).write_bytes(content)
+    places = [
+        (0, 10),
+        (10, 4000),
+        (4000, 200),
+        (4096, 5000),
+        (9000, 3800),
+        (12790, 10),
+        (0, 12800),
+        (300, 0),
+        (12800, 0),
+    ]
+    with Opened(tmp_path) as files:
+        ahead = ReadAhead(files)
+        for offset, length in [*places, *reversed(places)]:
+            for name, content in data.items():
+                assert ahead.read(name, offset, length) == content[offset : offset + length]
+                assert ahead.read(name, offset, length) == content[offset : offset + length]
+        with pytest.raises(Corrupt, match="ends at byte 12800"):
+            ahead.read("a", 12795, 10)
 
 
 def test_writing_fills_what_is_there(tmp_path: Path) -> None:

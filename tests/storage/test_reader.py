@@ -177,7 +177,7 @@ def test_no_chunk_is_looked_for_that_is_not_needed(produce: Produce) -> None:
     layout = find_weights(open_layout(produce(producers.fsdp2).root)).layout
     stored = layout.tensors["up.weight"]
     assert [chunk.size for chunk in stored.chunks] == [(3, 6), (3, 6), (1, 6)]
-    rows = replace(stored.chunks[0], box=Box((4, 0), (3, 6)))
+    rows = stored.chunks[0]._replace(box=Box((4, 0), (3, 6)))
     wanted = replace(layout, tensors={"up.weight": replace(stored, chunks=(rows,))})
     assert {name: t.chunks for name, t in share_of(layout, wanted).tensors.items()} == {"up.weight": stored.chunks[1:]}
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import Opened, file_size, is_there, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
@@ -70,7 +71,8 @@ class Dcp(Writer):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return the large entries of every item's archive, and whole what is none; the small ones are compared."""
-        with Opened(layout.root) as files:
+        with Opened(layout.root, in_order=False) as opened:
+            files = ReadAhead(opened)
             items = sorted(items_of(layout).items())
             for (path, offset, length), name in read_ahead(layout.root, items, lambda item: ends_of(*item[0])):
                 try:
@@ -197,7 +199,7 @@ def places_of(layout: Layout) -> Iterator[tuple[str, Chunk | Blob]]:
     yield from layout.blobs.items()
 
 
-def extents_of(files: Opened, item: Extent) -> Iterator[Extent]:
+def extents_of(files: ReadAhead, item: Extent) -> Iterator[Extent]:
     """Return the large entries of an item's archive, the small ones compared; the item itself if it is none."""
     read = reading(files, item)
     if read(0, min(2, item.length)) != b"PK":

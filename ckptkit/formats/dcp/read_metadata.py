@@ -64,97 +64,110 @@ _NAMES = frozenset(
 )
 
 
-def read_metadata(path: Path) -> Record:
-    """Return the pickled `Metadata` object in file `path`, as a record."""
+def read_metadata(path: Path) -> Attributes:
+    """Return the attributes of the pickled `Metadata` object in file `path`."""
     data = read_small(path, _METADATA_LIMIT)
     try:
-        value, _ = inert_pickle.load(data, _NAMES)
+        value, _ = inert_pickle.load(data, _NAMES, is_flat=True)
+        metadata = attributes_of(value)
     except CkptError as error:
         error.hint = error.hint or recognise(data[:512])
         raise error.blame(path=path) from None
-    if not isinstance(value, Record) or not has_fields(value):
+    except (TypeError, ValueError):
+        metadata = {}
+    if "planner_data" not in metadata or not isinstance(metadata.get("state_dict_metadata"), dict):
         raise Corrupt("the pickle holds no DCP metadata", path=path, hint=recognise(data[:512]))
-    return value
+    return metadata
 
 
-def has_fields(metadata: Record) -> bool:
-    """Return True if the record has the fields that torch has always written."""
-    has_planner_data = isinstance(metadata.state, dict) and "planner_data" in metadata.state
-    return has_planner_data and isinstance(metadata.get("state_dict_metadata"), dict)
-
-
-Places = Mapping[tuple[str, Shape | None], Mapping[str, Any]]
+Attributes = Mapping[str, Any]
+Place = tuple[str, int, int, str]  # a file, an offset in it and a length, and the kind of envelope that is there
 
 
 class Reading:
-    """A layout as it is gathered from one or more `Metadata` records; the chunks still in their envelopes."""
+    """A layout as it is gathered from one or more `Metadata` objects; the chunks still in their envelopes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.specs: dict[str, Spec] = {}
-        self.chunks: dict[str, dict[tuple[Shape, Shape], Chunk]] = {}
+        self.chunks: dict[str, dict[Box, Chunk]] = {}
         self.blobs: dict[str, Blob] = {}
         self.keys: dict[str, KeyPath] = {}
+        self._files: set[str] = set()
 
-    def add(self, metadata: Record, file: Path) -> None:
-        """Add what one record, read from `file`, describes."""
+    def add(self, metadata: Attributes, file: Path) -> None:
+        """Add what the object that was read from `file` describes."""
         places = self._places(metadata, file)
-        for name, entry in metadata.get("state_dict_metadata").items():
+        for name, entry in metadata["state_dict_metadata"].items():
             if type(name) is not str:
                 raise Corrupt(f"a key of the state dict is no string but {type(name).__name__}", path=file)
             try:
-                self._add_entry(name, entry, places)
+                self._add_entry(name, entry, places.get(name, {}))
             except CkptError as error:
                 raise error.blame(path=file, tensor=name) from None
             except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
                 raise Corrupt("the metadata of this entry makes no sense", path=file, tensor=name) from error
         self.keys.update(key_paths(metadata, file))
 
-    def _places(self, metadata: Record, file: Path) -> Places:
-        """Return where each entry lies: `storage_data`, keyed by name and chunk offset (None for byte entries)."""
+    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Record]]:
+        """Return `storage_data`, which says where each chunk lies, by name and by its offset, None for a byte entry."""
+        places: dict[str, dict[Shape | None, Record]] = {}
         try:
-            return {
-                (as_name(index.state["fqn"]), as_offset(index.state.get("offset"))): info.state
-                for index, info in metadata.get("storage_data").items()
-            }
+            for index, info in metadata["storage_data"].items():
+                item = index.attributes()
+                name, start = item["fqn"], item.get("offset")
+                places.setdefault(as_name(name), {})[None if start is None else as_shape(start)] = info
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Corrupt("`storage_data` makes no sense", path=file) from error
+        return places
 
-    def _add_entry(self, name: str, entry: Record, places: Places) -> None:
+    def _add_entry(self, name: str, entry: Record, places: Mapping[Shape | None, Record]) -> None:
         kind = entry.of.name if isinstance(entry.of, Global) else ""
         if kind == "BytesStorageMetadata":
-            path, offset, length, wrapper = self._place(places.get((name, None)))
+            path, offset, length, wrapper = self._place(places.get(None))
             transform = None if wrapper == ENVELOPE else wrapper
             self.blobs.setdefault(name, Blob(path, offset, length, wrapper=transform))
             return
         if kind != "TensorStorageMetadata":
             raise Unsupported(f"an entry of kind `{kind}`")
-        spec = Spec(as_dtype(entry.get("properties")), as_shape(entry.get("size")))
+        tensor = entry.attributes()
+        spec = Spec(as_dtype(tensor["properties"]), as_shape(tensor["size"]))
         known = self.specs.setdefault(name, spec)
         if known != spec:
             raise Corrupt(f"the ranks disagree: one has {known}, another {spec}")
         chunks = self.chunks.setdefault(name, {})
-        for part in entry.get("chunks"):
-            box = Box(as_shape(part.state["offsets"]), as_shape(part.state["sizes"]))
-            path, offset, length, wrapper = self._place(places.get((name, box.start)))
-            chunk = Chunk(box, path, offset, length, spec.dtype, wrapper=wrapper)
-            chunks.setdefault((box.start, box.size), chunk)  # a replica: one copy is enough
+        for part in tensor["chunks"]:
+            chunk = part.attributes()
+            box = Box(as_shape(chunk["offsets"]), as_shape(chunk["sizes"]))
+            path, offset, length, wrapper = self._place(places.get(box.start))
+            if box not in chunks:  # a replica: one copy is enough
+                chunks[box] = Chunk(box, path, offset, length, spec.dtype, wrapper=wrapper)
 
-    def _place(self, info: Mapping[str, Any] | None) -> tuple[str, int, int, str]:
-        """Return file name, offset, length and kind of envelope of one item."""
+    def _place(self, info: Record | None) -> Place:
+        """Return where one item lies."""
         if info is None:
             raise Corrupt("the metadata does not say where this entry lies")
-        path, offset, length = as_name(info["relative_path"]), info["offset"], info["length"]
+        item = info.attributes()
+        path, offset, length = item["relative_path"], item["offset"], item["length"]
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise Corrupt("the metadata gives an impossible offset or length")
-        check_name(path, self.root)
-        transforms = info.get("transform_descriptors")
+        if as_name(path) not in self._files:
+            check_name(path, self.root)
+            self._files.add(path)
+        transforms = item.get("transform_descriptors")
         return path, offset, length, "+".join(map(as_name, transforms)) if transforms else ENVELOPE
 
     def layout(self, name: str) -> Layout:
         """Return what was gathered, as a layout of the format `name`."""
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
         return Layout(self.root, name, tensors, self.blobs, self.keys)
+
+
+def attributes_of(value: Any) -> Attributes:
+    """Return the attributes of an object. Raises `TypeError` for what is none."""
+    if not isinstance(value, Record):
+        raise TypeError("object")
+    return value.attributes()
 
 
 def as_name(value: Any) -> str:
@@ -164,21 +177,16 @@ def as_name(value: Any) -> str:
     return value
 
 
-def as_offset(value: Any) -> Shape | None:
-    """Return a chunk's offset; byte entries have none."""
-    return None if value is None else as_shape(value)
-
-
 def as_dtype(properties: Record) -> DType:
     """Return the dtype in a `TensorProperties`, its state `(dtype, layout, requires_grad, memory format, pinned)`."""
-    named = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
+    named = properties.state[0] if isinstance(properties.state, tuple) else properties.attributes()["dtype"]
     dtype = DTYPES.get(named.name)
     if dtype is None:
         raise Unsupported(f"dtype `{named.name}`")
     return dtype
 
 
-def key_paths(metadata: Record, file: Path) -> dict[str, KeyPath]:
+def key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
     """Return `planner_data`: each flattened name's way through the nested dict; {} if nothing was flattened.
 
     The names are these ways joined by dots, so each is there twice, and a damaged one shows.
@@ -192,7 +200,7 @@ def key_paths(metadata: Record, file: Path) -> dict[str, KeyPath]:
             raise Corrupt("`planner_data` has a key path that is no tuple of names and positions", path=file)
         if ".".join(map(str, steps)) != name:
             raise Corrupt(f"the recorded key path is {list(steps)}, which is another name", path=file, tensor=name)
-    names = metadata.get("state_dict_metadata")
+    names = metadata["state_dict_metadata"]
     if recorded.keys() != names.keys():
         name = next(iter(recorded.keys() ^ names.keys()))
         raise Corrupt("`planner_data` and `state_dict_metadata` do not name the same entries", path=file, tensor=name)

@@ -150,4 +150,6 @@ def describe(value: Any) -> str:
     """Return in words what a pickled value would have been."""
     if is_tensor(value):
         return "a single tensor"
-    return f"`{value.of if isinstance(value, Record) and isinstance(value.of, Global) else type(value).__name__}`"
+    if isinstance(value, Record) and isinstance(value.of, Global):
+        return f"`{value.of}`"
+    return "`dict`" if isinstance(value, dict) else f"`{type(value).__name__}`"

@@ -71,9 +71,7 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
         if not isinstance(part, PersistentId):
             continue
         try:
-            what, kind, key, *details = part.value
-            if what == "module":  # a class, with its source
-                continue
+            _, kind, key, *details = part.value
             size = (int(details[1]), _ITEM_SIZES[kind.name])
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise Unsupported("the pickle refers to a storage of a kind that ckptkit does not know") from error

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import Opened, read_at
 from ckptkit.files.ranges import Range, read_ahead
-from ckptkit.formats.torchfile.read_archive import GLANCE, ReadAt, check_contents, locate_tensor
+from ckptkit.formats.torchfile.moulds import Moulds
+from ckptkit.formats.torchfile.read_archive import GLANCE, ReadAt, check_contents
 from ckptkit.layout import Blob, Chunk, Extent, Layout, Spec, StoredTensor
 
 ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name
@@ -23,7 +25,7 @@ def locate(layout: Layout, report: Report = refuse) -> Layout:
 
     Reports each chunk of which they are not, and leaves it as it is. Chunks without a wrapper lie where they say.
     """
-    with Opened(layout.root) as files, collector_paused():
+    with Opened(layout.root, in_order=False) as files, collector_paused():
         tensors = {**layout.tensors, **locate_chunks(layout, files, report)}
         blobs = {name: check_blob(layout, name, files, report) for name in layout.blobs}
     return replace(layout, tensors=tensors, blobs=blobs)
@@ -35,7 +37,7 @@ def locate_chunks(layout: Layout, files: Opened, report: Report) -> dict[str, St
     File by file: of thousands of ranks, each file is opened once, and not once for each of its chunks.
     """
     chunks = {
-        name: [chunk if chunk.box.numel else replace(chunk, length=0, wrapper=None) for chunk in tensor.chunks]
+        name: [chunk if chunk.box.numel else chunk._replace(length=0, wrapper=None) for chunk in tensor.chunks]
         for name, tensor in layout.tensors.items()
         if any(chunk.wrapper is not None for chunk in tensor.chunks)
     }
@@ -45,8 +47,9 @@ def locate_chunks(layout: Layout, files: Opened, report: Report) -> dict[str, St
         for i, chunk in enumerate(found)
         if chunk.wrapper is not None
     ]
+    ahead, moulds = ReadAhead(files), Moulds()
     for *_, name, i in read_ahead(layout.root, sorted(places), lambda place: ends_of(*place[:3])):
-        chunks[name][i] = locate_chunk(layout, name, chunks[name][i], files, report)
+        chunks[name][i] = locate_chunk(layout, name, chunks[name][i], ahead, moulds, report)
     return {name: replace(layout.tensors[name], chunks=tuple(found)) for name, found in chunks.items()}
 
 
@@ -56,36 +59,33 @@ def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
     return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
 
 
-def reading(files: Opened, place: Chunk | Extent) -> ReadAt:
+def reading(files: ReadAhead, place: Chunk | Extent) -> ReadAt:
     """Return a function that reads inside an item, and nowhere else."""
-    file = files[place.path]
 
     def read(offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > place.length:
             raise Corrupt(f"bytes {offset}:{offset + length} lie outside the item's {place.length}")
-        return read_at(file, length, place.offset + offset)
+        return files.read(place.path, place.offset + offset, length)
 
     return read
 
 
-def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: Opened, report: Report) -> Chunk:
+def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: ReadAhead, moulds: Moulds, report: Report) -> Chunk:
     """Return the chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
-    path = layout.root / chunk.path
     try:
         read = reading(files, chunk)
         if chunk.wrapper != ENVELOPE:
             hint = "save it again without `_extensions`" if chunk.wrapper else None
             raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
-        found = locate_tensor(read, chunk.length)
+        found = moulds.locate(read, chunk.length)
         if (found.tensor.dtype, found.tensor.shape) != (chunk.dtype, chunk.box.size):
             stored = Spec(found.tensor.dtype, found.tensor.shape)
             promised = Spec(chunk.dtype, chunk.box.size)
             raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
     except CkptError as error:
-        report(error.blame(path=path, tensor=name, offset=chunk.offset))
+        report(error.blame(path=layout.root / chunk.path, tensor=name, offset=chunk.offset))
         return chunk
-    return replace(
-        chunk,
+    return chunk._replace(
         offset=chunk.offset + found.offset,
         length=found.length,
         strides=found.strides,
@@ -111,7 +111,7 @@ def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob
     except CkptError as error:
         report(error.blame(path=path, tensor=name, offset=blob.offset))
         return blob
-    return replace(blob, crc32=crc32(data))
+    return blob._replace(crc32=crc32(data))
 
 
 @contextmanager

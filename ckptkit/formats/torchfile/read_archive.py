@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from math import prod
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from ckptkit.errors import Corrupt, Unsupported
@@ -52,6 +52,8 @@ STORAGES = {
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _REBUILDS = (*_TENSORS, *_PARAMETERS)
+_in_torch_utils = cache(partial(Global, "torch._utils"))
+_SIZE = Global("torch", "Size")
 _REBUILD_OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _PLAIN_TYPES = (
     Global("torch", "Tensor"),
@@ -131,8 +133,7 @@ class TensorRecord:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """The place of a tensor's bytes: `length` of them at `offset` of the archive, in the order `strides` gives."""
 
     tensor: TensorRecord
@@ -142,12 +143,15 @@ class Located:
     crc32: int | None
 
 
-def locate_tensor(read: ReadAt, length: int) -> Located:
-    """Find the one tensor of an archive of `length` bytes. Raises `Corrupt`, or `Unsupported` naming what it holds."""
+def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, Entry]]:
+    """Return where the one tensor of an archive of `length` bytes lies, and every entry.
+
+    Raises `Corrupt`, or `Unsupported` naming what it holds.
+    """
     read = glance(read, length)
     entries = read_directory(read, length)
     check_byte_order(read, entries)
-    return place_tensor(parse_tensor(read_entry(read, entries, "data.pkl")), entries)
+    return place_tensor(parse_tensor(read_entry(read, entries, "data.pkl")), entries), entries
 
 
 def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
@@ -368,7 +372,7 @@ def unwrap(value: object) -> Any:
 
 def is_call(value: object, name: str) -> bool:
     """Return True if `value` would have been made by calling torch's function `name`."""
-    return isinstance(value, Record) and value.of == Global("torch._utils", name)
+    return isinstance(value, Record) and value.of == _in_torch_utils(name)
 
 
 def parse_rebuild(call: Record) -> TensorRecord:
@@ -396,8 +400,10 @@ def parse_rebuild(call: Record) -> TensorRecord:
 
 def as_shape(value: object) -> Shape:
     """Return a tuple of non-negative integers, bare or in a `torch.Size`. Raises `ValueError` for anything else."""
-    if isinstance(value, Record) and value.of == Global("torch", "Size"):
+    if isinstance(value, Record) and value.of == _SIZE:
         (value,) = value.args
-    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
-        raise ValueError("shape")
-    return tuple(value)
+    shape = tuple(value) if isinstance(value, (tuple, list)) else (None,)
+    for n in shape:
+        if type(n) is not int or not 0 <= n < 2**63:
+            raise ValueError("shape")
+    return shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,4 +29,4 @@ def load_value(root: Path, blob: Blob) -> Any:
 
 def with_value(blob: Blob, value: Any) -> Blob:
     """Return the blob with another value."""
-    return replace(blob, length=0, content=dump(value), wrapper=None)
+    return blob._replace(length=0, content=dump(value), wrapper=None)

@@ -54,7 +54,7 @@ def unpacked(layout: Layout) -> Iterator[Layout]:
                 return item
             offset, length = found[item.path, item.offset]
             wrapper = ENVELOPE if isinstance(item, Chunk) else None
-            return replace(item, path=str(path), offset=offset, length=length, wrapper=wrapper)
+            return item._replace(path=str(path), offset=offset, length=length, wrapper=wrapper)
 
         tensors = {name: replace(t, chunks=tuple(map(moved, t.chunks))) for name, t in layout.tensors.items()}
         yield replace(layout, tensors=tensors, blobs={name: moved(blob) for name, blob in layout.blobs.items()})

@@ -27,6 +27,7 @@ from ckptkit.version import __version__
 class Draft:
     """The files to be made of one part of a checkpoint, or of the same part of several, with every byte found.
 
+    Where several processes share the work, each finds the bytes of its own share, when it comes to them.
     They will lie in `place`, a directory in the output or, if it is empty, the output itself. `made_of` is what their
     manifest says of the sources; `renamed` and `cast` are what becomes of names and dtypes.
     """
@@ -43,7 +44,7 @@ class Draft:
     def of(cls, sources: Sequence[Layout], options: ConvertOptions, world_size: int, **more: Any) -> Self:
         """Return the draft of what `sources` have under the same names, in the format that `options` name."""
         files = options.writer.arrange(sources[0], Options(options.max_shard_size, world_size))
-        found = tuple(map(locate, sources))
+        found = tuple(sources if options.part else map(locate, sources))
         more = {"place": "", "made_of": source_of(sources[0]), **more}
         return cls(sources=found, writer=options.writer, files=files, **more)
 

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit import edits
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, sum_files
 from ckptkit.engine.copy import Copied
+from ckptkit.engine.shares import WHOLE, Share, narrow
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, translate_os_errors
 from ckptkit.files.allocation import create_file, write_parts
 from ckptkit.files.file import opening, read_at
 from ckptkit.files.system import again
 from ckptkit.formats import locate
-from ckptkit.layout import Chunk, Extent, Place
+from ckptkit.layout import Chunk, Extent, Layout, Place
 from ckptkit.ops.conversion.draft import Conversion, Draft
-from ckptkit.plan import Plan, Target, make_plan
+from ckptkit.plan import Plan, Target, make_plan, needed
 from ckptkit.tensors.box import Box
 
 _PART = 1 << 22  # bytes held of a file that is copied as it is
 
 
-def create(conversion: Conversion, room: Path) -> list[Plan]:
-    """Make every file in directory `room` with what is known of it, unless it is there. Return what fills the holes."""
+def create(conversion: Conversion, room: Path, share: Share = WHOLE) -> list[Plan]:
+    """Make every file in directory `room` with what is known of it, unless it is there.
+
+    Returns what fills the holes, or the part of that which has the share in it.
+    """
     plans = []
     for draft in conversion.drafts:
         root = room / draft.place
         make_folder(root)
         for file in draft.files:
             create_file(root / file.name, file.nbytes, file.parts, anew=False)
-        plans.append(plan(draft, root, conversion.options.weights))
+        plans.append(plan(draft, root, conversion.options.weights, share))
     return plans
 
 
@@ -41,21 +46,32 @@ def make_folder(path: Path) -> None:
         again(path.mkdir, parents=True, exist_ok=True)
 
 
-def plan(draft: Draft, root: Path, weights: Sequence[float] = ()) -> Plan:
+def plan(draft: Draft, root: Path, weights: Sequence[float] = (), share: Share = WHOLE) -> Plan:
     """Return what fills the files of a draft in directory `root`: the source, or the mean of several by `weights`.
 
-    What lies inside an entry that is no tensor has been written with it.
+    What lies inside an entry that is no tensor has been written with it. Of a plan that is shared only the part with
+    the share in it is made.
     """
     wanted = draft.wanted
     made = edits.select(draft.writer.read(root), set(wanted.names).__contains__)
     lost = wanted.tensors.keys() - made.tensors.keys()
     if lost:
         raise Mismatch(f"{draft.writer.name} would lose {len(lost)} tensors", path=wanted.root, tensor=min(lost))
+    if share.count == 1:
+        return join(draft.sources, made, weights)
+    made, before, behind = narrow(made, wanted, share)
+    planned = join([needed(source, made) for source in draft.sources], made, weights)
+    return replace(planned, before=before, behind=behind)
+
+
+def join(sources: Sequence[Layout], made: Layout, weights: Sequence[float]) -> Plan:
+    """Return what fills a layout from one source, or from several by their weights. Finds every byte."""
+    src, *others = map(locate, sources)
     if not weights:
-        return make_plan(wanted, locate(made))
+        return make_plan(src, locate(made))
     from ckptkit.engine.mean import Mean  # imports numpy, which no copy needs
 
-    planned = make_plan(wanted, locate(made), draft.sources[1:], Mean(weights))
+    planned = make_plan(src, locate(made), others, Mean(weights))
     check_ties(planned)
     return planned
 

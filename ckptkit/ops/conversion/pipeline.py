@@ -109,7 +109,7 @@ def write_share(conversion: Conversion, share: Share) -> None:
     """Do one share of the work, and leave the rest to others."""
     sync = conversion.options.sync
     with opened(conversion, share.count, is_part=True) as stage:
-        plans = create(conversion, stage.path)
+        plans = create(conversion, stage.path, share)
         stage.let_others_in()
         journals = open_journals(stage.work, conversion, share.number)
         copy_share(conversion, plans, journals, share)
@@ -196,7 +196,7 @@ def copy_share(
 ) -> list[Ledger]:
     """Copy a share of each plan."""
     options = conversion.options
-    progress = telling(options.progress, sum(plan.nbytes for plan in plans) // share.count)
+    progress = telling(options.progress, sum(plan.whole_nbytes for plan in plans) // share.count)
     pairs = zip(plans, journals, strict=True)
     return [copy(plan, share, journal, jobs=options.jobs, progress=progress) for plan, journal in pairs]
 

@@ -97,7 +97,7 @@ def three(root: Path) -> Layout:
 def changed(layout: Layout, name: str, **fields: Any) -> Layout:
     """The layout with other fields of a tensor's chunk."""
     tensor = layout.tensors[name]
-    chunk = replace(tensor.chunks[0], **fields)
+    chunk = tensor.chunks[0]._replace(**fields)
     return replace(layout, tensors={**layout.tensors, name: replace(tensor, chunks=(chunk,))})
 
 

@@ -18,7 +18,7 @@ from tests.formats.contract import assert_holds
 
 
 def below(tensor: StoredTensor, place: str) -> StoredTensor:
-    return replace(tensor, chunks=tuple(replace(chunk, path=f"{place}/{chunk.path}") for chunk in tensor.chunks))
+    return replace(tensor, chunks=tuple(chunk._replace(path=f"{place}/{chunk.path}") for chunk in tensor.chunks))
 
 
 def joined(root: Path, *places: str) -> Layout:
@@ -26,7 +26,7 @@ def joined(root: Path, *places: str) -> Layout:
     parts = {place: open_layout(root / place) for place in places}
     tensors = {name: below(t, place) for place, part in parts.items() for name, t in part.tensors.items()}
     blobs: dict[str, Blob] = {
-        name: replace(blob, path=f"{place}/{blob.path}")
+        name: blob._replace(path=f"{place}/{blob.path}")
         for place, part in parts.items()
         for name, blob in part.blobs.items()
     }

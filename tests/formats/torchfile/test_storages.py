@@ -239,7 +239,7 @@ def test_every_cut_of_an_entry_is_corrupt(tmp_path: Path) -> None:
     layout = lying(data, tmp_path / "in")
     arrange(layout)
     for end in range(0, len(data), 7):
-        cut = replace(layout, blobs={"x": replace(layout.blobs["x"], length=end)})
+        cut = replace(layout, blobs={"x": layout.blobs["x"]._replace(length=end)})
         with pytest.raises(Corrupt) as caught:
             arrange(cut)
         assert (caught.value.tensor, caught.value.path) == ("x", tmp_path / "in/f")
@@ -274,7 +274,7 @@ def test_more_than_fits_into_memory_is_refused(tmp_path: Path) -> None:
     os.truncate(tmp_path / "in/f", 1 << 40)
     for length in (1 << 39, (1 << 28) + 1):
         with pytest.raises(Unsupported, match="more than 268435456 bytes") as caught:
-            arrange(replace(layout, blobs={"x": replace(layout.blobs["x"], length=length)}))
+            arrange(replace(layout, blobs={"x": layout.blobs["x"]._replace(length=length)}))
         assert caught.value.tensor == "x"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import Unsupported
-from ckptkit.formats.torchfile.read_archive import locate_tensor
+from ckptkit.formats.torchfile.read_archive import open_archive
 from ckptkit.formats.torchfile.write_archive import Envelope, describe_tensor, make_envelope
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Spec
@@ -64,7 +64,7 @@ def test_zipfile_finds_nothing_wrong() -> None:
 def test_our_reader_finds_the_bytes_and_their_checksum() -> None:
     tensor = counted(5, 7)
     data = wrap(tensor)
-    found = locate_tensor(lambda offset, length: data[offset : offset + length], len(data))
+    found = open_archive(lambda offset, length: data[offset : offset + length], len(data))[0]
     assert data[found.offset : found.offset + found.length] == raw_bytes(tensor)
     assert found.crc32 == zlib.crc32(raw_bytes(tensor))
     assert found.offset % 64 == 0

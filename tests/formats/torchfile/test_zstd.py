@@ -86,7 +86,7 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(room: Path, tmp_path: Path, 
         save_alone({"w": counted(5)}, root, _extensions=[ZStandard()])
         made = open_layout(root)
         (chunk,) = made.tensors["w"].chunks
-        chunk = replace(chunk, path="f", offset=3, length=len(bomb))
+        chunk = chunk._replace(path="f", offset=3, length=len(bomb))
         layout = replace(layout, tensors={"w": replace(made.tensors["w"], chunks=(chunk,))}, blobs={})
     words = f"gives more than {20 + (1 << 16) if promised == 'tensor' else 1 << 26} bytes"
     with pytest.raises(Corrupt, match=words) as raised, unpacked(layout):
@@ -99,7 +99,7 @@ def test_a_promise_beyond_the_disk_is_refused(room: Path, tmp_path: Path) -> Non
     save_alone({"w": counted(5)}, tmp_path / "in", _extensions=[ZStandard()])
     made = open_layout(tmp_path / "in")
     (chunk,) = made.tensors["w"].chunks
-    large = replace(made.tensors["w"], chunks=(replace(chunk, box=whole((1 << 60,))),))
+    large = replace(made.tensors["w"], chunks=(chunk._replace(box=whole((1 << 60,))),))
     with pytest.raises(NoRoom), unpacked(replace(made, tensors={"w": large})):
         pass
     assert not list(room.iterdir())

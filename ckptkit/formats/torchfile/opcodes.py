@@ -1,0 +1,102 @@
+"""Walk the opcodes of a pickle, and rewrite those by which Python's own unpickler could be harmed. Runs none of them.
+
+The unpickler, which is written in C, trusts what it reads. It sets room aside for whatever number of bytes, or place in
+the memo, a pickle names; and it hashes the keys of dicts and the members of sets, which for tuples of tuples can take
+for ever, or all of the stack. So a length is compared with the bytes that are there; what makes an empty dict or set is
+exchanged for a call of `persistent_load`, which gives one of ours; and an opcode that torch does not write is refused.
+
+Source: https://github.com/python/cpython/blob/3.13/Lib/pickletools.py
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from ckptkit.errors import Unsupported
+
+# `persistent_load` is called with None for an empty dict, with () for an empty set, and else with a tuple of the id
+_CALLS = {b"}": b"NQ", b"\x8f": b")Q", b"Q": b"\x85Q"}  # EMPTY_DICT, EMPTY_SET, BINPERSID
+_STOP, _FRAME, _LONG_BINPUT = b".", b"\x95", b"r"
+_EMPTY_LIST, _APPENDS = b"]"[0], b"e"[0]
+_COUNTED = {0x8C: 1, 0x58: 4, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4, 0x8A: 1, 0x8D: 8, 0x8E: 8}  # bytes of their length
+_FIXED = b"KhqMJjGc\x80"  # those with other operands
+_SHORT = 96  # bytes of text; longer ones are stepped over one by one
+
+
+def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[bytes, int]:
+    """Return a pickle that says the same as the one at byte `at` of `data`, but harmlessly, and the offset past that.
+
+    With `is_flat` the dict that is an object's state becomes a list of its keys and values in turn. Raises
+    `Unsupported` for an opcode that torch does not write, and `IndexError` where the pickle breaks off.
+    """
+    pattern = harmless(is_flat)
+    body = bytearray(data)
+    pieces: list[bytes | memoryview] = []
+    done = at
+    while True:
+        run = pattern.match(data, at)
+        assert run is not None  # it may be empty
+        at = run.end()
+        if run.lastindex:
+            body[run.start(1)], body[at - 1] = _EMPTY_LIST, _APPENDS
+            continue
+        if data[at : at + 1] == _STOP:
+            break
+        instead, end = exchange(data, at)
+        if instead is not None:
+            pieces += (memoryview(body)[done:at], instead)
+            done = end
+        at = end
+    pieces.append(memoryview(body)[done : at + 1])
+    nbytes = sum(map(len, pieces))
+    return b"".join((b"\x80\x04", _FRAME, nbytes.to_bytes(8, "little"), *pieces)), at + 1
+
+
+def exchange(data: bytes, at: int) -> tuple[bytes | None, int]:
+    """Return what is to stand in the place of the opcode at byte `at`, None if it may stay, and the offset past it."""
+    opcode = data[at : at + 1]
+    if opcode in _CALLS:
+        return _CALLS[opcode], at + 1
+    if opcode == _FRAME:
+        past_end(data, at + 9, number(data, at + 1, 8))
+        return b"", at + 9
+    if opcode == _LONG_BINPUT:
+        past_end(data, 0, number(data, at + 1, 4))  # the memo never has more entries than the pickle has bytes
+        return None, at + 5
+    if not opcode or opcode in _FIXED:
+        raise IndexError(at)
+    width = _COUNTED.get(opcode[0])
+    if width is None:
+        raise Unsupported(f"pickle opcode 0x{opcode[0]:02x} at byte {at} is not one that torch writes")
+    start = at + 1 + width
+    return None, past_end(data, start, number(data, at + 1, width))
+
+
+def number(data: bytes, at: int, width: int) -> int:
+    """Return the unsigned number of `width` bytes at `at`."""
+    return int.from_bytes(data[at : at + width], "little")
+
+
+def past_end(data: bytes, start: int, length: int) -> int:
+    """Return the end of `length` bytes from `start`. Raises `IndexError` if there are fewer."""
+    if start + length > len(data):
+        raise IndexError(start)
+    return start + length
+
+
+@cache
+def harmless(is_flat: bool) -> re.Pattern[bytes]:
+    """Return the pattern of a run of opcodes that may stay; group 1, if `is_flat`, is a state to be made a list."""
+    texts = (counted(b"\x8c", 1, _SHORT), counted(b"X", 4, _SHORT), counted(b"\x8a", 1, 8))
+    operands = b"|".join((rb"[Khq\x80].|M..|[Jj]....|r..\0\0|G.{8}|c[^\n]*+\n[^\n]*+\n", *texts))
+    always = rb"()NRt\x81\x85-\x89\x93\x94"
+    run = rb"(?:[%b01abesu\]\x90\x92]++|%b)*+" % (always, operands)
+    state = rb"\}\x94?\((?:[%b]++|%b)*+u(?=b)" % (always, operands)
+    return re.compile(run + b"(%b)?" % state if is_flat else run, re.DOTALL)
+
+
+def counted(opcode: bytes, width: int, longest: int) -> bytes:
+    """Return the pattern of an opcode and the bytes that follow it, their number first, in `width` bytes."""
+    lengths = (re.escape(n.to_bytes(width, "little")) + b".{%d}" % n for n in range(longest + 1))
+    return opcode + b"(?:" + b"|".join(lengths) + b")"
