@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
-from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest, sum_files
+from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.sums import sum_files
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.file import file_size, is_there
