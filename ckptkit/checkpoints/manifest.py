@@ -1,4 +1,4 @@
-"""Read and write manifests: a checksum for every file and tensor, in `ckptkit.json` beside the files.
+"""Read manifests: a checksum for every file and tensor, in `ckptkit.json` beside the files.
 
 A file of another step, another rank or another model, whole and undamaged, can only be told by one.
 """
@@ -6,19 +6,16 @@ A file of another step, another rank or another model, whole and undamaged, can 
 from __future__ import annotations
 
 import json
-import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.engine.scan import sum_file
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import check_name, file_size, is_there, names_in, read_small
-from ckptkit.files.publish import publish
+from ckptkit.files.file import check_name, is_there, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.layout import Extent, Layout
+from ckptkit.layout import Layout
 from ckptkit.version import __version__
 
 NAME = "ckptkit.json"
@@ -89,25 +86,3 @@ def read_manifest(root: Path) -> Manifest | None:
     for name in files:
         check_name(name, root)
     return Manifest(files, tensors, source)
-
-
-def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> dict[str, FileSum]:
-    """Return sizes and sums of files in `root`; only bytes that are in none of the `extents` are read."""
-    known: dict[str, list[Extent]] = {}
-    for extent in extents:
-        known.setdefault(extent.path, []).append(extent)
-    sums = {}
-    for name in sorted(names):
-        size = file_size(root / name)
-        sums[name] = FileSum(size, sum_file(root, name, size, known.get(name, ())))
-    return sums
-
-
-def replace_manifest(root: Path, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint that others may be reading, in one step."""
-    publish(root / NAME, manifest.to_bytes(), overwrite=True)
-
-
-def files_in(root: Path) -> set[str]:
-    """Return the names of all files directly in `root`, but for a manifest and for links."""
-    return {name for name in names_in(root) if stat.S_ISREG((root / name).lstat().st_mode)} - {NAME}

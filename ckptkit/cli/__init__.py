@@ -8,80 +8,11 @@ import sys
 import threading
 import warnings
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
-import typer
-
-from ckptkit.cli.average import average
-from ckptkit.cli.consolidate import consolidate
-from ckptkit.cli.convert import convert
-from ckptkit.cli.diff import diff
-from ckptkit.cli.estimate import estimate
-from ckptkit.cli.finalize import finalize
-from ckptkit.cli.inspect import inspect
-from ckptkit.cli.ls import ls
-from ckptkit.cli.output import note, print_error
-from ckptkit.cli.pin import pin, unpin
-from ckptkit.cli.prune import prune
-from ckptkit.cli.pull import pull
-from ckptkit.cli.push import push
-from ckptkit.cli.report import report
-from ckptkit.cli.reshard import reshard
-from ckptkit.cli.stats import stats
-from ckptkit.cli.train import smoke, train
-from ckptkit.cli.verify import manifest, verify
 from ckptkit.errors import CkptError, IOFailure
 from ckptkit.files.system import PromiseLost
 from ckptkit.version import __version__
-
-app = typer.Typer(
-    name="ckptkit",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (
-    consolidate,
-    reshard,
-    convert,
-    finalize,
-    inspect,
-    ls,
-    verify,
-    diff,
-    manifest,
-    prune,
-    pin,
-    unpin,
-    stats,
-    average,
-    report,
-    push,
-    pull,
-    estimate,
-    train,
-    smoke,
-):
-    app.command()(command)
-
-
-def print_version(wanted: bool) -> None:
-    """Answer `--version`."""
-    if wanted:
-        typer.echo(f"ckptkit {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show it.")] = False,
-) -> None:
-    """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.
-
-    Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, damaged or beyond us;
-    4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
-    """
 
 
 class Interrupted(BaseException):
@@ -99,6 +30,8 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 
 def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
     """Print a warning as a note; where in the code it arose is of no use to whoever types commands."""
+    from ckptkit.cli.output import note
+
     note(f"warning: {message}")
 
 
@@ -128,17 +61,24 @@ def translate(error: Exception) -> IOFailure:
 
 def main() -> None:
     """Run the command line; every error of ours ends here."""
+    if sys.argv[1:] == ["--version"]:  # all that is imported below would take four times as long as the answer
+        print(f"ckptkit {__version__}")
+        return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     sys.unraisablehook = come_again
     warnings.simplefilter("always", PromiseLost)
     warnings.showwarning = show_warning
     try:
+        from ckptkit.cli.commands import app
+
         app()
     except (CkptError, OSError, MemoryError, SystemError, ImportError) as error:
+        from ckptkit.cli.output import print_error
+
         said = error if isinstance(error, CkptError) else translate(error)
         print_error(said, as_json="--json" in sys.argv)
         sys.exit(said.exit_code)
     except Interrupted as stop:
-        typer.echo("\n".join(["interrupted", *getattr(stop, "__notes__", [])]), err=True)
+        print("\n".join(["interrupted", *getattr(stop, "__notes__", [])]), file=sys.stderr)
         sys.exit(stop.exit_code)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, say
-from ckptkit.cli.shard_map import show_map, write_map
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -45,12 +44,16 @@ def inspect(
 
     found = look(path, with_places=chunks)
     if svg is not None:
+        from ckptkit.cli.shard_map import write_map
+
         write_map(found.layout, svg)
     if json:
         print_json(to_json(found, with_chunks=chunks))
         return
     report(found, path)
     if shards:
+        from ckptkit.cli.shard_map import show_map
+
         show_map(found.layout)
     elif chunks:
         print_table(chunk_rows(found), ("tensor", "start", "size", "file", "offset"))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
-from ckptkit.cli.movement import report_movement
 from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
@@ -54,6 +53,8 @@ def stats(
     if other is not None:
         if include or exclude or tensors:
             raise Usage("--include, --exclude and --tensors are for one checkpoint", hint="leave them out, or OTHER")
+        from ckptkit.cli.movement import report_movement
+
         report_movement(path, other, top=top, jobs=jobs, json=json)
         return
     from ckptkit.ops.stats import stats as look

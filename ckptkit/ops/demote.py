@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.manifest import read_manifest, replace_manifest, sum_files
+from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checkpoints.retention import read_metrics, write_metrics
+from ckptkit.checkpoints.sums import replace_manifest, sum_files
 from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.files.allocation import create_file
 from ckptkit.files.staging import Stage

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
-from ckptkit.checkpoints.manifest import NAME, Manifest, files_in, replace_manifest, sum_files
+from ckptkit.checkpoints.manifest import NAME, Manifest
+from ckptkit.checkpoints.sums import files_in, replace_manifest, sum_files
 from ckptkit.errors import Corrupt, Occupied, Usage
 from ckptkit.ops.verify import Verified, size_of, verify_part
 from ckptkit.progress import Progress, Told, telling

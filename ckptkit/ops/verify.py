@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
-from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest, sum_files
+from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.sums import sum_files
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.file import file_size, is_there
@@ -21,13 +22,11 @@ from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
 from ckptkit.formats import find_format, locate
 from ckptkit.layout import Extent, Place
-from ckptkit.ops.comparison.differences import Diff
-from ckptkit.ops.comparison.problems import problems_of
-from ckptkit.ops.diff import prove
 from ckptkit.ops.own_files import OwnFiles, within
 from ckptkit.progress import Progress, Told, telling
 
 if TYPE_CHECKING:
+    from ckptkit.ops.comparison.differences import Diff
     from ckptkit.ops.stats import TensorStats
 
 _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
@@ -105,6 +104,8 @@ def verify(
     tell = telling(progress, sum(map(size_of, parts)))
     found = [verify_part(part, fast=fast, jobs=jobs, progress=tell) for part in parts]
     if against is not None and all(part.is_ok for part in found):
+        from ckptkit.ops.diff import prove  # and with it all that copies and compares
+
         proofs = [prove(source, against, allow_cast=allow_cast, jobs=jobs, progress=progress) for source in sources]
         compared = {path: diff for proof in proofs for path, diff in proof.items()}
         found = [with_comparison(part, compared.get(part.path)) for part in found]
@@ -119,6 +120,8 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     """Return what was found, with what is not the same in another checkpoint as further problems."""
     if compared is None:
         return found
+    from ckptkit.ops.comparison.problems import problems_of
+
     return replace(found, problems=(*found.problems, *problems_of(compared)), compared=compared)
 
 

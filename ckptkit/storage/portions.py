@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptkit import edits
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import Manifest, sum_files
+from ckptkit.checkpoints.manifest import Manifest
+from ckptkit.checkpoints.sums import sum_files
 from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.checkpoints.weights import find_prefix, keys_below, training_state
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors

@@ -187,6 +187,7 @@ def test_an_interruption_that_nobody_could_catch_comes_again() -> None:
     code = """
 import signal, time
 from ckptkit import cli
+from ckptkit.cli import commands
 
 class Last:
     def __del__(self):
@@ -196,7 +197,7 @@ def work():
     Last()
     time.sleep(30)
 
-cli.app = work
+commands.app = work
 cli.main()
 """
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=50)

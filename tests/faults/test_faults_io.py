@@ -81,7 +81,7 @@ def test_the_peers_lose_what_was_there(tmp_path: Path) -> None:
 def test_libraries_that_do_not_fit_are_want_of_memory() -> None:
     root = original("dcp").root
     said = set()
-    with Server("ckptkit.cli", "tests.faults.limits") as server:
+    with Server("ckptkit.cli.commands", "ckptkit.cli.stats", "tests.faults.limits") as server:
         taken = int(server.run("tests.faults.limits:tell_memory", []).out)
         for more in range(8):
             ended = server.run("ckptkit", ["stats", str(root)], limits={RLIMIT_AS: taken + (more << 20)})

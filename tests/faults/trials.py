@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from tests.faults.subjects import CONSOLIDATE, CONVERT, INSPECT, OURS, PEERS, RE
 from tests.faults.verdicts import Verdict, judge_error
 
 _OURS = (
-    *("ckptkit.cli", "ckptkit.ops.inspect", "ckptkit.ops.verify"),
-    *(f"ckptkit.ops.{verb}" for verb in ("consolidate", "reshard", "convert", "average")),
+    "ckptkit.cli.commands",
+    *(f"ckptkit.cli.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average")),
+    *(f"ckptkit.ops.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average")),
     *(f"ckptkit.formats.{name}.format" for name in ("dcp", "hf", "pt")),
-    *filter(find_spec, ("typer._adapters",)),  # which it imports when first used, and takes most of the time of a run
 )
 _THEIRS = ("tests.faults.peers", "tests.faults.originals")
 _IN_TURN = ((CONSOLIDATE,), (CONVERT, VERIFY), (RESHARD,), (INSPECT,))  # of the fast share, one for each input

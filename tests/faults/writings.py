@@ -28,10 +28,14 @@ _HERE = "tests.faults.writings"
 # what a server imports so that its children need not
 MODULES = (
     _HERE,
-    "ckptkit.cli",
-    *(f"ckptkit.ops.{verb}" for verb in ("consolidate", "reshard", "convert", "finalize")),
+    "ckptkit.cli.commands",
+    *(
+        f"ckptkit.{room}.{verb}"
+        for verb in ("consolidate", "reshard", "convert", "finalize")
+        for room in ("cli", "ops")
+    ),
     *(f"ckptkit.formats.{name}.format" for name in ("dcp", "hf", "pt")),
-    *("typer._adapters", "pydantic.type_adapter", "torch._dynamo", "fsspec.core", "accelerate.utils"),
+    *("torch._dynamo", "fsspec.core", "accelerate.utils"),
     "torch.distributed.checkpoint._consolidate_hf_safetensors",
 )
 

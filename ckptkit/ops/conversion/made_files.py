@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ckptkit import edits
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import Manifest, sum_files
+from ckptkit.checkpoints.manifest import Manifest
+from ckptkit.checkpoints.sums import sum_files
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow
 from ckptkit.engine.sources import place_of

@@ -201,7 +201,7 @@ def bytes_written(arguments: Sequence[str]) -> int:
     code = (
         "import sys\n"
         "from ckptkit.engine.visit import Worker\n"
-        "from ckptkit.cli import app\n"
+        "from ckptkit.cli.commands import app\n"
         "written, write = [0], Worker.write\n"
         "def count(worker, block, data):\n"
         "    written[0] += len(data)\n"

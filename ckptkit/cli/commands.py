@@ -1,0 +1,82 @@
+"""Find the commands. Each is loaded when it is asked for, and its options are made then."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.main import get_command
+
+from ckptkit.cli.values import Command, Group
+from ckptkit.version import __version__
+
+# In the order of `ckptkit --help`; a command is the function of its name in this module of `ckptkit.cli`.
+COMMANDS = {
+    "consolidate": "consolidate",
+    "reshard": "reshard",
+    "convert": "convert",
+    "finalize": "finalize",
+    "inspect": "inspect",
+    "ls": "ls",
+    "verify": "verify",
+    "diff": "diff",
+    "manifest": "verify",
+    "prune": "prune",
+    "pin": "pin",
+    "unpin": "pin",
+    "stats": "stats",
+    "average": "average",
+    "report": "report",
+    "push": "push",
+    "pull": "pull",
+    "estimate": "estimate",
+    "train": "train",
+    "smoke": "train",
+}
+
+
+def load(name: str) -> Any:
+    """Return a command, made out of its function."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name, cls=Command)(getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name))
+    return get_command(app)
+
+
+class Commands(Group):
+    """All commands, of which only the names are known at first."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"commands": dict.fromkeys(COMMANDS)})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Return a command, None if there is none of this name."""
+        return load(cmd_name) if cmd_name in COMMANDS else None
+
+
+app = typer.Typer(
+    name="ckptkit",
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def print_version(wanted: bool) -> None:
+    """Answer `--version`."""
+    if wanted:
+        typer.echo(f"ckptkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.
+
+    Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, damaged or beyond us;
+    4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
+    """

@@ -1,0 +1,72 @@
+"""Read the plain values of options and arguments. Typer has pydantic read every one, None too, which doubles its start.
+
+What is not plain, or is wrong, is left to typer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args
+
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+Parameter = TyperArgument | TyperOption
+_PLAIN = (bool, int, float, str)
+
+
+class Command(TyperCommand):
+    """A command that reads the plain values of its parameters itself."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line."""
+        take_over(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+
+class Group(TyperGroup):
+    """A group of commands that does so with the options that it has beside them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line as far as the command."""
+        take_over(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+
+def take_over(parameters: Any) -> None:
+    """Put `process` between parameters and typer."""
+    for parameter in parameters:
+        parameter.process_value = partial(process, parameter, parameter.process_value)
+
+
+def process(parameter: Parameter, leave_to_typer: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """Return the value of a parameter from what was typed, or from its default."""
+    try:
+        found = read(parameter, value)
+    except (AttributeError, ValueError):  # an older typer has no descriptor, and no pydantic
+        return leave_to_typer(ctx, value)
+    return found if parameter.callback is None else parameter.callback(ctx, parameter, found)
+
+
+def read(parameter: Parameter, value: Any) -> Any:
+    """Return a plain value, or several. Raises `ValueError` where typer has something to say."""
+    is_many = parameter.multiple or parameter.nargs == -1
+    if parameter.required and not value:
+        raise ValueError("missing")
+    if value is None:
+        return () if is_many else None
+    return [read_one(parameter, one) for one in value] if is_many else read_one(parameter, value)
+
+
+def read_one(parameter: Parameter, value: Any) -> Any:
+    """Return a plain value. Raises `ValueError` for any other."""
+    described = parameter.type_descriptor
+    kind = get_args(described.annotation)[0] if described.is_list else described.annotation
+    about = described.parameter_info
+    if about.parser is not None:
+        return about.parser(value)
+    if value in (described.choices or ()) or (kind in _PLAIN and isinstance(value, kind)):
+        return value
+    if kind is int and value.isascii() and value.isdecimal() and int(value) >= (about.min or 0):
+        return int(value)
+    raise ValueError("not plain")

@@ -1,0 +1,58 @@
+"""The start of the command line: what an answer needs is imported, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ckptkit.cli.commands import COMMANDS
+from tests import producers
+from tests.conftest import Produce
+
+CODE = """
+import atexit, sys
+atexit.register(lambda: print(*sys.modules, file=sys.stderr))
+from ckptkit.cli import main
+main()
+"""
+HEAVY = {"torch", "numpy", "pydantic", "rich", "tqdm", "asyncio", "ssl", "fsspec", "huggingface_hub", "safetensors"}
+
+
+def imported_by(*arguments: object) -> set[str]:
+    """The modules that `ckptkit` with these arguments imports."""
+    command = [sys.executable, "-c", CODE, *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(ran.stderr.split())
+
+
+def test_the_version_needs_nothing() -> None:
+    imported = imported_by("--version")
+    assert "ckptkit.cli" in imported
+    assert not imported & {"typer", "click", "json", "ckptkit.cli.commands", *HEAVY}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_loaded_without_the_others(command: str) -> None:
+    imported = imported_by(command, "--help")
+    own = f"ckptkit.cli.{COMMANDS[command]}"
+    others = {f"ckptkit.cli.{module}" for module in COMMANDS.values()} - {own}
+    assert own in imported
+    assert not imported & (others | HEAVY)
+
+
+@pytest.mark.parametrize("producer", [producers.fsdp2, producers.hf_shards], ids=lambda producer: producer.__name__)
+def test_a_small_checkpoint_is_inspected_with_little(producer: producers.Producer, produce: Produce) -> None:
+    imported = imported_by("inspect", produce(producer).root, "--tensors")
+    assert "ckptkit.ops.inspect" in imported
+    assert not imported & {"ckptkit.plan", "ckptkit.files.publish", "ckptkit.cli.shard_map", "ckptkit.pictures.shards"}
+    assert not imported & HEAVY
+    assert not any(name.startswith(("ckptkit.engine.", "ckptkit.ops.conversion.")) for name in imported)
+
+
+def test_options_with_values_need_no_pydantic(produce: Produce) -> None:
+    options = ["--jobs", "2", "--include", "model.*", "--max-shard-size", "1GB", "--to", "hf"]
+    imported = imported_by("convert", produce(producers.fsdp2).root, "out", *options, "--dry-run")
+    assert "ckptkit.ops.convert" in imported
+    assert "pydantic" not in imported

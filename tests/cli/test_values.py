@@ -1,0 +1,62 @@
+"""The values of options: plain ones are read by us, and typer says what is wrong with the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.main import get_command
+
+from ckptkit.cli.values import Command
+from tests.cli.test_commands import ckptkit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["inspect"], "Missing argument 'PATH'"),
+        (["reshard", "a", "b"], "Missing option '--to'"),
+        (["reshard", "a", "b", "--to", "many"], "Invalid value for '--to'"),
+        (["consolidate", "a", "b", "--jobs", "0"], "Invalid value for '--jobs'"),
+        (["consolidate", "a", "b", "--jobs", "-1"], "Invalid value for '--jobs'"),
+        (["convert", "a", "b", "--to", "zip"], "'zip' is not one of 'dcp', 'hf', 'pt'"),
+        (["diff", "a", "b", "--rtol", "-0.5"], "Invalid value for '--rtol'"),
+        (["consolidat"], "Did you mean 'consolidate'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_what_is_wrong_is_said(arguments: list[str], said: str) -> None:
+    ran = ckptkit(*arguments)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert said in ran.stderr
+
+
+def every_kind(
+    number: int = 3,
+    share: float = 0.5,
+    text: str | None = None,
+    names: list[str] | None = None,
+    file: Path | None = None,
+    is_on: bool = False,
+) -> dict[str, Any]:
+    return locals()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--number 7 --text a --names b --names c --is-on",
+        "--number +7 --share 1e-3 --file d",
+        "--number 007 --share 2",
+    ],
+)
+def test_values_are_those_that_typer_reads(line: str) -> None:
+    read = []
+    for kind in (None, Command):
+        app = typer.Typer(add_completion=False)
+        app.command(cls=kind)(every_kind)
+        read.append(get_command(app).main(line.split(), standalone_mode=False))
+    assert read[0] == read[1]
