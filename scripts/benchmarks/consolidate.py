@@ -18,6 +18,8 @@ src, out = sys.argv[1:]
 names = safe_open(next(Path(src).iterdir()), "pt").keys()
 consolidate_safetensors_files(src, out, dict.fromkeys(names, 1), num_threads=2)
 ' {src} {out}"""
+IMPORT = "python -c 'import torch'"
+TORCH_LARGE = "torch read_metadata, 100,000 chunks"
 TORCH_METADATA = """python -c '
 import sys
 from torch.distributed.checkpoint import FileSystemReader
@@ -66,6 +68,11 @@ def ours(name: str, src: Path, options: str = "") -> Contender:
     return Contender(f"ckptkit consolidate{options}", "ckptkit consolidate {src} {out}/model" + options, src, floor)
 
 
+def looking(name: str, command: str, src: Path, floor: str) -> Contender:
+    """Return a program that writes nothing."""
+    return Contender(name, command, src, floor, only_reads=True)
+
+
 def inspect(runs: int) -> None:
     """Measure looking at a checkpoint, interpreter and imports included."""
     with workplace() as home:
@@ -74,15 +81,22 @@ def inspect(runs: int) -> None:
         make(1, "many-chunks --chunks 100000", large)
         results = measure(
             [
-                Contender("python -c 'import torch'", "python -c 'import torch'", small),
-                Contender("ckptkit inspect, small", "ckptkit inspect {src}", small),
-                Contender("torch read_metadata, small", TORCH_METADATA, small),
-                Contender("ckptkit inspect, 100,000 chunks", "ckptkit inspect {src}", large),
-                Contender("torch read_metadata, 100,000 chunks", TORCH_METADATA, large),
+                Contender("python -c pass", "python -c pass", small),
+                Contender(IMPORT, IMPORT, small),
+                looking("ckptkit --version", "ckptkit --version", small, IMPORT),
+                looking("ckptkit inspect, small", "ckptkit inspect {src}", small, IMPORT),
+                looking("torch read_metadata, small", TORCH_METADATA, small, IMPORT),
+                Contender(TORCH_LARGE, TORCH_METADATA, large),
+                looking("ckptkit inspect, 100,000 chunks", "ckptkit inspect {src}", large, TORCH_LARGE),
             ],
             home / "out",
             runs=runs,
             modes=("warm",),
         )
-    print(paragraph(f"Medians of {runs} runs, taken in turns; interpreter start and imports included."))
+    print(
+        paragraph(
+            f"""Medians of {runs} runs, taken in turns; interpreter start and imports included. In brackets: times what
+            importing torch took, or torch's own reading of the same."""
+        )
+    )
     print(table(results))

@@ -13,13 +13,16 @@ RANKS, FEWER = 16384, 8192
 STEPS = {
     "read": "python -m scripts.benchmarks.scale_steps read {src}",
     "plan": "python -m scripts.benchmarks.scale_steps consolidate {src}",
+    "plan of part 1/4": "python -m scripts.benchmarks.scale_steps consolidate {src} --parts 4",
+    "plan of part 1/16": "python -m scripts.benchmarks.scale_steps consolidate {src} --parts 16",
     "consolidate --dry-run": "ckptkit consolidate {src} {out} --dry-run",
     f"reshard --to {FEWER} --dry-run": f"ckptkit reshard {{src}} {{out}} --to {FEWER} --dry-run",
 }
 HEAD = f"""The first layers of Llama 3.1 405B in bf16 as {RANKS:,} ranks would save them. Simulated: the files are
     sparse, so that every tensor is zeros. Real: the metadata, pickled by torch, and each chunk's archive, as ckptkit
     writes it, with its CRC-32. `read` opens the checkpoint and checks it; `plan` goes on to where every byte is and
-    shall be in a Hugging Face model; the dry runs are whole commands, in which that of `reshard` also makes the new
+    shall be in a Hugging Face model, or in one of 4 or 16 parts of it, each by a process of its own, which all read
+    the metadata first; the dry runs are whole commands, in which that of `reshard` also makes the new
     metadata. One run each, single-threaded; in brackets microseconds a chunk; then the most memory of the process."""
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.weights import find_weights
+from ckptkit.engine.shares import Share
 from ckptkit.files.crc32 import crc32
 from ckptkit.formats.dcp.shards import Item, Known, deal, end_of
 from ckptkit.formats.dcp.write_metadata import record
@@ -99,17 +100,17 @@ def read(root: Path) -> None:
     tell(time.perf_counter() - began, chunks=sum(len(tensor.chunks) for tensor in layout.tensors.values()))
 
 
-def consolidate(root: Path) -> None:
-    """Plan the consolidation: where in the files of a Hugging Face model each byte shall lie, and where it is now."""
+def consolidate(root: Path, parts: int) -> None:
+    """Plan the first of so many parts of a consolidation: where each byte shall lie, and where it is now."""
     layout = find_weights(open_layout(root)).layout
     began = time.perf_counter()
-    draft = Draft.of([layout], ConvertOptions(to="hf"), world_size=1)
-    located = time.perf_counter()
+    part = f"1/{parts}" if parts > 1 else None
+    draft = Draft.of([layout], ConvertOptions(to="hf", part=part), world_size=1)
     with tempfile.TemporaryDirectory(dir=root.parent) as room:
         for file in draft.files:
             write_sparse(Path(room), file)
-        planned = plan(draft, Path(room))
-    tell(time.perf_counter() - began, located=located - began, copies=sum(1 for _ in planned.copies))
+        planned = plan(draft, Path(room), share=Share(0, parts))
+    tell(time.perf_counter() - began, copies=sum(1 for _ in planned.copies))
 
 
 def tell(seconds: float, **facts: float) -> None:
@@ -125,13 +126,14 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=16384)
+    parser.add_argument("--parts", type=int, default=1)
     options = parser.parse_args()
     if options.step == "make":
         make(options.root, options.layers, options.ranks)
     elif options.step == "read":
         read(options.root)
     else:
-        consolidate(options.root)
+        consolidate(options.root, options.parts)
 
 
 if __name__ == "__main__":
