@@ -226,8 +226,8 @@ def to_json(found: Estimated) -> dict[str, Any]:
         "largest_unit_bytes": found.largest_unit,
         "gpu_memory_bytes": found.gpu_memory,
         "strategies": [strategy_json(found, budget) for budget in found.budgets],
-        "disk_bytes": dict(found.disk),
-        "notes": list(found.notes),
+        "disk_bytes": found.disk,
+        "notes": found.notes,
     }
 
 
@@ -239,7 +239,7 @@ def strategy_json(found: Estimated, budget: Budget) -> dict[str, Any]:
         "replicas": budget.setup.world_size // budget.setup.shards,
         "peak_bytes": budget.peak,
         "peak_at": budget.tightest,
-        "moments": {moment: dict(parts) for moment, parts in budget.moments.items()},
+        "moments": budget.moments,
         "host_bytes": budget.host,
         "fits": found.fits(budget),
         "fits_at": found.fits_at(budget),
