@@ -11,7 +11,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, parse_bytes, print_json, print_table, say
 from ckptkit.errors import Usage
-from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.numbers import format_bytes, format_count
 from ckptkit.training.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
@@ -200,14 +200,6 @@ def verdict(found: Estimated, budget: Budget) -> str:
     enough = found.fits_at(budget)
     remedy = f"it would fit on {enough} GPUs" if enough else "no number of GPUs is enough"
     return f"{name} does not fit: {needs}; {remedy}"
-
-
-def format_count(number: int) -> str:
-    """Return a count in words: `8.03 billion`, `218 million`, `1,234`."""
-    for size, name in ((10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {name}"
-    return f"{number:,}"
 
 
 def to_json(found: Estimated) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import typer
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
 from ckptkit.cli.shard_map import show_map, write_map
 from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.numbers import format_bytes, format_count
 
 if TYPE_CHECKING:
     from ckptkit.layout import StoredTensor
@@ -128,10 +128,7 @@ def share(part: float) -> str:
 
 def count_parameters(number: int) -> str:
     """Return a number of parameters in words: `8.03 billion parameters`."""
-    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {word} parameters"
-    return count(number, "parameter")
+    return "1 parameter" if number == 1 else f"{format_count(number)} parameters"
 
 
 def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
