@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
-from ckptkit.cli.shard_map import show_map, write_map
+from ckptkit.cli.shard_map import show_map
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, format_count
 
@@ -45,7 +45,10 @@ def inspect(
 
     found = look(path, with_places=chunks)
     if svg is not None:
-        write_map(found.layout, svg)
+        from ckptkit.reports.shard_map import write_shard_map
+
+        write_shard_map(found.layout, svg)
+        note(f"wrote {svg}")
     if json:
         print_json(to_json(found, with_chunks=chunks))
         return

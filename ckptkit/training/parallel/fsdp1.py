@@ -60,7 +60,7 @@ class Fsdp1:
                 return  # tied, and done with its partner
             module.to_empty(device=device, recurse=False)
             if self.seed is not None or has_buffers(module):
-                whole = initialise_module(blueprint, model, names[module], module, self.seed or 0)
+                whole = initialise_module(blueprint, names[module], module, self.seed or 0)
                 for name, parameter in module.named_parameters(recurse=False):
                     scatter(whole[name], parameter)
             blueprint.tie(model)
