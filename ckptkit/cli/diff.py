@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
-from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -77,44 +76,20 @@ def diff(
 
 def to_json(found: Diff) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
-    return {
-        "a": str(found.a),
-        "b": str(found.b),
-        "equal": found.is_equal,
-        "only_in_a": list(found.only_in_a),
-        "only_in_b": list(found.only_in_b),
-        "different": [difference_json(one) for one in found.different],
-        "renamed": dict(found.renamed),
-        "tensors": found.tensors,
-        "nbytes": found.nbytes,
-        "checked_bytes": found.checked_bytes,
-        "notes": list(found.notes),
-    }
+    names = ("a", "b", "only_in_a", "only_in_b", "renamed", "tensors", "nbytes", "checked_bytes", "notes")
+    different = [difference_json(one) for one in found.different]
+    return {"equal": found.is_equal, "different": different, **pick(found, *names)}
 
 
 def difference_json(one: Difference) -> dict[str, Any]:
-    """Return a difference; numbers are null where there are none, or where they are infinite."""
-    distance = one.distance
-    specs = {side: str(spec) if spec else None for side, spec in (("a", one.a), ("b", one.b))}
+    """Return a difference; numbers are null where there are none."""
+    sides = {side: str(spec) if spec else None for side, spec in (("a", one.a), ("b", one.b))}
     if one.values:
-        specs = {side: repr(value) for side, value in zip("ab", one.values, strict=True)}
-    if distance is None:
-        return {"name": one.name, "reason": one.reason, "max_abs": None, "first": None, **specs}
-    return {
-        "name": one.name,
-        "reason": one.reason,
-        "max_abs": finite(distance.max_abs),
-        "first": None if distance.first is None else list(distance.first),
-        "rel_l2": finite(distance.rel_l2),
-        "elements": distance.different,
-        "strange": distance.strange,
-        **specs,
-    }
-
-
-def finite(number: float) -> float | None:
-    """Return the number, None for one that JSON cannot say."""
-    return number if isfinite(number) else None
+        sides = {side: repr(value) for side, value in zip("ab", one.values, strict=True)}
+    found = {"name": one.name, "reason": one.reason, **sides}
+    if one.distance is None:
+        return found | {"max_abs": None, "first": None}
+    return found | {"elements": one.distance.different, **pick(one.distance, "max_abs", "first", "rel_l2", "strange")}
 
 
 def report(found: Diff, *, every: bool) -> None:

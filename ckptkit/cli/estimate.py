@@ -11,7 +11,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, parse_bytes, print_json, print_table, say
 from ckptkit.errors import Usage
-from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.numbers import format_bytes, format_count
 from ckptkit.training.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
@@ -202,14 +202,6 @@ def verdict(found: Estimated, budget: Budget) -> str:
     return f"{name} does not fit: {needs}; {remedy}"
 
 
-def format_count(number: int) -> str:
-    """Return a count in words: `8.03 billion`, `218 million`, `1,234`."""
-    for size, name in ((10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {name}"
-    return f"{number:,}"
-
-
 def to_json(found: Estimated) -> dict[str, Any]:
     """Return the estimate under the keys that scripts rely on; all sizes in bytes."""
     model, setup = found.model, found.budgets[0].setup
@@ -226,8 +218,8 @@ def to_json(found: Estimated) -> dict[str, Any]:
         "largest_unit_bytes": found.largest_unit,
         "gpu_memory_bytes": found.gpu_memory,
         "strategies": [strategy_json(found, budget) for budget in found.budgets],
-        "disk_bytes": dict(found.disk),
-        "notes": list(found.notes),
+        "disk_bytes": found.disk,
+        "notes": found.notes,
     }
 
 
@@ -239,7 +231,7 @@ def strategy_json(found: Estimated, budget: Budget) -> dict[str, Any]:
         "replicas": budget.setup.world_size // budget.setup.shards,
         "peak_bytes": budget.peak,
         "peak_at": budget.tightest,
-        "moments": {moment: dict(parts) for moment, parts in budget.moments.items()},
+        "moments": budget.moments,
         "host_bytes": budget.host,
         "fits": found.fits(budget),
         "fits_at": found.fits_at(budget),

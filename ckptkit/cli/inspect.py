@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
 from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.numbers import format_bytes, format_count
 
 if TYPE_CHECKING:
     from ckptkit.layout import StoredTensor
@@ -44,9 +44,10 @@ def inspect(
 
     found = look(path, with_places=chunks)
     if svg is not None:
-        from ckptkit.cli.shard_map import write_map
+        from ckptkit.reports.shard_map import write_shard_map
 
-        write_map(found.layout, svg)
+        write_shard_map(found.layout, svg)
+        note(f"wrote {svg}")
     if json:
         print_json(to_json(found, with_chunks=chunks))
         return
@@ -67,17 +68,10 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     layout = found.layout
     return {
-        "format": layout.format,
-        "root": str(layout.root),
-        "step": found.step,
-        "world_size": found.world_size,
-        "trainer": found.trainer,
+        **pick(layout, "format", "root", "nbytes"),
+        **pick(found, "step", "world_size", "trainer", "parameters", "ties", "has_manifest"),
         "producer": found.trainer,  # as it was called before
-        "parameters": found.parameters,
-        "nbytes": layout.nbytes,
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
-        "ties": [list(tie) for tie in found.ties],
-        "has_manifest": found.has_manifest,
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
     }
@@ -85,23 +79,15 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
 
 def group_json(group: Group) -> dict[str, Any]:
     """Return one kind of entries in the result."""
-    return {"entries": group.entries, "nbytes": group.nbytes, "dtypes": dict(group.bytes_by_dtype)}
+    return {"entries": group.entries, "nbytes": group.nbytes, "dtypes": group.bytes_by_dtype}
 
 
 def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
     """Return one tensor of the result."""
     spec = tensor.spec
-    result: dict[str, Any] = {
-        "name": name,
-        "dtype": spec.dtype.name,
-        "shape": list(spec.shape),
-        "nbytes": spec.nbytes,
-    }
+    result: dict[str, Any] = {"name": name, "dtype": spec.dtype.name, **pick(spec, "shape", "nbytes")}
     if with_chunks:
-        result["chunks"] = [
-            {"start": list(chunk.start), "size": list(chunk.size), "file": chunk.path, "offset": chunk.offset}
-            for chunk in tensor.chunks
-        ]
+        result["chunks"] = [{"file": chunk.path, **pick(chunk, "start", "size", "offset")} for chunk in tensor.chunks]
     return result
 
 
@@ -146,10 +132,7 @@ def share(part: float) -> str:
 
 def count_parameters(number: int) -> str:
     """Return a number of parameters in words: `8.03 billion parameters`."""
-    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {word} parameters"
-    return count(number, "parameter")
+    return "1 parameter" if number == 1 else f"{format_count(number)} parameters"
 
 
 def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from ckptkit.cli.output import (
     Quiet,
     count,
     note,
+    pick,
     print_json,
     print_table,
     say,
@@ -61,31 +61,19 @@ def ls(
 
 def to_json(found: Listing) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
-    return {
-        "root": str(found.root),
-        "latest": None if found.latest is None else str(found.latest),
-        "tracker": found.tracker,
-        "checkpoints": [listed_json(one, is_latest=one.path == found.latest) for one in found.checkpoints],
-    }
+    listed = [listed_json(one, is_latest=one.path == found.latest) for one in found.checkpoints]
+    return {**pick(found, "root", "latest", "tracker"), "checkpoints": listed}
 
 
 def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
-    """Return one checkpoint of the result; numbers that JSON has no word for are null."""
+    """Return one checkpoint of the result."""
     return {
-        "path": str(one.path),
-        "step": one.step,
+        **pick(one, "path", "step", "world_size", "nbytes", "saved_at", "metrics", "format", "trainer", "problem"),
         "complete": one.is_complete,
-        "world_size": one.world_size,
-        "nbytes": one.nbytes,
-        "saved_at": one.saved_at,
-        "metrics": {name: value if math.isfinite(value) else None for name, value in one.metrics.items()},
         "pinned": one.is_pinned,
         "latest": is_latest,
-        "format": one.format,
-        "trainer": one.trainer,
-        "problem": one.problem,
         "weights_only": one.is_weights_only,
-        "named_by": list(one.named_by),
+        "named_by": one.named_by,
     }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.cli.diff import finite, times
-from ckptkit.cli.output import count, note, print_json, print_table, progress_bar, say
+from ckptkit.cli.diff import times
+from ckptkit.cli.output import count, note, pick, print_json, print_table, progress_bar, say
 
 if TYPE_CHECKING:
     from ckptkit.ops.comparison.moved import Moved, Movement
@@ -56,19 +56,9 @@ def cosine(movement: Movement) -> str:
 
 
 def to_json(found: Moved) -> dict[str, Any]:
-    """Return the result for scripts; numbers are null where they are infinite."""
-    return {
-        "a": str(found.a),
-        "b": str(found.b),
-        "moved": [
-            {
-                "name": movement.name,
-                "change": finite(movement.change),
-                "max_abs": finite(movement.distance.max_abs),
-                "cosine": movement.distance.cosine,
-                "strange": movement.distance.strange,
-            }
-            for movement in found.tensors
-        ],
-        "notes": list(found.notes),
-    }
+    """Return the result under the keys that scripts rely on."""
+    moved = [
+        pick(movement, "name", "change") | pick(movement.distance, "max_abs", "cosine", "strange")
+        for movement in found.tensors
+    ]
+    return {"moved": moved, **pick(found, "a", "b", "notes")}

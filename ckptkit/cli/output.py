@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from math import isfinite
+from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any
 
@@ -54,7 +57,25 @@ def say(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON object to stdout."""
-    typer.echo(json.dumps(value))
+    typer.echo(json.dumps(plain(value)))
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON says it: records by their fields, paths as text, null for what is no finite number."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
+
+
+def pick(record: object, *names: str) -> dict[str, Any]:
+    """Return attributes of a result by the names that scripts, too, know them by."""
+    return {name: getattr(record, name) for name in names}
 
 
 def print_error(error: CkptError, *, as_json: bool) -> None:

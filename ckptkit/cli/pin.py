@@ -34,7 +34,7 @@ def pin(
 
     pinned = run_it(*checkpoints)
     if json:
-        print_json({"pinned": [str(path) for path in pinned]})
+        print_json({"pinned": pinned})
         return
     for path in pinned:
         say(f"pinned {path}")
@@ -59,7 +59,7 @@ def unpin(
 
     unpinned = run_it(*checkpoints)
     if json:
-        print_json({"unpinned": [str(path) for path in unpinned]})
+        print_json({"unpinned": unpinned})
         return
     for path in unpinned:
         say(f"unpinned {path}")

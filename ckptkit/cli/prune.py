@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, note, plain, print_json, print_table, progress_bar, say
 from ckptkit.files.path import to_local
 from ckptkit.pictures.numbers import format_bytes
 
@@ -59,32 +59,9 @@ def prune(
             progress=progress,
         )
     if json:
-        print_json(to_json(done))
+        print_json({**plain(done), "freed_bytes": done.freed_bytes})
     else:
         report(done)
-
-
-def to_json(done: Pruned) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
-    return {
-        "keep": [entry_json(entry) for entry in done.keep],
-        "delete": [entry_json(entry) for entry in done.delete],
-        "demote": [entry_json(entry) for entry in done.demote],
-        "other": [entry_json(entry) for entry in done.other],
-        "deleted": done.deleted,
-        "freed_bytes": done.freed_bytes,
-    }
-
-
-def entry_json(entry: Entry) -> dict[str, Any]:
-    """Return one directory of the result."""
-    return {
-        "path": str(entry.path),
-        "step": entry.step,
-        "nbytes": entry.nbytes,
-        "freed_bytes": entry.freed_bytes,
-        "reason": entry.reason,
-    }
 
 
 def report(done: Pruned) -> None:

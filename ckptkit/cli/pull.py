@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, Out, Overwrite
-from ckptkit.cli.output import Json, Quiet, count, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, pick, print_json, print_table, progress_bar, say
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
@@ -62,17 +62,9 @@ def pull(
 
 def to_json(done: Pulled) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
-    return {
-        "repository": done.repo_id,
-        "revision": done.revision,
-        "commit": done.commit,
-        "output": str(done.output),
-        "format": done.format,
-        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()],
-        "nbytes": done.nbytes,
-        "fetched_bytes": done.fetched_bytes,
-        "seconds": done.seconds,
-    }
+    names = ("revision", "commit", "output", "format", "nbytes", "fetched_bytes", "seconds")
+    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+    return {"repository": done.repo_id, "files": files, **pick(done, *names)}
 
 
 def report(done: Pulled) -> None:

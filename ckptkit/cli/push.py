@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -61,23 +61,16 @@ def push(
 def to_json(done: Pushed) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     return {
-        "source": str(done.source),
+        **pick(
+            done, "source", "revision", "url", "format", "removed", "left_out", "nbytes", "commit", "seconds", "notes"
+        ),
         "repository": done.repo_id,
-        "revision": done.revision,
-        "url": done.url,
-        "format": done.format,
         "new": done.is_new,
         "private": done.is_private,
         "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()],
-        "removed": list(done.removed),
-        "left_out": dict(done.left_out),
         "card_made": done.has_card,
-        "nbytes": done.nbytes,
         "pushed": done.is_done,
-        "commit": done.commit,
         "unchanged": sorted(done.unchanged),
-        "seconds": done.seconds,
-        "notes": list(done.notes),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import Json, Quiet, print_json, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, pick, print_json, progress_bar, say
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -44,7 +44,6 @@ def report(
     with progress_bar("report") as progress:
         done = run_it(run, out, fast=fast, overwrite=overwrite, jobs=jobs, progress=progress)
     if json:
-        checkpoint = None if done.checkpoint is None else str(done.checkpoint)
-        print_json({"output": str(done.path), "nbytes": done.nbytes, "checkpoint": checkpoint})
+        print_json({"output": done.path, **pick(done, "nbytes", "checkpoint")})
     else:
         say(f"{done.path}: {format_bytes(done.nbytes)}")

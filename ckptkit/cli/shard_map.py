@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from ckptkit.cli.output import count, note, print_table, say, terminal_width, visible
+from ckptkit.cli.output import count, print_table, say, terminal_width, visible
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
@@ -109,11 +108,3 @@ def paint(line: Line) -> str:
         else typer.style(run.text.translate({ord("░"): " ", ord("▒"): " "}), fg=16, bg=_COLOURS[run.owner % 8])
         for run in line
     )
-
-
-def write_map(layout: Layout, path: Path) -> None:
-    """Draw who holds what into an SVG file, and say so."""
-    from ckptkit.reports.shard_map import write_shard_map
-
-    write_shard_map(layout, path)
-    note(f"wrote {path}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
-from ckptkit.cli.output import Json, Quiet, count, note, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
@@ -69,12 +68,8 @@ def stats(
 
 def to_json(found: Stats) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
-    return {
-        "path": str(found.path),
-        "format": found.format,
-        "total": count_json(found.total),
-        "tensors": [tensor_json(tensor) for tensor in found.tensors],
-    }
+    tensors = [tensor_json(tensor) for tensor in found.tensors]
+    return {**pick(found, "path", "format"), "total": count_json(found.total), "tensors": tensors}
 
 
 def tensor_json(tensor: TensorStats) -> dict[str, Any]:
@@ -84,23 +79,13 @@ def tensor_json(tensor: TensorStats) -> dict[str, Any]:
 
 
 def count_json(found: Count) -> dict[str, Any]:
-    """Return what was counted; null is a number that there is none of, or that JSON has none for."""
+    """Return what was counted; null is a number that there is none of."""
     moments = found.moments
-    values = {
+    return {
         "norm": moments.norm,
         "mean": moments.mean if moments.finite else None,
         "std": moments.deviation if moments.finite else None,
-        "low": found.low,
-        "high": found.high,
-    }
-    return {
-        "numbers": found.numbers,
-        **{name: value if value is not None and isfinite(value) else None for name, value in values.items()},
-        "nan": found.nan,
-        "inf": found.inf,
-        "denormal": found.denormal,
-        "zero": found.zero,
-        "sparsity": found.sparsity,
+        **pick(found, "numbers", "low", "high", "nan", "inf", "denormal", "zero", "sparsity"),
     }
 
 

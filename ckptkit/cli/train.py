@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -141,7 +141,7 @@ def smoke(
     checks = make_checks(run, out, nproc=nproc, tied=not untied, device=device, overwrite=overwrite, report=note_check)
     ok = all(check.ok is not False for check in checks)
     if json:
-        print_json({"ok": ok, "checks": [asdict(check) for check in checks]})
+        print_json({"ok": ok, "checks": checks})
     else:
         rows = [(check.name, MARKS[check.ok], f"{check.seconds:.1f} s", check.detail) for check in checks]
         print_table(rows, ("check", "", "took", "detail"))

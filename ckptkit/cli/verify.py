@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,8 @@ from ckptkit.cli.output import (
     Quiet,
     count,
     note,
+    pick,
+    plain,
     print_json,
     print_problem,
     print_table,
@@ -66,7 +67,8 @@ def verify(
     is_ok = all(part.is_ok for part in found)
     numbers = [tensor for part in found for tensor in part.stats]
     if json:
-        print_json(to_json(found) | ({"stats": [stats_json(tensor) for tensor in numbers]} if stats else {}))
+        counted = [plain(tensor) | {"spec": str(tensor.spec)} for tensor in numbers]
+        print_json(to_json(found) | ({"stats": counted} if stats else {}))
     else:
         report(found, fast=fast)
         report_comparison(found)
@@ -118,27 +120,14 @@ def to_json(found: Sequence[Verified]) -> dict[str, Any]:
         "checked_bytes": sum(part.checked_bytes for part in found),
         "unchecked_bytes": sum(part.unchecked_bytes for part in found),
         "checkpoints": [
-            {
-                "path": str(part.path),
-                "format": part.format,
-                "ok": part.is_ok,
-                "tensors": part.tensors,
-                "nbytes": part.nbytes,
-                "has_manifest": part.has_manifest,
-            }
-            for part in found
+            {"ok": part.is_ok, **pick(part, "path", "format", "tensors", "nbytes", "has_manifest")} for part in found
         ],
         "compared": [
-            {"path": str(pair.a), "other": str(pair.b), "tensors": pair.tensors, "nbytes": pair.nbytes}
+            {"path": pair.a, "other": pair.b, **pick(pair, "tensors", "nbytes")}
             for part in found
             if (pair := part.compared)
         ],
     }
-
-
-def stats_json(tensor: TensorStats) -> dict[str, Any]:
-    """Return what was counted in one tensor."""
-    return asdict(tensor) | {"spec": str(tensor.spec)}
 
 
 def report(found: Sequence[Verified], *, fast: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from string import Template
@@ -12,7 +11,7 @@ from typing import Any
 from ckptkit.checkpoints.checkpoint import step_of
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.formats import title_of
-from ckptkit.layout import Layout, Spec
+from ckptkit.ops.inspect import Inspected
 from ckptkit.version import __version__
 
 NAME = "README.md"
@@ -40,14 +39,14 @@ _TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json"})
 
 def make_card(
     repo_id: str,
-    source: Path,
-    layout: Layout,
+    found: Inspected,
     *,
     names: Collection[str],
     config: Mapping[str, Any] | None,
     manifest: Manifest | None,
 ) -> bytes:
-    """Return the card of the checkpoint at `source`, which is pushed as the files `names`."""
+    """Return the card of a checkpoint, which is pushed as the files `names`."""
+    layout = found.layout
     is_model = layout.format == "hf" and config is not None
     words = {
         "library": "library_name: transformers\n" if is_model else "",
@@ -55,27 +54,28 @@ def make_card(
         "name": repo_id.partition("/")[2],
         "what": "Model weights" if layout.format == "hf" else "A training checkpoint",
         "version": __version__,
-        "facts": "\n".join(f"| {name} | {value} |" for name, value in facts_of(source, layout, manifest)),
+        "facts": "\n".join(f"| {name} | {value} |" for name, value in facts_of(found, manifest)),
         "load": "\n".join(load_model(repo_id, config or {}, names) if is_model else load_checkpoint(repo_id)),
     }
     return _CARD.substitute(words).encode()
 
 
-def facts_of(source: Path, layout: Layout, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
+def facts_of(found: Inspected, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
     """Yield the facts that are known, each with its name."""
+    layout = found.layout
     yield "format", title_of(layout.format)
     origin = manifest.source if manifest else None
     made_of = Path(origin["path"]) if origin and "path" in origin else None
     if origin and made_of and _PLAIN.fullmatch(made_of.name):
         yield "made from", f"`{made_of.name}`, {title_of(origin.get('format', ''))}"
-    step = find_step(source.resolve(), made_of)
+    step = find_step(found.whole.resolve(), made_of)
     if step is not None:
         yield "step", f"{step:,}"
     if layout.world_size is not None:
         yield "written by", f"{layout.world_size:,} ranks"
-    weights = weights_of(layout)
-    yield "parameters", f"{sum(spec.numel for spec in weights):,}"
-    yield "dtype", ", ".join(dtypes_of(weights))
+    if found.parameters is not None:
+        yield "parameters", f"{found.parameters:,}"
+        yield "dtype", ", ".join(found.groups["model"].bytes_by_dtype)
     yield "tensors", f"{len(layout.tensors):,}"
     yield "bytes", f"{layout.nbytes:,}"
 
@@ -84,24 +84,6 @@ def find_step(source: Path, made_of: Path | None) -> int | None:
     """Return the step at which the checkpoint, or the one that it was made of, was saved."""
     places = [place for path in (source, made_of) if path for place in (path, path.parent)]
     return next((step for place in places if (step := step_of(place)) is not None), None)
-
-
-def weights_of(layout: Layout) -> list[Spec]:
-    """Return the specs of the model's tensors, without an optimizer's; tied ones count once."""
-    chunks = {
-        tensor.chunks: tensor.spec
-        for name, tensor in layout.tensors.items()
-        if not str(layout.key(name)[0]).startswith("optim")
-    }
-    return list(chunks.values())
-
-
-def dtypes_of(weights: list[Spec]) -> list[str]:
-    """Return the names of the element types, the one with most bytes first."""
-    nbytes: Counter[str] = Counter()
-    for spec in weights:
-        nbytes[spec.dtype.name] += spec.nbytes
-    return [name for name, _ in nbytes.most_common()]
 
 
 def load_model(repo_id: str, config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from io import SEEK_END
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from huggingface_hub import constants, hf_hub_download, hf_hub_url
 from huggingface_hub.file_download import http_get
+from tqdm.utils import CallbackIOWrapper
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
@@ -26,7 +29,7 @@ from ckptkit.files.stores.hub import our_headers
 from ckptkit.formats import detect_format
 from ckptkit.hub.client import HubFile, Repository, look_up, parse_place, silent, talking
 from ckptkit.hub.digests import differences, sum_all
-from ckptkit.hub.transfers import Bars, Follow, FollowedWriter, for_each, no_bar
+from ckptkit.hub.transfers import Bars, Follow, for_each, no_bar
 from ckptkit.progress import Told, telling
 from ckptkit.version import __version__
 
@@ -169,8 +172,12 @@ def fetch(found: Repository, files: Mapping[str, HubFile], stage: Stage, jobs: i
 
 def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
     """Fetch the missing end of a file of `nbytes` bytes."""
-    with FollowedWriter(path, follow) as file:
-        http_get(url, file, resume_size=file.tell(), headers=our_headers(), expected_size=nbytes)
+    path.touch()
+    with path.open("r+b") as file:
+        here = file.seek(0, SEEK_END)
+        follow(here)
+        told = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
+        http_get(url, told, resume_size=here, headers=our_headers(), expected_size=nbytes)
 
 
 def fetch_huge(found: Repository, name: str, stage: Stage) -> None:

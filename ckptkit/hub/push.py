@@ -23,7 +23,7 @@ from ckptkit.hub.digests import Content, differences, sum_all
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.selection import Selection, select_files
 from ckptkit.hub.transfers import Bars, Follow, FollowedReader, for_each, no_bar
-from ckptkit.ops.verify import size_of, verify_part
+from ckptkit.ops.verify import require_sound, size_of, verify_part
 from ckptkit.progress import Told, telling
 from ckptkit.version import __version__
 
@@ -149,11 +149,7 @@ def make_plan(selection: Selection, repo_id: str, revision: str, basis: Reposito
 def examine(selection: Selection, jobs: int | None, told: Told | None) -> dict[str, str]:
     """Return the SHA-256 of each file. Raises `Corrupt` if anything is wrong with the checkpoint."""
     found = verify_part(selection.root, jobs=jobs, progress=told)
-    if found.problems:
-        first, count = found.problems[0], len(found.problems)
-        message = first.message if count == 1 else f"{first.message}; the first of {count} problems"
-        hint = f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed"
-        raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
+    require_sound(found, f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed")
     return sum_all(selection.contents, jobs, told)
 
 

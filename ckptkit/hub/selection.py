@@ -19,6 +19,7 @@ from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
 from ckptkit.layout import Layout
+from ckptkit.ops.inspect import inspect
 from ckptkit.ops.own_files import OwnFiles
 
 _OF_TRAINING = (
@@ -77,7 +78,7 @@ def select_files(source: Source, repo_id: str) -> Selection:
     if has_card:
         found = read_companions(root)
         config = found.config if found else None
-        contents[CARD] = make_card(repo_id, root, layout, names=contents, config=config, manifest=manifest)
+        contents[CARD] = make_card(repo_id, inspect(root), names=contents, config=config, manifest=manifest)
     return Selection(root, reader, layout, contents, left_out, has_card)
 
 

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from ckptkit.engine.workers import Step, work
 from ckptkit.progress import Progress, Told
@@ -79,23 +78,6 @@ class FollowedReader(io.BufferedReader):
         content = super().read(size)
         self._follow(self.tell())
         return content
-
-
-class FollowedWriter(io.BufferedRandom):
-    """A file to be continued at its end, that tells the position reached."""
-
-    def __init__(self, path: Path, follow: Follow) -> None:
-        path.touch()
-        super().__init__(io.FileIO(path, "r+"))
-        self._follow = follow
-        self.seek(0, io.SEEK_END)
-        follow(self.tell())
-
-    def write(self, content: Any, /) -> int:
-        """Write as any file does."""
-        written = super().write(content)
-        self._follow(self.tell())
-        return written
 
 
 @contextmanager

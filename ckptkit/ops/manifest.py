@@ -7,8 +7,8 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
 from ckptkit.checkpoints.manifest import NAME, Manifest
 from ckptkit.checkpoints.sums import files_in, replace_manifest, sum_files
-from ckptkit.errors import Corrupt, Occupied, Usage
-from ckptkit.ops.verify import Verified, size_of, verify_part
+from ckptkit.errors import Occupied, Usage
+from ckptkit.ops.verify import Verified, require_sound, size_of, verify_part
 from ckptkit.progress import Progress, Told, telling
 
 
@@ -35,11 +35,7 @@ def make_manifest(
 def freeze(root: Path, jobs: int | None, progress: Told | None) -> Verified:
     """Verify what is in a directory, and write its manifest."""
     found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
-    if found.problems:
-        first, count = found.problems[0], len(found.problems)
-        message = first.message if count == 1 else f"{first.message}; the first of {count} problems"
-        hint = "`ckptkit verify` lists all problems; a manifest would make them look right"
-        raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
+    require_sound(found, "`ckptkit verify` lists all problems; a manifest would make them look right")
     others = files_in(root) - found.sums.keys()
     replace_manifest(root, Manifest({**found.sums, **sum_files(root, others, ())}))
     return found

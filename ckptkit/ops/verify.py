@@ -62,6 +62,14 @@ class Verified:
         return not self.problems
 
 
+def require_sound(found: Verified, hint: str) -> None:
+    """Raise `Corrupt` with the first problem that was found, if there is any, and how many there are."""
+    if found.problems:
+        first, count = found.problems[0], len(found.problems)
+        message = first.message if count == 1 else f"{first.message}; the first of {count} problems"
+        raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
+
+
 class Problems:
     """The problems of one checkpoint, each once."""
 

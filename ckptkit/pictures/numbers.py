@@ -26,6 +26,14 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} {_UNITS[power]}" if power == 0 or nbytes >= 100 else f"{nbytes:.3g} {_UNITS[power]}"
 
 
+def format_count(number: int) -> str:
+    """Return a count in words: `8.03 billion`, `218 million`, `1,234`."""
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return about `count` round numbers between two others."""
     span = high - low

@@ -28,16 +28,6 @@ class Stretch:
         """Return the mean of the numbers."""
         return self.total / self.count
 
-    def take(self, step: float, value: float) -> None:
-        """Add the number of the next step."""
-        self.last = step
-        if value < self.low:
-            self.low = value
-        elif value > self.high:
-            self.high = value
-        self.total += value
-        self.count += 1
-
     def join(self, later: Stretch) -> None:
         """Add all of a later stretch."""
         self.last = later.last
@@ -71,11 +61,11 @@ class Series:
                 self.bad.append(step)
             return
         self.latest = value
-        is_apart = self._breaks_before(step)
-        if not is_apart and self.stretches[-1].count < self._width:
-            self.stretches[-1].take(step, value)
+        found = Stretch(step, step, value, value, value, 1, self._breaks_before(step))
+        if not found.is_apart and self.stretches[-1].count < self._width:
+            self.stretches[-1].join(found)
             return
-        self.stretches.append(Stretch(step, step, value, value, value, 1, is_apart))
+        self.stretches.append(found)
         if len(self.stretches) > 2 * _MOST:
             self._halve()
 

@@ -8,7 +8,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,15 +20,7 @@ from ckptkit.training.parallel.ranks import Place
 
 Report = Callable[[Any], None]
 Work = Callable[[Place, Report], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """A process of ours, and the pipe over which it reports."""
-
-    number: int
-    process: BaseProcess
-    pipe: Connection
+Ranks = dict[Connection, BaseProcess]  # processes of ours, by the pipes over which they report
 
 
 def launch(work: Work, nproc: int | None, report: Report) -> None:
@@ -60,25 +51,25 @@ def launch_here(work: Work, nproc: int, report: Report) -> None:
     """Start `nproc` processes that meet in a file of a new temporary directory, and wait until all are done."""
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
         rendezvous = (Path(room) / "rendezvous").as_uri()
-        ranks = [start(work, Place(number, nproc, number, nproc, rendezvous)) for number in range(nproc)]
+        ranks = dict(start(work, Place(number, nproc, number, nproc, rendezvous)) for number in range(nproc))
         try:
             with forwarding(signal.SIGTERM, ranks):
                 follow(ranks, report)
         finally:
-            for rank in ranks:
-                rank.process.kill()
-            for rank in ranks:
-                rank.process.join()
+            for process in ranks.values():
+                process.kill()
+            for process in ranks.values():
+                process.join()
 
 
 @contextmanager
-def forwarding(number: signal.Signals, ranks: list[Rank]) -> Iterator[None]:
+def forwarding(number: signal.Signals, ranks: Ranks) -> Iterator[None]:
     """Pass a signal to this process on to its ranks, inside the block: each ends as it sees fit, and so do we."""
 
     def forward(*_: object) -> None:
-        for rank in ranks:
-            if rank.process.pid is not None and rank.process.is_alive():
-                os.kill(rank.process.pid, number)
+        for process in ranks.values():
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
 
     before = signal.signal(number, forward)
     try:
@@ -87,14 +78,14 @@ def forwarding(number: signal.Signals, ranks: list[Rank]) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def start(work: Work, place: Place) -> Rank:
+def start(work: Work, place: Place) -> tuple[Connection, BaseProcess]:
     """Start the process of one rank. Spawned, not forked: torch's threads and CUDA do not survive a fork."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run_rank, args=(work, place, theirs), name=f"rank {place.rank}", daemon=True)
     process.start()
     theirs.close()  # so that the end of the process is the end of the pipe
-    return Rank(place.rank, process, ours)
+    return ours, process
 
 
 def run_rank(work: Work, place: Place, pipe: Connection) -> None:
@@ -115,9 +106,9 @@ def run_rank(work: Work, place: Place, pipe: Connection) -> None:
     os._exit(code)
 
 
-def follow(ranks: list[Rank], report: Report) -> None:
+def follow(ranks: Ranks, report: Report) -> None:
     """Pass on what the ranks report until all have ended; raise what the first failing one raised."""
-    open_pipes = {rank.pipe: rank for rank in ranks}
+    open_pipes = dict(ranks)
     while open_pipes:
         for pipe in wait(list(open_pipes)):
             assert isinstance(pipe, Connection)
@@ -131,16 +122,16 @@ def follow(ranks: list[Rank], report: Report) -> None:
             report(message)
 
 
-def require_good_end(rank: Rank) -> None:
+def require_good_end(process: BaseProcess) -> None:
     """Raise CkptError unless the process of a rank, which closed its pipe, ended with exit code 0."""
-    rank.process.join()
-    code = rank.process.exitcode or 0
+    process.join()
+    code = process.exitcode or 0
     if code < 0:
         name = signal.Signals(-code).name
         hint = "is this machine out of memory?" if name == "SIGKILL" else None
-        raise CkptError(f"rank {rank.number} was ended by {name}; the other ranks were stopped", hint=hint)
+        raise CkptError(f"{process.name} was ended by {name}; the other ranks were stopped", hint=hint)
     if code > 0:
         raise CkptError(
-            f"rank {rank.number} failed with exit code {code}; the other ranks were stopped",
+            f"{process.name} failed with exit code {code}; the other ranks were stopped",
             hint="its own message is above",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from ckptkit.errors import Corrupt, Usage, translate_os_errors
+from ckptkit.files.publish import publish
 from ckptkit.training.config import TrainConfig
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
@@ -107,8 +107,7 @@ def forget_after(run: Path, step: int) -> None:
     path = run / METRICS
     with translate_os_errors(path):
         kept = [line for line in whole_lines(path) if step_of(line, path) <= step]
-        path.with_suffix(".tmp").write_text("".join(kept))
-        os.replace(path.with_suffix(".tmp"), path)
+    publish(path, "".join(kept).encode(), overwrite=True)
 
 
 def whole_lines(path: Path) -> Iterator[str]:

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import TokenFile, prepare_tokens
 from ckptkit.training.metrics import forget_after
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
-from ckptkit.training.parallel.ranks import on_rank_0
 from ckptkit.training.saving.run import Run
 from ckptkit.training.trainer import Trainer
 from ckptkit.training.weights import load_weights
@@ -41,11 +41,12 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
     """Make all that a run needs, on every rank, at its first step or at the one that it resumes."""
     if config.batch_size < mesh.size():
         raise Usage(f"batch_size {config.batch_size} leaves some of {mesh.size()} ranks without a sequence")
-    found = on_rank_0(partial(find, config))
+    ranks = Ranks()
+    found = ranks.on_first(partial(find, config))
     blueprint = choose_blueprint(found.model, tied=not config.untied, vocab_size=found.vocab_size)
     require_fit(config, blueprint, found)
     run = make_run(config, {**found.tokenizer_files, **blueprint.files()})
-    tokens = on_rank_0(partial(tokenise, config, found))
+    tokens = ranks.on_first(partial(tokenise, config, found))
     corpus = open_corpus(tokens, length=config.sequence_length, seed=config.seed)
     weights = config.weights or blueprint.weights
     trainer = Trainer(config, blueprint, corpus, mesh, None if found.resume or weights else config.seed)
@@ -53,7 +54,7 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
         trainer.load(run, found.resume)
     elif weights is not None:
         load_weights(trainer.sharded, weights)
-    on_rank_0(partial(prepare, config, trainer.progress.step, blueprint.files()))
+    ranks.on_first(partial(prepare, config, trainer.progress.step, blueprint.files()))
     return trainer, run
 
 

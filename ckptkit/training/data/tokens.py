@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import Corrupt, Unsupported, Usage, translate_os_errors
+from ckptkit.files.publish import publish
+from ckptkit.files.staging import Stage
 from ckptkit.training.data.documents import TOKEN_FILES, Ids, Text, find_files, read
 from ckptkit.training.data.tokenizer import Tokenizer
 
@@ -69,7 +68,6 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
     if (known := recall(room / ABOUT, made_of, path)) is not None:
         return known
     with translate_os_errors(room):
-        room.mkdir(parents=True, exist_ok=True)
         (room / ABOUT).unlink(missing_ok=True)  # it is not about what is written from here on
     tokens = describe(path, tokenizer) if given else write(files, tokenizer, path)
     tokens = check(tokens, data, tokenizer.name)
@@ -104,8 +102,7 @@ def remember(about: Path, made_of: str, tokens: TokenFile) -> None:
     """Write the file that `recall` reads."""
     fields = asdict(tokens)
     del fields["path"]  # a run may be moved
-    with replacing(about) as file:
-        file.write(json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n")
+    publish(about, json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n", overwrite=True)
 
 
 def describe(path: Path, tokenizer: Tokenizer) -> TokenFile:
@@ -131,10 +128,16 @@ def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
     """Write the token ids of all documents in `files` to `path`."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
     count = 0
-    with replacing(path) as file:
-        for ids in tokenise(files, tokenizer):
-            file.write(ids.astype(dtype).data)
-            count += len(ids)
+    stage = Stage(path, overwrite=True, is_file=True)
+    try:
+        with translate_os_errors(path), (stage.open().path / path.name).open("wb") as file:
+            for ids in tokenise(files, tokenizer):
+                file.write(ids.astype(dtype).data)
+                count += len(ids)
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise
     return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
 
 
@@ -200,18 +203,3 @@ def stray(where: str, vocab_size: int, name: str, path: Path) -> Usage:
     """Return the error for a token id out of bounds."""
     hint = "name the tokenizer that made the ids with `--tokenizer`"
     return Usage(f"{where} is not one of the {vocab_size} of the tokenizer `{name}`", path=path, hint=hint)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write that takes the place of `path` when it is whole and on disk."""
-    draft = path.with_name(f".{path.name}.tmp")
-    with translate_os_errors(path):
-        try:
-            with draft.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)

@@ -206,7 +206,7 @@ class LlamaBlueprint:
         """Return its `Block`s in the order of the forward pass."""
         return list(cast(Llama, model).model.layers)
 
-    def initialise(self, model: nn.Module, name: str, module: nn.Module) -> None:  # noqa: ARG002 - another's may need it
+    def initialise(self, name: str, module: nn.Module) -> None:
         """Initialise `module` itself: normal matrices, norms of ones, RoPE's frequencies."""
         match module:
             case nn.Linear() | nn.Embedding():

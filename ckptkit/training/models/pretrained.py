@@ -61,7 +61,7 @@ class Pretrained:
         return blocks
 
     @torch.no_grad()
-    def initialise(self, model: nn.Module, name: str, module: nn.Module) -> None:  # noqa: ARG002 - another's may need it
+    def initialise(self, name: str, module: nn.Module) -> None:
         """Initialise as transformers would: by the rules of the models that `module` is in, buffers as when built."""
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():

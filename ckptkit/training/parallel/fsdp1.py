@@ -60,7 +60,7 @@ class Fsdp1:
                 return  # tied, and done with its partner
             module.to_empty(device=device, recurse=False)
             if self.seed is not None or has_buffers(module):
-                whole = initialise_module(blueprint, model, names[module], module, self.seed or 0)
+                whole = initialise_module(blueprint, names[module], module, self.seed or 0)
                 for name, parameter in module.named_parameters(recurse=False):
                     scatter(whole[name], parameter)
             blueprint.tie(model)
@@ -96,7 +96,7 @@ class Fsdp1:
         return MixedPrecision(param_dtype(self.config, self.mesh.device_type), reduce_dtype(self.config))
 
     def clip(self, model: nn.Module, limit: float) -> float:
-        """Clip by the method of FSDP1: torch's function would take each rank's part of the norm for the whole."""
+        """Clip to a norm by FSDP1's method, and return the one before: torch's function would take a rank's for all."""
         return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(limit))
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -47,7 +47,7 @@ class Fsdp2:
         return model
 
     def clip(self, model: nn.Module, limit: float) -> float:
-        """Clip by the function of torch, which knows DTensors. Reading the norm is the collective."""
+        """Clip to a norm by torch's function, which knows DTensors; return the one before, read by all ranks."""
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 

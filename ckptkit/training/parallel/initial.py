@@ -25,19 +25,17 @@ def initialise(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None
         parameters = dict(module.named_parameters(recurse=False))
         new = {key: parameter for key, parameter in parameters.items() if parameter not in done}
         if has_buffers(module) or (new and seed is not None):
-            whole = initialise_module(blueprint, model, name, module, seed or 0)
+            whole = initialise_module(blueprint, name, module, seed or 0)
             for key, parameter in new.items():
                 scatter(whole[key], parameter)
             done.update(new.values())
 
 
-def initialise_module(
-    blueprint: Blueprint, model: nn.Module, name: str, module: nn.Module, seed: int
-) -> dict[str, Tensor]:
+def initialise_module(blueprint: Blueprint, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Initialise a module's own buffers in place, and give the first values of its parameters, whole, on the CPU."""
     with whole_parameters(module) as whole, torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, name))
-        blueprint.initialise(model, name, module)
+        blueprint.initialise(name, module)
     return whole
 
 

@@ -1,21 +1,17 @@
-"""Join the ranks of a run, and let one of them work for all. Knows no model, no files and no steps."""
+"""Join the ranks of a run. Knows no model, no files and no steps."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ckptkit.errors import Usage
-from ckptkit.storage.ranks import Ranks
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +64,3 @@ def choose_device(device: str, place: Place) -> torch.device:
     if device == "cpu" or not enough:
         return torch.device("cpu")
     return torch.device("cuda", place.local_rank)
-
-
-def on_rank_0(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 and return its result on every rank; an error there is raised on every rank."""
-    return Ranks().on_first(work)

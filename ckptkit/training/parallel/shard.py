@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,19 +18,6 @@ from ckptkit.training.parallel.fsdp2 import Fsdp2
 from ckptkit.training.parallel.recompute import compile_blocks, recompute
 
 
-class Sharding(Protocol):
-    """The operations in which the versions of FSDP differ."""
-
-    def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
-        """Shard a model that is on `meta`, then give it memory, and its initial weights and buffers."""
-
-    def clip(self, model: nn.Module, limit: float) -> float:
-        """Scale the gradients down to norm `limit` if theirs is larger; return the norm that they had. A collective."""
-
-    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Add up gradients in backward, inside the block, and leave out communication that can wait for the last."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sharded:
     """A model spread over the ranks, and facts from before: which parameters were matrices, which tied.
@@ -42,7 +27,7 @@ class Sharded:
     """
 
     model: nn.Module
-    sharding: Sharding
+    sharding: Fsdp1 | Fsdp2
     first_names: Mapping[str, str]
     matrices: frozenset[str]
     multiplied: int
@@ -71,7 +56,7 @@ def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int
         compile_blocks(blocks)
     first_names = find_first_names(model)
     arranged = arrange(config, mesh)
-    sharding = Fsdp1(config, arranged, seed) if config.fsdp == "1" else Fsdp2(config, arranged, seed)
+    sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, arranged, seed)
     multiplied = count_multiplied(model)
     return Sharded(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied)
 

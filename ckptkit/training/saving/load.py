@@ -1,7 +1,7 @@
 """Load a state that was saved in any form, by all ranks: first its outline, and then what is wanted of it.
 
-A directory of DCP's or a Hugging Face model is read shard by shard, through `ckptkit.storage`. A file of torch.save is
-read by rank 0 for all: only there is what is nested in it exactly what it was.
+Tensors are read shard by shard, through `ckptkit.storage`. What else is in a file of torch.save is read by rank 0 for
+all, with torch: only there is what is nested in it exactly what it was.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, clone
 from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.checkpoints.trainers.ckptkit import TRAINING
@@ -23,9 +22,8 @@ from ckptkit.layout import Spec
 from ckptkit.ops.verify import verify_part
 from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, translate
-from ckptkit.training.saving.save import MODEL, unwrap
-from ckptkit.training.saving.scatter import scatter
-from ckptkit.training.saving.trees import Tree, outlined
+from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap
+from ckptkit.training.saving.trees import Tree, map_tensors, outlined
 
 FILE = "state.pt"
 
@@ -36,51 +34,38 @@ class Stored:
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self.path = path
         self._ranks = ranks
-        is_model, file = ranks.on_first(lambda: find_form(path))
-        self._reader = None if file == path / FILE else Reader(path, under=MODEL if is_model else "")
-        self._file = file
-        self._in_file: Tree = {}  # on rank 0; its tensors are the file, mapped to memory
+        is_model, self._file = ranks.on_first(lambda: find_form(path))
+        self._reader = Reader(path, under=MODEL if is_model else "")
+        self._in_file: set[str] = set()
 
     def outline(self) -> Tree:
-        """Return the state without its data: tensors have a shape and a dtype, all else of a directory is None."""
-        return self._ranks.on_first(self._outline)
+        """Return the state without its data: tensors have a shape and a dtype, all else of a directory is None.
 
-    def _outline(self) -> Tree:
-        outline: Tree = {}
-        if self._reader is not None:
-            outline = read_outline(self._reader)
-        if self._file is not None:
-            # a sharded checkpoint that was made into one file has its dicts wrapped still
-            self._in_file = {name: unwrap(part) for name, part in read_file(self._file).items()}
-            outline |= outlined(self._in_file)
-        return outline
+        What a file of torch.save has besides model and optimizer is there already.
+        """
+        in_file, outline = self._ranks.on_first(self._outline)
+        self._in_file = set(in_file)
+        return outline | in_file
+
+    def _outline(self) -> tuple[Tree, Tree]:
+        # a sharded checkpoint that was made into one file has its dicts wrapped still
+        state = {name: unwrap(part) for name, part in read_file(self._file).items()} if self._file else {}
+        found = {name: outlined(part) if name in IN_PARTS else map_tensors(clone, part) for name, part in state.items()}
+        return found, {} if self._file == self.path / FILE else read_outline(self._reader)
 
     def read(self, wanted: Tree) -> None:
         """Read into `wanted`, which is all or some of the outline, every rank its own shards."""
-        in_file = self._ranks.on_first(lambda: set(self._in_file))
-        self._fill({name: part for name, part in wanted.items() if name in in_file}, self._in_file)
-        self._in_file = {}
-        if self._reader is not None:
-            wanted |= self._read({name: part for name, part in wanted.items() if name not in in_file}, self._reader)
-
-    def _read(self, wanted: Tree, reader: Reader) -> Tree:
+        state = {name: part for name, part in wanted.items() if name not in self._in_file}
+        inside = {name: part for name, part in wanted.items() if name in self._in_file and name in IN_PARTS}
+        tensors = {name: part for name, part in flatten_state_dict(inside)[0].items() if isinstance(part, Tensor)}
         # Otherwise a rank without a shard of one of FSDP1's tensors takes the checkpoint for one of torch 2.3 (2.13).
         planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+        every = tensors | state
         try:
-            state_dict_loader.load(wanted, storage_reader=reader, planner=planner, process_group=self._ranks.group)
+            state_dict_loader.load(every, storage_reader=self._reader, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
             raise translate(error, self.path, "load") from error
-        return {name: unwrap(part) for name, part in wanted.items()}
-
-    def _fill(self, wanted: Any, stored: Any) -> None:
-        """Send each tensor of the file to all ranks, which cut their shards from it."""
-        is_first = self._ranks.rank == 0
-        if isinstance(wanted, Tensor):
-            whole = stored if is_first else torch.empty(wanted.shape, dtype=wanted.dtype)
-            scatter(broadcast(whole, self._ranks), wanted)
-        elif isinstance(wanted, dict | list):
-            for key, value in wanted.items() if isinstance(wanted, dict) else enumerate(wanted):
-                self._fill(value, stored[key] if is_first else None)
+        wanted |= {name: unwrap(every[name]) for name in state}
 
 
 def find_form(path: Path) -> tuple[bool, Path | None]:
@@ -123,11 +108,3 @@ def read_file(path: Path) -> Tree:
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise Corrupt(f"torch cannot load it: {str(error).splitlines()[0]}", path=path) from error
     return state
-
-
-def broadcast(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Return the tensor that rank 0 has, on the CPU of every rank; the others give one to receive it in."""
-    if ranks.group is not None and tensor.numel():
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=0, group=ranks.group)  # gloo knows few dtypes
-    return tensor

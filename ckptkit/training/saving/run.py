@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
@@ -31,7 +32,7 @@ from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.quiet import quiet, silence
 from ckptkit.training.saving.save import FORMATS, Held, Saver
-from ckptkit.training.saving.state import Stateful, Training
+from ckptkit.training.saving.state import Training
 
 
 class Run:

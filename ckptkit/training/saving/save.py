@@ -25,6 +25,7 @@ from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks, translate
+from ckptkit.storage.weights import identify, local_part
 from ckptkit.training.saving.scatter import local_parts
 from ckptkit.training.saving.trees import Tree, map_tensors
 
@@ -140,11 +141,8 @@ def find_shared(model: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
     first: dict[object, str] = {}
     mine = {}
     for name, tensor in model.items():
-        parts = local_parts(tensor)
-        if len(parts) == 1 and parts[0].numel() and not isinstance(tensor, ShardedTensor):
-            (part,) = parts
-            identity = (part.data_ptr(), part.dtype, part.shape, part.stride(), tensor.shape)
-            mine[name] = first.setdefault(identity, name)
+        if not isinstance(tensor, ShardedTensor) and local_part(tensor).numel():
+            mine[name] = first.setdefault(identify(tensor), name)
     votes: dict[str, set[str]] = {}
     for theirs in ranks.gather(mine):
         for name, one in theirs.items():

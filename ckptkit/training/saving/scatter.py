@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -15,17 +14,8 @@ def scatter(whole: Tensor, tensor: Tensor) -> None:
     if isinstance(tensor, DTensor):
         # src_data_rank=None: every rank cuts its own copy, nothing is sent
         tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
-    elif isinstance(tensor, ShardedTensor):
-        for shard in tensor.local_shards():
-            shard.tensor.copy_(box_of(whole, shard.metadata))
     else:
         tensor.copy_(whole)
-
-
-def box_of(whole: Tensor, shard: ShardMetadata) -> Tensor:
-    """Return the part of a whole tensor that a shard of it is."""
-    spans = zip(shard.shard_offsets, shard.shard_sizes, strict=True)
-    return whole[tuple(slice(start, start + size) for start, size in spans)]
 
 
 def local_parts(tensor: Tensor) -> list[Tensor]:

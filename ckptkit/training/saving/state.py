@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -35,17 +36,6 @@ from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.trees import Tree, blank, fit, map_tensors
 
 OURS = ("model", "optim", "optimizer", "step", "metrics", "path")  # names that other state cannot have
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with a state to save: a scheduler, a loader."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state now."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over a state."""
 
 
 @dataclass

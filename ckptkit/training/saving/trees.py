@@ -30,8 +30,8 @@ def outlined(tree: Any) -> Any:
 
 
 def blank(tree: Any) -> Any:
-    """Return the tree with new tensors on the CPU."""
-    return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), tree)
+    """Return the tree with new tensors on the CPU in the place of those without data."""
+    return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype) if each.is_meta else each, tree)
 
 
 def fit(stored: Any, ours: Any, name: str) -> Any:

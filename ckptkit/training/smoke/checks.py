@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +16,8 @@ from ckptkit.ops.convert import convert
 from ckptkit.training.metrics import Step
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
-from ckptkit.training.smoke.rank_tasks import MemoryReport, ReplicaReport, StateReport, StepReport, train_replica
-from ckptkit.training.smoke.runs import SAVED, SIZES, STEPS, Failed, SmokeRuns, of_kind, read_tensors, run_ranks
+from ckptkit.training.smoke.rank_tasks import Account
+from ckptkit.training.smoke.runs import SAVED, SIZES, STEPS, Failed, SmokeRuns, read_tensors
 
 
 class Skipped(Exception):
@@ -29,11 +26,11 @@ class Skipped(Exception):
 
 def trains(runs: SmokeRuns) -> str:
     """Check that the run ends with both of its checkpoints complete."""
-    taken = of_kind(StepReport, runs.first)
+    taken = sum(len(account.steps) for account in runs.first)
     steps = [checkpoint.step for checkpoint in Run(runs.config.run).checkpoints()]
     if steps != [SAVED, STEPS]:
         raise Failed(f"checkpoints of steps {steps}, not {[SAVED, STEPS]}")
-    return f"{len(taken) // runs.nproc} steps on {runs.nproc} ranks, checkpoints at {SAVED} and {STEPS}"
+    return f"{taken // runs.nproc} steps on {runs.nproc} ranks, checkpoints at {SAVED} and {STEPS}"
 
 
 def is_finite(runs: SmokeRuns) -> str:
@@ -55,9 +52,8 @@ def falls(runs: SmokeRuns) -> str:
 
 def differs_between_ranks(runs: SmokeRuns) -> str:
     """Check that each rank has a loss of its own, for its own data, and that all ranks have the same reduced values."""
-    taken = of_kind(StepReport, runs.first)
     for number in range(1, STEPS + 1):
-        steps = [report.step for report in taken if report.step.step == number]
+        steps = [step for account in runs.first for step in account.steps if step.step == number]
         reduced = {(step.loss, step.grad_norm, step.lr, step.tokens) for step in steps}
         if len(reduced) != 1:
             raise Failed(f"step {number}: the ranks disagree on loss, gradient norm, rate or tokens: {reduced}")
@@ -72,20 +68,18 @@ def replicates(runs: SmokeRuns) -> str:
     """Check that ranks that hold all parameters hold the same ones after some steps."""
     if runs.nproc == 1:
         raise Skipped("there is one rank only")
-    config = replace(runs.config, run=runs.scratch / "ddp", strategy="ddp", steps=2)
-    copies = of_kind(ReplicaReport, run_ranks(partial(train_replica, config), runs.nproc))
-    if len({copy.crc32 for copy in copies}) != 1:
-        raise Failed(f"CRC-32 of the parameters by rank: {[f'{copy.crc32:08x}' for copy in copies]}")
-    return f"ddp: {len(copies)} replicas equal after 2 steps, bit for bit"
+    if len({account.crc32 for account in runs.replicated}) != 1:
+        raise Failed(f"CRC-32 of the parameters by rank: {[f'{account.crc32:08x}' for account in runs.replicated]}")
+    return f"ddp: {len(runs.replicated)} replicas equal after 2 steps, bit for bit"
 
 
 def resumes_state(runs: SmokeRuns) -> str:
     """Check that a resumed run has the scheduler and the place in the data that were saved."""
-    saved = [standing for standing in of_kind(StateReport, runs.first) if standing.step == SAVED]
-    loaded = [standing for standing in of_kind(StateReport, runs.resumed) if standing.step == SAVED]
-    if by_rank(saved) != by_rank(loaded) or not saved:
+    saved, loaded = ([account.states[SAVED] for account in accounts] for accounts in (runs.first, runs.resumed))
+    if saved != loaded or not saved:
         raise Failed(f"saved {saved}, loaded {loaded}")
-    return f"{saved[0].progress['sequences']} sequences, {saved[0].progress['tokens']} tokens"
+    _, progress = saved[0]
+    return f"{progress['sequences']} sequences, {progress['tokens']} tokens"
 
 
 def resumes_losses(runs: SmokeRuns) -> str:
@@ -137,7 +131,7 @@ def goes_there_and_back(runs: SmokeRuns) -> str:
 
 def holds_what_was_estimated(runs: SmokeRuns) -> str:
     """Check that the rank with most holds as many bytes of parameters and optimizer as `ckptkit estimate` says."""
-    held = of_kind(MemoryReport, runs.first)
+    held = runs.first
     precision = "bfloat16" if held[0].computes_in == "bfloat16" else "float32"
     size = runs.config.sequence_length, -(-runs.config.batch_size // runs.nproc)
     (budget,) = estimate(
@@ -161,12 +155,7 @@ def consolidates(runs: SmokeRuns) -> str:
 def has_equal_tensors(runs: SmokeRuns) -> str:
     """Check that the export has the tensors that `dcp.load` gives; of tied ones, the first."""
     expected = {name: tensor for name, tensor in runs.trained.state_dict().items() if name not in tied_names(runs)}
-    if runs.exported.keys() != expected.keys():
-        raise Failed(f"names that only one side has: {sorted(runs.exported.keys() ^ expected.keys())}")
-    wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, runs.exported[name])]
-    if wrong:
-        raise Failed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
-    return f"{len(expected)} tensors equal to dcp.load's"
+    return f"{compare_tensors(expected, runs.exported)} tensors equal to dcp.load's"
 
 
 def has_equal_logits(runs: SmokeRuns) -> str:
@@ -204,23 +193,23 @@ def compare_logits(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> str:
 def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
     """Compare all tensors of two checkpoints, or of the first those `under` a key, read by torch."""
     expected = {name: tensor for name, tensor in read_tensors(one).items() if name.startswith(under)}
-    found = read_tensors(other)
+    count = compare_tensors(expected, read_tensors(other))
+    return f"{count} tensors of {under or 'model and optimizer'} equal, bit for bit"
+
+
+def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
+    """Compare tensors by name, and return how many they are."""
     if found.keys() != expected.keys():
         raise Failed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")
     wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
     if wrong:
         raise Failed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
-    return f"{len(expected)} tensors of {under or 'model and optimizer'} equal, bit for bit"
+    return len(expected)
 
 
-def of_rank_0(heard: list[Any]) -> list[Step]:
+def of_rank_0(accounts: list[Account]) -> list[Step]:
     """Return the steps as rank 0 saw them."""
-    return [taken.step for taken in of_kind(StepReport, heard) if taken.rank == 0]
-
-
-def by_rank(standings: list[StateReport]) -> list[StateReport]:
-    """Return the reports in the order of ranks."""
-    return sorted(standings, key=lambda standing: standing.rank)
+    return [step for account in accounts[:1] for step in account.steps]
 
 
 def tied_names(runs: SmokeRuns) -> set[str]:

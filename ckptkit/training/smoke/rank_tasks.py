@@ -1,17 +1,16 @@
-"""Do the work of a smoke run's ranks, and report from each what no checkpoint shows. Judges nothing."""
+"""Do the work of a smoke run's ranks, and give an account of what no checkpoint shows. Judges nothing."""
 
 from __future__ import annotations
 
 import signal
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report
@@ -19,115 +18,84 @@ from ckptkit.training.loop import Asked, advance
 from ckptkit.training.metrics import Log, Step
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.saving.scatter import local_parts
 from ckptkit.training.start import start
 from ckptkit.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """A step as one rank saw it."""
+class Account:
+    """The account that a rank gives of a run: its steps, and what it held at the end.
+
+    `states` are those of the scheduler and of the place in the data, by step: where it began, and at each checkpoint.
+    `parameters` and `optimizer` are bytes, `peak` those of its GPU (None on the CPU); `crc32` is of its parameters.
+    """
 
     rank: int
-    step: Step
-
-
-@dataclass(frozen=True, slots=True)
-class StateReport:
-    """The state of a rank after a step: its scheduler, and its place in the data."""
-
-    rank: int
-    step: int
-    scheduler: dict[str, Any]
-    progress: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """The bytes that a rank holds of parameters and of the optimizer's moments; its GPU's peak (None on the CPU)."""
-
-    rank: int
-    parameters: int
-    optimizer: int
-    peak: int | None
-    computes_in: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
-    """The CRC-32 of all that a rank holds of the parameters."""
-
-    rank: int
-    crc32: int
+    steps: tuple[Step, ...] = ()
+    states: Mapping[int, tuple[dict[str, Any], dict[str, int]]] = field(default_factory=dict)
+    parameters: int = 0
+    optimizer: int = 0
+    peak: int | None = None
+    computes_in: str = "float32"
+    crc32: int = 0
 
 
 def train_and_report(config: TrainConfig, place: Place, report: Report) -> None:
-    """Train a run to its end, as `ckptkit.training.loop` does, and report each step, state and the memory."""
+    """Train a run to its end, as `ckptkit.training.loop` does, and give an account of it."""
     with process_group(place, config.device, deterministic=True) as mesh:
         trainer, run = start(config, mesh)
-        report(report_state(trainer))
-        peak = 0
+        states = {trainer.progress.step: state_of(trainer)}
+        steps = []
         with run, Log(config, place.rank) as log:
             for step in advance(config, trainer, run, Asked(signal.SIGTERM)):
                 log.write(step)
-                report(StepReport(place.rank, step))
+                steps.append(step)
                 if step.checkpoint:
-                    report(report_state(trainer))
-                peak = max(peak, step.memory_allocated or 0)
-        report(report_memory(trainer, peak or None))
+                    states[step.step] = state_of(trainer)
+        moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        report(
+            Account(
+                place.rank,
+                tuple(steps),
+                states,
+                nbytes(trainer.model.parameters()),
+                nbytes(moments),
+                max((step.memory_allocated or 0 for step in steps), default=0) or None,
+                str(param_dtype(config, trainer.device.type)).removeprefix("torch."),
+                checksum(trainer.model.parameters()),
+            )
+        )
 
 
-def load_and_save(config: TrainConfig, place: Place, report: Report) -> None:
+def load_and_save(config: TrainConfig, place: Place, _report: Report) -> None:
     """Load the checkpoint that the configuration resumes from, and save it unchanged, as one of its own run."""
     with process_group(place, config.device) as mesh:
         trainer, run = start(config, mesh)
         with run:
             trainer.save(run)
-        report(report_state(trainer))
-
-
-def train_replica(config: TrainConfig, place: Place, report: Report) -> None:
-    """Take the steps of a configuration, and report the CRC-32 of the parameters."""
-    with process_group(place, config.device) as mesh:
-        trainer, _ = start(config, mesh)
-        while trainer.progress.step < config.steps:
-            trainer.step()
-        report(ReplicaReport(place.rank, checksum(trainer.model.parameters())))
 
 
 def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: Place, report: Report) -> None:
-    """Resume each of some checkpoints for one step, and report it. Saves nothing."""
+    """Resume each of some checkpoints for one step. Saves nothing."""
     with process_group(place, config.device, deterministic=True) as mesh:
-        for checkpoint in checkpoints:
-            trainer, _ = start(replace(config, resume=str(checkpoint)), mesh)
-            report(StepReport(place.rank, trainer.step()))
+        trainers = (start(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints)
+        report(Account(place.rank, tuple(trainer.step() for trainer in trainers)))
 
 
-def report_state(trainer: Trainer) -> StateReport:
-    """Return the state of a trainer."""
-    progress = trainer.progress
-    return StateReport(trainer.rank, progress.step, trainer.scheduler.state_dict(), progress.state_dict())
-
-
-def report_memory(trainer: Trainer, peak: int | None) -> MemoryReport:
-    """Return the bytes that a trainer holds."""
-    moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    dtype = str(param_dtype(trainer.config, trainer.device.type)).removeprefix("torch.")
-    return MemoryReport(trainer.rank, nbytes(trainer.model.parameters()), nbytes(moments), peak, dtype)
+def state_of(trainer: Trainer) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the state of a trainer's scheduler, and its place in the data."""
+    return trainer.scheduler.state_dict(), trainer.progress.state_dict()
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's part of all tensors."""
-    return sum(local(tensor).nbytes for tensor in tensors)
+    return sum(part.nbytes for tensor in tensors for part in local_parts(tensor))
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
     """Return the CRC-32 of this rank's part of all tensors."""
     crc = 0
-    for tensor in tensors:
-        crc = zlib.crc32(local(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
+    for part in (part for tensor in tensors for part in local_parts(tensor)):
+        crc = zlib.crc32(part.detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
     return crc
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -21,11 +21,10 @@ from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.launch import launch
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
-from ckptkit.training.smoke.rank_tasks import load_and_save, step_from_each, train_and_report
+from ckptkit.training.smoke.rank_tasks import Account, load_and_save, step_from_each, train_and_report
 
 STEPS, SAVED = 8, 4
 SIZES = (3, 16, 1)  # ranks to reshard for, one after the other
-T = TypeVar("T")
 
 
 class Failed(Exception):
@@ -42,14 +41,20 @@ class SmokeRuns:
     scratch: Path
 
     @cached_property
-    def first(self) -> list[Any]:
-        """Return the ranks' reports of the run itself."""
+    def first(self) -> list[Account]:
+        """Return the ranks' accounts of the run itself."""
         return run_ranks(partial(train_and_report, self.config), self.nproc)
 
     @cached_property
-    def resumed(self) -> list[Any]:
-        """Return the ranks' reports of a run that resumes the first checkpoint."""
+    def resumed(self) -> list[Account]:
+        """Return the ranks' accounts of a run that resumes the first checkpoint."""
         return run_ranks(partial(train_and_report, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
+
+    @cached_property
+    def replicated(self) -> list[Account]:
+        """Return the ranks' accounts of two steps in which each holds all parameters."""
+        config = replace(self.config, run=self.scratch / "ddp", strategy="ddp", steps=2)
+        return run_ranks(partial(train_and_report, config), self.nproc)
 
     @cached_property
     def at_another_size(self) -> Path:
@@ -74,8 +79,8 @@ class SmokeRuns:
         return made[1:]
 
     @cached_property
-    def stepped(self) -> list[Any]:
-        """Return the reports of one rank more on the step after the first checkpoint: from it, and resharded."""
+    def stepped(self) -> list[Account]:
+        """Return the accounts of one rank more of the step after the first checkpoint: from it, and resharded."""
         original = Run(self.config.run).checkpoint(SAVED)
         size = self.nproc + 1
         resharded = reshard(original, self.scratch / "resharded", to=size).output
@@ -120,16 +125,11 @@ class SmokeRuns:
         return torch.randint(self.trained.config.vocab_size, (4, self.config.sequence_length), generator=generator)
 
 
-def run_ranks(task: Callable[..., None], nproc: int) -> list[Any]:
-    """Do a task on `nproc` ranks, and return what they report."""
-    heard: list[Any] = []
+def run_ranks(task: Callable[..., None], nproc: int) -> list[Account]:
+    """Do a task on `nproc` ranks, and return the accounts that they give, in the order of ranks."""
+    heard: list[Account] = []
     launch(task, nproc, heard.append)
-    return heard
-
-
-def of_kind(kind: type[T], heard: list[Any]) -> list[T]:
-    """Return the reports of one kind."""
-    return [report for report in heard if isinstance(report, kind)]
+    return sorted(heard, key=lambda account: account.rank)
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:

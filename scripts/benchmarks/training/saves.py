@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import TrainConfig, read_settings
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, on_rank_0, process_group
+from ckptkit.training.parallel.ranks import Place, process_group
 from ckptkit.training.saving.run import Run
 from ckptkit.training.start import make_run, start
 from ckptkit.training.trainer import Trainer
@@ -65,14 +66,14 @@ def save(trainer: Trainer, run: Run, step: float) -> Saved:
     path = trainer.save(run)
     stopped = time.perf_counter() - began
     steps = 0
-    while not on_rank_0(path.exists):
+    while not Ranks().on_first(path.exists):
         trainer.step()
         steps += 1
     run.wait()
     cost = time.perf_counter() - began - steps * step
-    visible = on_rank_0(path.stat).st_ctime - wall  # a file system notes when it gave a directory its name
+    visible = Ranks().on_first(path.stat).st_ctime - wall  # a file system notes when it gave a directory its name
     nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if trainer.rank == 0 else 0
-    on_rank_0(partial(shutil.rmtree, path))
+    Ranks().on_first(partial(shutil.rmtree, path))
     return Saved(stopped, visible, cost, nbytes)
 
 

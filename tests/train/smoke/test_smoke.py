@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ckptkit.errors import Occupied
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.metrics import Step
 from ckptkit.training.smoke.checks import CHECKS
-from ckptkit.training.smoke.rank_tasks import MemoryReport, StateReport, StepReport
+from ckptkit.training.smoke.rank_tasks import Account
 from ckptkit.training.smoke.runs import SmokeRuns
 from ckptkit.training.smoke.smoke import Check, make, smoke
 from tests.train.test_commands import ckptkit
@@ -41,8 +40,8 @@ def runs(made: Path, tmp_path: Path) -> SmokeRuns:
     return make_runs(tmp_path)
 
 
-def make_runs(root: Path, *, heard: Sequence[object] = (), resumed: Sequence[object] = ()) -> SmokeRuns:
-    """A runs in `root`, whose ranks have told what was heard of them."""
+def make_runs(root: Path, *, heard: Sequence[Account] = (), resumed: Sequence[Account] = ()) -> SmokeRuns:
+    """A runs in `root`, whose ranks have given these accounts."""
     (root / "room").mkdir(exist_ok=True)
     config = TrainConfig(run=root / "run", untied=True, sequence_length=128)
     runs = SmokeRuns(config, 2, root / "out", root / "room")
@@ -50,7 +49,7 @@ def make_runs(root: Path, *, heard: Sequence[object] = (), resumed: Sequence[obj
     return runs
 
 
-def taken(rank: int, number: int, **others: Any) -> StepReport:
+def taken(rank: int, number: int, **others: Any) -> Step:
     """A step that gives no reason to complain, but for `others`."""
     usual: dict[str, Any] = {
         "loss": 9.0 - number,
@@ -59,10 +58,15 @@ def taken(rank: int, number: int, **others: Any) -> StepReport:
         "lr": 0.1,
         "tokens": number,
     }
-    return StepReport(rank, Step(step=number, tokens_per_second=1.0, **{**usual, **others}))
+    return Step(step=number, tokens_per_second=1.0, **{**usual, **others})
 
 
-GOOD = [taken(rank, number) for number in range(1, 9) for rank in (0, 1)]
+def account(rank: int, *steps: Step, state: tuple[dict[str, Any], dict[str, int]] | None = None) -> Account:
+    """What a rank tells of these steps, and of its state after the fourth."""
+    return Account(rank, steps, {} if state is None else {4: state})
+
+
+GOOD = [[taken(rank, number) for number in range(1, 9)] for rank in (0, 1)]
 
 
 LAUNCHING = {"replicas", "another world size", "full state"}  # they start processes before they judge
@@ -107,31 +111,34 @@ def test_a_lost_tensor_is_found(runs: SmokeRuns) -> None:
 
 
 def test_what_the_ranks_tell_is_judged(tmp_path: Path) -> None:
+    good = [account(rank, *GOOD[rank]) for rank in (0, 1)]
     for name in ("losses are finite", "loss falls", "ranks agree"):
-        assert check(make_runs(tmp_path, heard=GOOD), name).ok is True
+        assert check(make_runs(tmp_path, heard=good), name).ok is True
 
     def found(name: str, **others: float) -> Check:
-        return check(make_runs(tmp_path, heard=[*GOOD[:-2], GOOD[-2], taken(1, 8, **others)]), name)
+        return check(make_runs(tmp_path, heard=[good[0], account(1, *GOOD[1][:7], taken(1, 8, **others))]), name)
 
     for others in ({"loss": 0.5}, {"grad_norm": 2.0}, {"lr": 0.2}, {"tokens": 9}):
         assert "the ranks disagree" in found("ranks agree", **others).detail, others
     assert "the same data" in found("ranks agree", local_loss=1.0).detail
-    rising = [taken(rank, number, loss=number) for number in range(1, 9) for rank in (0, 1)]
+    rising = [account(rank, *(taken(rank, number, loss=number) for number in range(1, 9))) for rank in (0, 1)]
     assert check(make_runs(tmp_path, heard=rising), "loss falls").ok is False
-    endless = [*GOOD[:-2], taken(0, 8, loss=float("nan"))]
-    for heard in (endless, GOOD[:8]):
-        assert check(make_runs(tmp_path, heard=heard), "losses are finite").ok is False
+    endless = account(0, *GOOD[0][:7], taken(0, 8, loss=float("nan")))
+    for heard in (endless, account(0, *GOOD[0][:4])):
+        assert check(make_runs(tmp_path, heard=[heard]), "losses are finite").ok is False
 
 
 def test_a_resumed_run_that_differs_is_found(tmp_path: Path) -> None:
-    saved = StateReport(0, 4, {"last_epoch": 4}, {"sequences": 32, "tokens": 100})
-    good = make_runs(tmp_path, heard=[*GOOD, saved], resumed=[saved, *GOOD[8:]])
+    scheduler, progress = {"last_epoch": 4}, {"sequences": 32, "tokens": 100}
+    first = account(0, *GOOD[0], state=(scheduler, progress))
+    good = make_runs(tmp_path, heard=[first], resumed=[account(0, *GOOD[0][4:], state=(scheduler, progress))])
     assert check(good, "resume: state").ok is True
     assert check(good, "resume: losses").ok is True
-    for wrong in (replace(saved, progress={"sequences": 31}), replace(saved, scheduler={"last_epoch": 3})):
-        assert check(make_runs(tmp_path, heard=[saved], resumed=[wrong]), "resume: state").ok is False
-    for steps in ([*GOOD[8:-2], taken(0, 8, loss=1.0 + 1e-15)], GOOD[10:]):
-        assert check(make_runs(tmp_path, heard=GOOD, resumed=steps), "resume: losses").ok is False
+    for wrong in ((scheduler, {"sequences": 31}), ({"last_epoch": 3}, progress)):
+        assert check(make_runs(tmp_path, heard=[first], resumed=[account(0, state=wrong)]), "resume: state").ok is False
+    for steps in ([*GOOD[0][4:7], taken(0, 8, loss=1.0 + 1e-15)], GOOD[0][5:]):
+        runs = make_runs(tmp_path, heard=[first], resumed=[account(0, *steps)])
+        assert check(runs, "resume: losses").ok is False
 
 
 def test_checkpoints_are_compared_tensor_by_tensor(runs: SmokeRuns) -> None:
@@ -154,9 +161,9 @@ def test_a_resharded_checkpoint_that_differs_is_found(runs: SmokeRuns) -> None:
 def test_another_step_after_resharding_is_found(tmp_path: Path) -> None:
     found = make_runs(tmp_path)
     for others, is_good in (({}, True), ({"loss": 0.5}, False), ({"grad_norm": 2.0}, False)):
-        found.__dict__["stepped"] = [taken(0, 5), taken(1, 5), taken(1, 5), taken(0, 5, **others)]
+        found.__dict__["stepped"] = [account(0, taken(0, 5), taken(0, 5, **others)), account(1, *[taken(1, 5)] * 2)]
         assert check(found, "resume after reshard").ok is is_good, others
-    found.__dict__["stepped"] = [taken(0, 5)]
+    found.__dict__["stepped"] = [account(0, taken(0, 5))]
     assert check(found, "resume after reshard").ok is False
 
 
@@ -175,7 +182,7 @@ def test_an_export_that_does_not_come_back_is_found(runs: SmokeRuns) -> None:
 
 
 def test_memory_beyond_the_estimate_is_found(runs: SmokeRuns) -> None:
-    runs.first.append(MemoryReport(0, 1_000_000, 2_000_000, None, "float32"))
+    runs.first.append(Account(0, parameters=1_000_000, optimizer=2_000_000))
     found = check(runs, "memory as estimated")
     assert found.ok is False
     assert found.detail.startswith("1,000,000 bytes of parameters and 2,000,000 of moments; estimated (2")
