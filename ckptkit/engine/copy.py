@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from ckptkit.engine.blocks import Block
+from ckptkit.engine.carry import carry
 from ckptkit.engine.gather import Gatherer
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
@@ -84,6 +85,9 @@ def copy_unit(
     ledger = Ledger()
 
     def make(worker: Worker, block: Block) -> tuple[int, bool]:
+        carried = carry(worker, block) if plan.combination is None else None
+        if carried is not None:
+            return carried, False
         data, is_noted = (worker.read(block), False) if plan.combination is None else combine(plan, worker, block)
         worker.write(block, data)
         return checksum(plan, block, worker.pieces, data), is_noted

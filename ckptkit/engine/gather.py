@@ -24,11 +24,11 @@ class Gatherer:
     """A reader of boxes of chunks in directory `root`. Belongs to one thread."""
 
     def __init__(self, root: Path) -> None:
-        self._files = Opened(root, in_order=True)
+        self.files = Opened(root, in_order=True)
 
     def close(self) -> None:
         """Close its files."""
-        self._files.close()
+        self.files.close()
 
     @cached_property
     def scratch(self) -> memoryview:
@@ -60,7 +60,7 @@ class Gatherer:
 
     def load(self, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes of a file from `offset`."""
-        self._files[path].read_into(target, offset)
+        self.files[path].read_into(target, offset)
 
     def checksum(self, path: str, offset: int, length: int) -> int:
         """Return the CRC-32 of `length` bytes at `offset` of a file."""

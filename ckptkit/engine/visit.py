@@ -31,14 +31,14 @@ class Worker:
         self.sources = [Gatherer(layout.root) for layout in plan.sources]
         self.pieces: list[list[Piece]] = [[] for _ in self.sources]  # read for the block at hand
         self._buffers: list[memoryview | None] = [None for _ in self.sources]
-        self._files = Opened(plan.dst.root, writable=True)
+        self.files = Opened(plan.dst.root, writable=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         with ExitStack() as closing:
-            closing.callback(self._files.close)
+            closing.callback(self.files.close)
             for source in self.sources:
                 closing.callback(source.close)
 
@@ -65,7 +65,7 @@ class Worker:
     def write(self, block: Block, data: memoryview) -> None:
         """Write a block to where it belongs in the destination."""
         chunk = block.target.chunk
-        self._files[chunk.path].write_at(data, chunk.offset + block.start)
+        self.files[chunk.path].write_at(data, chunk.offset + block.start)
 
 
 def visit(

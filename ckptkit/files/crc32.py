@@ -16,9 +16,14 @@ Key = TypeVar("Key", bound=Hashable)
 _ONES = 0xFFFFFFFF
 
 
-def crc32(data: bytes | bytearray | memoryview) -> int:
-    """Return the CRC-32 of `data`, as zip and PNG compute it."""
-    return isal_zlib.crc32(data)
+def crc32(data: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """Return the CRC-32 of `data`, as zip and PNG compute it, or of it and the bytes whose CRC-32 is `before`."""
+    return isal_zlib.crc32(data, before)
+
+
+def combine(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of bytes from those of their beginning and of the `length` bytes that follow."""
+    return isal_zlib.crc32_combine(first, second, length)
 
 
 class Checksums(Generic[Key]):
