@@ -18,7 +18,7 @@ from ckptkit.tensors.dtypes import DType
 Array = NDArray[Any]
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-_PART = 1 << 16  # elements converted at a time: the passes over them stay in the cache
+_PART = 1 << 18  # elements converted at a time: the passes over them stay near the cache, and are few
 # the smallest magnitudes that round to infinity
 _OVERFLOW = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
 
@@ -34,21 +34,26 @@ def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
     for start in range(0, len(values), _PART):
         part = slice(start, start + _PART)
         wide = widen(values[part])
-        check_range(wide, dst)
-        narrow(wide, out[part])
+        narrow(wide, out[part], are_small(wide, dst))
 
 
-def check_range(values: Array, dst: DType) -> None:
-    """Raise `Unsupported` if `dst` cannot hold one of the finite numbers in `values`."""
+def are_small(values: Array, dst: DType) -> bool:
+    """Return True if `dst` can hold all of `values`, and none is infinite or NaN. False where it is not asked.
+
+    Raises `Unsupported` if it cannot hold one of the finite numbers.
+    """
     limit = _OVERFLOW.get(dst.name)
-    if limit is None or values.dtype == _NUMPY.get(dst.name) or (values.max() < limit and values.min() > -limit):
-        return
+    if limit is None or values.dtype == _NUMPY.get(dst.name):
+        return False
+    if values.max() < limit and values.min() > -limit:  # no comparison with NaN is true
+        return True
     too_large = np.isfinite(values) & (np.abs(values) >= limit)
     if too_large.any():
         worst = np.abs(values[too_large]).max()
         raise Unsupported(
             f"{dst} cannot hold {worst:.6g}: it would become infinite", hint="keep the dtype, or use bfloat16"
         )
+    return False
 
 
 def widener(src: DType) -> Callable[[Array], Array]:
@@ -60,13 +65,13 @@ def widener(src: DType) -> Callable[[Array], Array]:
     return lambda stored: stored.view(_NUMPY[src.name])
 
 
-def _narrower(dst: DType) -> Callable[[Array, Array], None]:
-    """From float32 or float64 to the stored form."""
+def _narrower(dst: DType) -> Callable[[Array, Array, bool], None]:
+    """From float32 or float64, all of them small or not, to the stored form."""
     if dst.name == "bfloat16":
-        return lambda wide, out: _to_bfloat16(_to_float32(wide), out.view(np.uint16))
+        return lambda wide, out, small: _to_bfloat16(_to_float32(wide), out.view(np.uint16), small)
     if dst.name == "float16":
-        return lambda wide, out: _assign(out.view(np.float16), _to_float32(wide))
-    return lambda wide, out: _assign(out.view(_NUMPY[dst.name]), wide)
+        return lambda wide, out, _: _assign(out.view(np.float16), _to_float32(wide))
+    return lambda wide, out, _: _assign(out.view(_NUMPY[dst.name]), wide)
 
 
 def _to_float32(wide: Array) -> Array:
@@ -81,13 +86,12 @@ def _assign(out: Array, values: Array) -> None:
         out[...] = values
 
 
-def _to_bfloat16(values: Array, out: NDArray[np.uint16]) -> None:
+def _to_bfloat16(values: Array, out: NDArray[np.uint16], are_small: bool) -> None:
     bits = values.view(np.uint32)
     scratch = np.right_shift(bits, 16)
     np.bitwise_and(scratch, 1, out=scratch)  # the last bit that stays: ties go to the even neighbour
     np.add(scratch, bits, out=scratch)
     np.add(scratch, 0x7FFF, out=scratch)
     np.right_shift(scratch, 16, out=out, casting="unsafe", dtype=np.uint32)
-    nan = np.isnan(values)
-    if nan.any():
-        out[nan] = 0x7FC0
+    if not are_small:
+        out[np.isnan(values)] = 0x7FC0
