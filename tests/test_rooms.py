@@ -31,7 +31,7 @@ LAYERS = (
     ("files.path",),
     ("files.local", "files.ranges", "files.origin"),
     ("files.crc32", "files.file", "tensors.*"),
-    ("files.allocation", "files.hidden", "files.folders", "files.locks", "files.trees"),
+    ("files.allocation", "files.hidden", "files.folders", "files.locks", "files.temporary", "files.trees"),
     ("files.exchange",),
     ("files.staging",),
     ("files.publish",),
