@@ -577,14 +577,14 @@ def save_alone(state: dict[str, Any], root: Path, **options: Any) -> Truth:
 
 # -- the lists ---------------------------------------------------------------------------------------------------------
 
-# Plain DCP directories: every tensor of the truth must come out of them bit for bit.
+# DCP directories: every tensor of the truth must come out of them bit for bit.
 READABLE: tuple[Producer, ...] = (
     *(fsdp2, fsdp1, hsdp, mesh, tensor_parallel),
     *(many_files, file_per_item, no_collectives, leftovers, no_crc),
-    *(dtypes, strided, nothing, strange_names),
+    *(dtypes, strided, nothing, strange_names, zstd),
     *(under_nothing, under_model, under_state_model, under_app, under_odd_name),
     *(from_ddp, from_compile, from_checkpoint_wrapper),
 )
 
-# Valid DCP directories with something in them that is not raw bytes in some order: decoded or refused by name.
-ENCODED: tuple[Producer, ...] = (transformed, zstd, safetensors_items, lazy, quantized)
+# Valid DCP directories with something in them that is not raw bytes in some order: refused by name.
+ENCODED: tuple[Producer, ...] = (transformed, safetensors_items, lazy, quantized)

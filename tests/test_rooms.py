@@ -32,7 +32,7 @@ LAYERS = (
     ("files.local", "files.ranges", "files.origin"),
     ("files.crc32", "files.file", "tensors.*"),
     ("files.ahead",),
-    ("files.allocation", "files.hidden", "files.folders", "files.locks", "files.trees"),
+    ("files.allocation", "files.hidden", "files.folders", "files.locks", "files.temporary", "files.trees"),
     ("files.exchange",),
     ("files.staging",),
     ("files.publish",),

@@ -5,7 +5,6 @@ A format is a folder here and a line in `FORMATS`. It imports no other format, a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +27,7 @@ __all__ = [
     "get_writer",
     "locate",
     "title_of",
-    "unpacked",
+    "unpack",
     "writable_formats",
 ]
 
@@ -99,19 +98,23 @@ def find_format(path: Path) -> Reader:
     return reader
 
 
-def unpacked(layout: Layout) -> AbstractContextManager[Layout]:
-    """Give the layout with all streams of compressed items decompressed, as long as the block lasts."""
+def unpack(layout: Layout, report: Report = refuse) -> Layout:
+    """Return the layout with all compressed items decompressed, into a temporary file that goes with the layout.
+
+    Reports each item that cannot be, and leaves it as it is.
+    """
     from ckptkit.formats.torchfile import zstd
 
-    return zstd.unpacked(layout)
+    return zstd.unpack(layout, report)
 
 
-def locate(layout: Layout, report: Report = refuse) -> Layout:
+def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True) -> Layout:
     """Return the layout with every chunk's bytes found, in whatever envelope they lie; what a plan needs.
 
-    Reports each chunk of which they are not, and leaves it as it is.
+    Compressed items are unpacked, or without `with_packed` left as they are, and so is each chunk of which the bytes
+    are not found, which is reported.
     """
     from ckptkit.formats.torchfile import locate as envelopes  # a layout of other formats has none
 
     with translate_os_errors(layout.root):
-        return envelopes.locate(layout, report)
+        return envelopes.locate(unpack(layout, report) if with_packed else layout, report, with_packed=with_packed)

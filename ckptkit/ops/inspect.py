@@ -46,13 +46,14 @@ class Inspected:
 def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     """Look at the checkpoint at `source`, or the latest of the run there. Reads no tensor data.
 
-    With `with_places` each chunk's bytes are found inside its envelope, which costs two small reads a chunk.
+    With `with_places` each chunk's bytes are found inside its envelope, which costs two small reads a chunk. Of what is
+    compressed that is the place of the stream.
     """
     checkpoint, unread = Checkpoint.open(source).readable()
     model = checkpoint.model_part
     weights = find_names(model)
     ties = find_ties(model.layout, find_config(model.path), weights)
-    layout = locate(checkpoint.layout) if with_places else checkpoint.layout
+    layout = locate(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
     return Inspected(
         layout,
         model.layout,

@@ -7,7 +7,7 @@ read, and compared with the CRC-32 that the format or a manifest has for it.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from ckptkit.files.file import file_size, is_there
 from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
 from ckptkit.formats import find_format, locate
-from ckptkit.layout import Extent, Place
+from ckptkit.layout import Blob, Chunk, Extent, Layout, Place
 from ckptkit.ops.own_files import OwnFiles, within
 from ckptkit.progress import Progress, Told, telling
 
@@ -77,8 +77,8 @@ class Problems:
         self._found: dict[tuple[Path | None, str | None, int | None], CkptError] = {}
 
     def add(self, problem: CkptError) -> None:
-        """Note a problem, unless one of the same place is known."""
-        self._found.setdefault((problem.path, problem.tensor, problem.offset), problem)
+        """Note a problem, unless one of the same place is known; without its traceback, which keeps files alive."""
+        self._found.setdefault((problem.path, problem.tensor, problem.offset), problem.with_traceback(None))
 
     def are_in(self, path: Path) -> bool:
         """Return whether a problem of file `path` is known."""
@@ -183,7 +183,7 @@ def verify_part(
 def skim(own: OwnFiles, problems: Problems) -> Verified:
     """Look at everything but the data of large tensors."""
     sizes = sizes_of(own, problems)
-    content, extents = look_inside(own, sizes, problems)
+    content, extents = look_inside(own, sizes, problems, with_packed=False)
     unknown = {extent.path for extent in extents if extent.crc32 is None}
     sums = sum_files(own.root, (sizes.keys() & own.recorded.keys()) - unknown, extents)
     compare_files(own, sums, problems)
@@ -237,16 +237,35 @@ def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
     return sizes
 
 
-def look_inside(own: OwnFiles, sizes: Mapping[str, int], problems: Problems) -> tuple[int, list[Extent]]:
-    """Open every envelope that lies in a file of these sizes.
+def look_inside(
+    own: OwnFiles, sizes: Mapping[str, int], problems: Problems, *, with_packed: bool = True
+) -> tuple[int, list[Extent]]:
+    """Open every envelope that lies in a file of these sizes, and unless told otherwise what is compressed.
 
     Returns the bytes of tensors and other entries in them, and the runs of bytes that remain to be compared.
     """
     sound = within(own.layout, sizes)
-    located = locate(sound, problems.add)
+    located = locate(sound, problems.add, with_packed=with_packed)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
-    return content, list(own.reader.extents(sound, problems.add))
+    compared = find_compared(sound, located)
+    extents = own.reader.extents(sound, problems.add)
+    return content, [extent for extent in extents if (extent.path, extent.offset) not in compared]
+
+
+def find_compared(stored: Layout, located: Layout) -> set[Place]:
+    """Return the places of what was unpacked, and so compared with the checksums in it, where there are any."""
+    return {
+        (old.path, old.offset)
+        for old, new in zip(items_of(stored), items_of(located), strict=True)
+        if new.path != old.path and (new.crc32 is not None or not new.length)
+    }
+
+
+def items_of(layout: Layout) -> Iterator[Chunk | Blob]:
+    """Yield every chunk and blob of a layout."""
+    yield from (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
+    yield from layout.blobs.values()
 
 
 def compare_extents(own: OwnFiles, extents: Iterable[Extent], found: Mapping[Place, int], problems: Problems) -> None:

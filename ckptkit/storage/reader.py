@@ -33,7 +33,7 @@ from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
 from ckptkit.files.path import to_path
-from ckptkit.formats import locate, unpacked
+from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.plan import Plan, make_plan, needed
 from ckptkit.storage.entries import read_value
@@ -87,9 +87,9 @@ class LayoutReader(StorageReader):
         entries = {item.storage_index.fqn: item for item in plan.items if item.type == LoadItemType.BYTE_IO}
         for layout in self.layouts:
             names = [name for name in entries if self._layout_with(name) is layout]
-            with unpacked(edits.select(layout, names.__contains__)) as found:
-                for name in names:
-                    planner.load_bytes(entries[name], read_value(found, name))
+            found = unpack(edits.select(layout, names.__contains__))
+            for name in names:
+                planner.load_bytes(entries[name], read_value(found, name))
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         for layout in self.layouts:
             own = [item for item in tensors if self._layout_with(item.storage_index.fqn) is layout]
@@ -176,8 +176,7 @@ def read_tensors(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner)
     items = {f"{position:08d}": item for position, item in enumerate(sorted(plan, key=place))}
     tensors = {label: planner.resolve_tensor(item).detach() for label, item in items.items()}
     wanted = describe_wanted(layout, items, tensors)
-    with unpacked(share_of(layout, wanted)) as share:
-        fill(make_plan(locate(share), wanted), items, tensors, planner)
+    fill(make_plan(locate(share_of(layout, wanted)), wanted), items, tensors, planner)
 
 
 def fill(plan: Plan, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor], planner: LoadPlanner) -> None:

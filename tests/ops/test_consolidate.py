@@ -209,7 +209,6 @@ def test_a_checkpoint_without_a_model(produce: Produce, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("producer", "words"),
     [
-        (producers.zstd, r"stream\.zstd"),
         (producers.transformed, r"stream\.inverted"),
         (producers.safetensors_items, "safetensors"),
         (producers.lazy, "conj"),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckptkit import consolidate, convert
+from ckptkit import consolidate, convert, reshard
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Usage
 from tests import producers
 from tests.checkpoints.test_fit import make_model
@@ -76,6 +76,15 @@ def test_the_key_asked_for(tmp_path: Path) -> None:
     assert load_pt(tmp_path / "pt")["state_dict"]["net"]["a.w"].tolist() == counted(4, 3).tolist()
     with pytest.raises(Usage, match="under no key"):
         convert(tmp_path / "dcp", tmp_path / "hf", to="hf", under="model")
+
+
+def test_a_state_with_nothing_in_it(tmp_path: Path) -> None:
+    save_alone({}, tmp_path / "in")
+    for source, made, to in (("in", "pt", "pt"), ("pt", "dcp", "dcp"), ("dcp", "back", "pt")):
+        convert(tmp_path / source, tmp_path / made, to=to)
+    reshard(tmp_path / "in", tmp_path / "resharded", to=3)
+    assert load_dcp(tmp_path / "dcp") == load_dcp(tmp_path / "resharded") == {}
+    assert load_pt(tmp_path / "pt") == load_pt(tmp_path / "back") == {}
 
 
 def test_consolidated_and_converted_back(produce: Produce, tmp_path: Path) -> None:

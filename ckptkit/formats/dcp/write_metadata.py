@@ -7,12 +7,12 @@ have a million chunks, so whatever recurs is pickled once and then recalled, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 
 from ckptkit.formats.dcp.shards import Item
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
 from ckptkit.formats.torchfile.write_pickle import Pickler
 from ckptkit.layout import Layout, Spec
+from ckptkit.tensors.box import Shape
 from ckptkit.tensors.dtypes import DType
 
 _THERE = "torch.distributed.checkpoint.metadata"
@@ -65,7 +65,7 @@ class _Recording:
         self.pickler.declare(_SIZE)
         dtypes = {tensor.spec.dtype: None for tensor in wanted.tensors.values()}
         self.properties = {dtype: self.describe(dtype) for dtype in dtypes}
-        self.size = cache(lambda shape: self.pickler.piece(Record(_SIZE, (shape,))))
+        self.sizes: dict[Shape, bytes] = {}
 
     def describe(self, dtype: DType) -> bytes:
         """Return the `TensorProperties` of a plain tensor; their state is a tuple."""
@@ -73,6 +73,12 @@ class _Recording:
             self.pickler.declare(value)
         state = (Global("torch", dtype.name), _STRIDED, False, _CONTIGUOUS, False)
         return self.new["TensorProperties"] + self.pickler.piece(state) + b"b"
+
+    def size(self, shape: Shape) -> bytes:
+        """Return a `torch.Size`; the same few of them come again and again."""
+        if shape not in self.sizes:
+            self.sizes[shape] = self.pickler.piece(Record(_SIZE, (shape,)))
+        return self.sizes[shape]
 
     def write(self, placed: dict[str, list[Placed]]) -> bytes:
         """Write the object; return the whole pickle."""

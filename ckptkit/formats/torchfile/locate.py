@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,24 +17,30 @@ from ckptkit.formats.torchfile.read_archive import GLANCE, ReadAt, check_content
 from ckptkit.layout import Blob, Chunk, Extent, Layout, Spec, StoredTensor
 
 ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name
+ZSTD = "stream.zstd/1"  # the one of them that is known, as torch names it, with the version
 _LARGEST_CHECKED = 1 << 26  # bytes of a blob, which is held in memory while it is checked
 
 
-def locate(layout: Layout, report: Report = refuse) -> Layout:
+def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True) -> Layout:
     """Return the layout with every chunk's bytes found inside its envelope, and every blob's compared with its CRC-32.
 
-    Reports each chunk of which they are not, and leaves it as it is. Chunks without a wrapper lie where they say.
+    Reports each chunk of which they are not, and leaves it as it is; without `with_packed` chunks in zstd streams are
+    left unreported. Chunks without a wrapper lie where they say.
     """
+    left = (None,) if with_packed else (None, ZSTD)
     with Opened(layout.root, in_order=False) as files, collector_paused():
-        tensors = {**layout.tensors, **locate_chunks(layout, files, report)}
+        tensors = {**layout.tensors, **locate_chunks(layout, left, files, report)}
         blobs = {name: check_blob(layout, name, files, report) for name in layout.blobs}
     return replace(layout, tensors=tensors, blobs=blobs)
 
 
-def locate_chunks(layout: Layout, files: Opened, report: Report) -> dict[str, StoredTensor]:
-    """Return the tensors that have chunks in envelopes, with each of them found. Empty ones have no bytes to find.
+def locate_chunks(
+    layout: Layout, left: Collection[str | None], files: Opened, report: Report
+) -> dict[str, StoredTensor]:
+    """Return the tensors that have chunks in envelopes, with each found whose wrapper is not to be `left`.
 
-    File by file: of thousands of ranks, each file is opened once, and not once for each of its chunks.
+    Empty ones have no bytes to find. File by file: of thousands of ranks, each file is opened once, and not once for
+    each of its chunks.
     """
     chunks = {
         name: [chunk if chunk.box.numel else chunk._replace(length=0, wrapper=None) for chunk in tensor.chunks]
@@ -45,7 +51,7 @@ def locate_chunks(layout: Layout, files: Opened, report: Report) -> dict[str, St
         (chunk.path, chunk.offset, chunk.length, name, i)
         for name, found in chunks.items()
         for i, chunk in enumerate(found)
-        if chunk.wrapper is not None
+        if chunk.wrapper not in left
     ]
     ahead, moulds = ReadAhead(files), Moulds()
     for *_, name, i in read_ahead(layout.root, sorted(places), lambda place: ends_of(*place[:3])):
@@ -59,7 +65,7 @@ def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
     return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
 
 
-def reading(files: ReadAhead, place: Chunk | Extent) -> ReadAt:
+def reading(files: ReadAhead, place: Chunk | Blob | Extent) -> ReadAt:
     """Return a function that reads inside an item, and nowhere else."""
 
     def read(offset: int, length: int) -> bytes:
@@ -73,18 +79,22 @@ def reading(files: ReadAhead, place: Chunk | Extent) -> ReadAt:
 def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: ReadAhead, moulds: Moulds, report: Report) -> Chunk:
     """Return the chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
     try:
-        read = reading(files, chunk)
         if chunk.wrapper != ENVELOPE:
             hint = "save it again without `_extensions`" if chunk.wrapper else None
             raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
-        found = moulds.locate(read, chunk.length)
-        if (found.tensor.dtype, found.tensor.shape) != (chunk.dtype, chunk.box.size):
-            stored = Spec(found.tensor.dtype, found.tensor.shape)
-            promised = Spec(chunk.dtype, chunk.box.size)
-            raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
+        return open_envelope(chunk, files, moulds)
     except CkptError as error:
         report(error.blame(path=layout.root / chunk.path, tensor=name, offset=chunk.offset))
         return chunk
+
+
+def open_envelope(chunk: Chunk, files: ReadAhead, moulds: Moulds) -> Chunk:
+    """Return the chunk whose archive lies there with its bytes' own offset, length, order and CRC."""
+    found = moulds.locate(reading(files, chunk), chunk.length)
+    if (found.tensor.dtype, found.tensor.shape) != (chunk.dtype, chunk.box.size):
+        stored = Spec(found.tensor.dtype, found.tensor.shape)
+        promised = Spec(chunk.dtype, chunk.box.size)
+        raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
     return chunk._replace(
         offset=chunk.offset + found.offset,
         length=found.length,

@@ -33,6 +33,7 @@ _ALL_ONES = 0xFFFFFFFF
 _HAS_DESCRIPTOR = 8  # flag bit 3: CRC and sizes follow the content
 _DIRECTORY_LIMIT = 1 << 26  # bytes; half a million entries
 _CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
+_PIECE = 1 << 20  # bytes of an entry that are read at once to be compared
 GLANCE = 2048  # bytes read at each end; torch's own head and directory take about 800 and 600
 
 STORAGES = {
@@ -290,9 +291,23 @@ def check_contents(data: bytes) -> None:
             raise Corrupt(f"bytes {offset}:{offset + length} lie outside the entry's {len(data)}")
         return data[offset : offset + length]
 
-    entries = read_directory(read, len(data))
-    for name in entries:
-        read_entry(read, entries, name, limit=len(data))
+    check_archive(read, len(data))
+
+
+def check_archive(read: ReadAt, length: int) -> None:
+    """Raise `Corrupt` unless everything in an archive of `length` bytes has the CRC-32 that is recorded for it."""
+    for name, entry in read_directory(glance(read, length), length).items():
+        pieces = range(entry.offset, entry.offset + entry.length, _PIECE)
+        found = 0
+        for start in pieces if entry.crc32 else ():
+            found = crc32(read(start, min(_PIECE, entry.offset + entry.length - start)), found)
+        if found != entry.crc32:
+            raise damaged(name, entry, found)
+
+
+def damaged(name: str, entry: Entry, found: int) -> Corrupt:
+    """Return the error for an entry of an archive that has another CRC-32 than is recorded for it."""
+    return Corrupt(f"entry `{name}` is damaged: CRC-32 is {found:08x}, recorded {entry.crc32:08x}")
 
 
 def large_entries(read: ReadAt, length: int) -> Iterator[Entry]:
@@ -318,7 +333,7 @@ def read_entry(read: ReadAt, entries: Mapping[str, Entry], name: str, *, limit: 
         raise Unsupported(f"entry `{name}` has {entry.length} bytes, more than the {limit} it should need")
     content = read(entry.offset, entry.length)
     if entry.crc32 and crc32(content) != entry.crc32:
-        raise Corrupt(f"entry `{name}` is damaged: CRC-32 is {crc32(content):08x}, recorded {entry.crc32:08x}")
+        raise damaged(name, entry, crc32(content))
     return content
 
 

@@ -6,58 +6,61 @@ there, an archive of torch.save. What the metadata promises bounds what a frame 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Self, TypeVar, cast
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse, translate_os_errors
+from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.allocation import check_room
 from ckptkit.files.file import Opened, read_at
 from ckptkit.files.path import RemotePath
-from ckptkit.formats.torchfile.locate import ENVELOPE
-from ckptkit.layout import Blob, Chunk, Layout
+from ckptkit.files.temporary import TemporaryFile
+from ckptkit.formats.torchfile.locate import ZSTD, open_envelope, reading
+from ckptkit.formats.torchfile.moulds import Moulds
+from ckptkit.formats.torchfile.read_archive import check_archive
+from ckptkit.layout import Blob, Chunk, Layout, Place
+
+if TYPE_CHECKING:
+    from zstandard import ZstdDecompressor
 
 Item = TypeVar("Item", Chunk, Blob)
-ZSTD = "stream.zstd/1"  # as torch names it, with the version
 _PIECE = 1 << 20  # bytes read and written at once
 _OVERHEAD = 1 << 16  # bytes that an archive may have beside its tensor's; torch's has about 1,400
 _LARGEST_ENTRY = 1 << 26  # bytes; no metadata says how large an entry is that is no tensor
 _WINDOW = 1 << 27  # bytes of memory that a frame may ask for; torch's ask for 2 MiB
 
 
-@contextmanager
-def unpacked(layout: Layout) -> Iterator[Layout]:
-    """Give the layout with all its zstd streams decompressed, into a temporary file that goes with the block's end.
+def unpack(layout: Layout, report: Report = refuse) -> Layout:
+    """Return the layout with all its zstd streams decompressed into a temporary file, which goes with the layout.
 
-    Raises `Unsupported` if the package `zstandard` is not there, `NoRoom` if the disk is too small for what the
-    metadata promises, `Corrupt` for a stream that is damaged or gives more than that.
+    What is in each is compared with the checksums recorded there. Reports a stream that is damaged or gives more than
+    the metadata promises, and leaves it as it is. Raises `Unsupported` without the package `zstandard`, `NoRoom` if the
+    disk is too small for what the metadata promises.
     """
     if not any(item.wrapper == ZSTD for _, item in items_of(layout)):
-        yield layout
-        return
+        return layout
     if isinstance(layout.root, RemotePath):
         hint = "copy the checkpoint here first"
         raise Unsupported(f"stored through the transform `{ZSTD}`, on a remote store", path=layout.root, hint=hint)
-    with tempfile.NamedTemporaryFile(prefix="ckptkit-") as room:
-        path = Path(room.name)
-        with Opened(layout.root) as files, translate_os_errors(path):
-            places = {(item.path, item.offset): (name, item) for name, item in items_of(layout) if item.wrapper == ZSTD}
-            check_room(path, sum(promised(item) for _, item in places.values()))
-            found = {place: unpack(layout, *places[place], files, room.file) for place in sorted(places)}
-            room.flush()
+    room = Room(layout)
 
-        def moved(item: Item) -> Item:
-            if item.wrapper != ZSTD:
-                return item
-            offset, length = found[item.path, item.offset]
-            wrapper = ENVELOPE if isinstance(item, Chunk) else None
-            return item._replace(path=str(path), offset=offset, length=length, wrapper=wrapper)
+    def move(name: str, item: Item) -> Item:
+        try:
+            return room.unpack(item) if item.wrapper == ZSTD else item
+        except CkptError as error:
+            report(error.blame(path=layout.root / item.path, tensor=name, offset=item.offset))
+            return item
 
-        tensors = {name: replace(t, chunks=tuple(map(moved, t.chunks))) for name, t in layout.tensors.items()}
-        yield replace(layout, tensors=tensors, blobs={name: moved(blob) for name, blob in layout.blobs.items()})
+    with room, translate_os_errors(room.kept.path):
+        check_room(room.kept.path, sum(promised(item) for _, item in items_of(layout) if item.wrapper == ZSTD))
+        tensors = {
+            name: replace(tensor, chunks=tuple(move(name, chunk) for chunk in tensor.chunks))
+            for name, tensor in layout.tensors.items()
+        }
+        blobs = {name: move(name, blob) for name, blob in layout.blobs.items()}
+    return replace(layout, tensors=tensors, blobs=blobs, keeper=(layout.keeper, room.kept))
 
 
 def items_of(layout: Layout) -> Iterator[tuple[str, Chunk | Blob]]:
@@ -71,34 +74,76 @@ def promised(item: Chunk | Blob) -> int:
     return item.box.numel * item.dtype.itemsize if isinstance(item, Chunk) else 0
 
 
-def unpack(layout: Layout, name: str, item: Chunk | Blob, files: Opened, out: IO[bytes]) -> tuple[int, int]:
-    """Append the bytes in an item's stream to `out`; return where they begin there, and how many they are."""
-    start, path = out.tell(), layout.root / item.path
-    try:
-        out.writelines(decompress(item, files))
-    except CkptError as error:
-        raise error.blame(path=path, tensor=name, offset=item.offset) from None
-    return start, out.tell() - start
+class Room:
+    """A temporary file for what is in the streams of a layout, each of them once; removed if the block has an error."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._decompressor = make_decompressor(layout.root)
+        self.kept = TemporaryFile()
+        self._file = self.kept.path.open("r+b")
+        self._files = Opened(layout.root)
+        self._ahead, self._moulds = ReadAhead(self._files), Moulds()
+        self._found: dict[Place, tuple[int, int]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._file.close()
+        self._files.close()
+        if kind is not None:
+            self.kept.remove()
+
+    def unpack(self, item: Item) -> Item:
+        """Return the item as it lies here, out of its stream and of the envelope in that."""
+        place = item.path, item.offset
+        if place not in self._found:
+            self._found[place] = self._append(item)
+        start, length = self._found[place]
+        unpacked = item._replace(path=str(self.kept.path), offset=start, length=length, wrapper=None)
+        if isinstance(unpacked, Chunk):
+            return (
+                open_envelope(unpacked, self._ahead, self._moulds)
+                if unpacked.box.numel
+                else unpacked._replace(length=0)
+            )
+        return unpacked
+
+    def _append(self, item: Chunk | Blob) -> tuple[int, int]:
+        """Append what is in an item's stream, and compare its sums; return where it begins, and how long it is."""
+        start = self._file.tell()
+        self._file.writelines(decompress(item, self._files, self._decompressor))
+        self._file.flush()
+        length = self._file.tell() - start
+        read = reading(self._ahead, item._replace(path=str(self.kept.path), offset=start, length=length))
+        if isinstance(item, Chunk) or read(0, min(2, length)) == b"PK":
+            check_archive(read, length)
+        return start, length
 
 
-def decompress(item: Chunk | Blob, files: Opened) -> Iterator[bytes]:
-    """Return the bytes in an item's stream, piece by piece. Raises `Corrupt` as soon as they are too many."""
+def make_decompressor(root: Path) -> ZstdDecompressor:
+    """Return what decompresses a stream. Raises `Unsupported` if the package is not there."""
     try:
-        import zstandard
+        from zstandard import ZstdDecompressor
     except ImportError as error:
         hint = "install the package `zstandard`"
-        raise Unsupported(f"stored through the transform `{ZSTD}`", hint=hint) from error
+        raise Unsupported(f"stored through the transform `{ZSTD}`", path=root, hint=hint) from error
+    return ZstdDecompressor(max_window_size=_WINDOW)
+
+
+def decompress(item: Chunk | Blob, files: Opened, decompressor: ZstdDecompressor) -> Iterator[bytes]:
+    """Return the bytes in an item's stream, piece by piece. Raises `Corrupt` as soon as they are too many."""
+    from zstandard import ZstdError
 
     left = limit = promised(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
-    packed = cast(IO[bytes], Packed(item, files))
-    stream = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(packed)
+    stream = decompressor.stream_reader(cast(IO[bytes], Packed(item, files)))
     try:
         while piece := stream.read(_PIECE):
             left -= len(piece)
             if left < 0:
                 raise Corrupt(f"the zstd stream gives more than {limit} bytes, which it should not need")
             yield piece
-    except zstandard.ZstdError as error:
+    except ZstdError as error:
         raise Corrupt(f"the zstd stream is damaged: {error}") from error
 
 

@@ -16,7 +16,7 @@ from ckptkit.errors import translate_os_errors
 from ckptkit.files.file import file_size
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath
-from ckptkit.formats import Writer, locate
+from ckptkit.formats import Writer, locate, unpack
 from ckptkit.layout import Layout, NewFile, Options
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.other_files import read_files
@@ -28,12 +28,14 @@ class Draft:
     """The files to be made of one part of a checkpoint, or of the same part of several, with every byte found.
 
     Where several processes share the work, each finds the bytes of its own share, when it comes to them.
-    They will lie in `place`, a directory in the output or, if it is empty, the output itself. `made_of` is what their
-    manifest says of the sources; `renamed` and `cast` are what becomes of names and dtypes.
+    They will lie in `place`, a directory in the output or, if it is empty, the output itself. `read` are the files that
+    the sources lie in, `made_of` is what their manifest says of them; `renamed` and `cast` are what becomes of names
+    and dtypes.
     """
 
     place: str
     sources: tuple[Layout, ...]
+    read: tuple[Path, ...]
     writer: Writer
     files: tuple[NewFile, ...]
     made_of: Mapping[str, str]
@@ -43,10 +45,12 @@ class Draft:
     @classmethod
     def of(cls, sources: Sequence[Layout], options: ConvertOptions, world_size: int, **more: Any) -> Self:
         """Return the draft of what `sources` have under the same names, in the format that `options` name."""
-        files = options.writer.arrange(sources[0], Options(options.max_shard_size, world_size))
-        found = tuple(sources if options.part else map(locate, sources))
+        unpacked = tuple(map(unpack, sources))
+        files = options.writer.arrange(unpacked[0], Options(options.max_shard_size, world_size))
+        read = tuple(layout.root / name for layout in sources for name in sorted(read_files(layout)))
         more = {"place": "", "made_of": source_of(sources[0]), **more}
-        return cls(sources=found, writer=options.writer, files=files, **more)
+        found = unpacked if options.part else tuple(map(locate, unpacked))
+        return cls(sources=found, read=read, writer=options.writer, files=files, **more)
 
     @property
     def wanted(self) -> Layout:
@@ -91,7 +95,7 @@ class Conversion:
         digest = blake2b(__version__.encode(), digest_size=16)
         for draft in self.drafts:
             files = [(file.name, file.nbytes) for file in draft.files]
-            stamps = [(name, *stamp(one.root / name)) for one in draft.sources for name in sorted(read_files(one))]
+            stamps = [(path.name, *stamp(path)) for path in draft.read]
             digest.update(repr((draft.place, draft.writer.name, files, stamps)).encode())
         return digest.hexdigest()
 

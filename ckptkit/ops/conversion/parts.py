@@ -33,7 +33,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     options.edits.check_globs(layouts)
     notes: list[str] = []
     chosen = [choose(part, options, world_size, notes) for part in parts]
-    kept = [(part, layout) for part, layout in zip(parts, chosen, strict=True) if layout.names]
+    kept = [(part, layout) for part, layout in zip(parts, chosen, strict=True) if layout.names or not part.layout.names]
     if not kept:
         raise Mismatch("nothing is left to be written", path=checkpoint.path, hint="check --include and --exclude")
     drafts = [draft_part(part, layout, options, world_size) for part, layout in kept]

@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -71,8 +70,6 @@ def test_every_producer_is_read_whole(produce: Produce, producer: Producer) -> N
 
 @pytest.mark.parametrize("producer", ENCODED, ids=lambda producer: producer.__name__)
 def test_what_is_not_plain_is_refused_by_name(produce: Produce, producer: Producer) -> None:
-    if producer is producers.zstd and not ZStandard.is_available():
-        pytest.skip("torch needs `zstandard` to write zstd")
     layout = open_layout(produce(producer).root)
     with pytest.raises(Unsupported) as raised:
         locate(layout)

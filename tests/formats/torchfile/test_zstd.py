@@ -19,8 +19,8 @@ import zstandard
 from torch.distributed.checkpoint._extension import ZStandard
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.errors import Corrupt, NoRoom
-from ckptkit.formats import unpacked
+from ckptkit.errors import Corrupt, NoRoom, Unsupported
+from ckptkit.formats import unpack
 from ckptkit.layout import Blob, Layout
 from ckptkit.storage import Reader
 from ckptkit.tensors.box import whole
@@ -47,9 +47,13 @@ def lying(data: bytes, root: Path) -> Layout:
 
 def test_what_torch_compressed_lies_in_a_file_that_goes(produce: Produce, room: Path) -> None:
     made = produce(producers.zstd)
-    with unpacked(open_layout(made.root)) as layout:
-        assert_holds(layout, made.truth)
-        assert len(list(room.iterdir())) == 1
+    layout = unpack(open_layout(made.root))
+    assert_holds(layout, made.truth)
+    assert len(list(room.iterdir())) == 1
+    kept = replace(layout, blobs={})
+    del layout
+    assert_holds(kept, made.truth)
+    del kept
     assert not list(room.iterdir())
 
 
@@ -72,9 +76,8 @@ def test_torch_loads_it_through_us(room: Path, tmp_path: Path) -> None:
 def test_a_layout_without_streams_is_given_as_it_is(room: Path, tmp_path: Path) -> None:
     save_alone({"w": counted(5)}, tmp_path / "in")
     layout = open_layout(tmp_path / "in")
-    with unpacked(layout) as same:
-        assert same is layout
-        assert not list(room.iterdir())
+    assert unpack(layout) is layout
+    assert not list(room.iterdir())
 
 
 @pytest.mark.parametrize("promised", ["tensor", "entry"])
@@ -89,8 +92,8 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(room: Path, tmp_path: Path, 
         chunk = chunk._replace(path="f", offset=3, length=len(bomb))
         layout = replace(layout, tensors={"w": replace(made.tensors["w"], chunks=(chunk,))}, blobs={})
     words = f"gives more than {20 + (1 << 16) if promised == 'tensor' else 1 << 26} bytes"
-    with pytest.raises(Corrupt, match=words) as raised, unpacked(layout):
-        pass
+    with pytest.raises(Corrupt, match=words) as raised:
+        unpack(layout)
     assert (raised.value.tensor, raised.value.path) == ("w" if promised == "tensor" else "x", tmp_path / "in" / "f")
     assert not list(room.iterdir())
 
@@ -100,8 +103,8 @@ def test_a_promise_beyond_the_disk_is_refused(room: Path, tmp_path: Path) -> Non
     made = open_layout(tmp_path / "in")
     (chunk,) = made.tensors["w"].chunks
     large = replace(made.tensors["w"], chunks=(chunk._replace(box=whole((1 << 60,))),))
-    with pytest.raises(NoRoom), unpacked(replace(made, tensors={"w": large})):
-        pass
+    with pytest.raises(NoRoom):
+        unpack(replace(made, tensors={"w": large}))
     assert not list(room.iterdir())
 
 
@@ -109,8 +112,8 @@ def test_a_window_beyond_all_bounds_is_refused(room: Path, tmp_path: Path) -> No
     parameters = zstandard.ZstdCompressionParameters(window_log=30)
     stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     layout = lying(stream.compress(b"a") + stream.flush(), tmp_path / "in")
-    with pytest.raises(Corrupt, match="damaged"), unpacked(layout):
-        pass
+    with pytest.raises(Corrupt, match="damaged"):
+        unpack(layout)
     assert not list(room.iterdir())
 
 
@@ -124,19 +127,18 @@ def test_every_damage_to_a_stream_is_corrupt_or_harmless(tmp_path: Path) -> None
         damaged = bytearray(sound)
         damaged[at] ^= 1 << at % 8
         (tmp_path / "in" / "f").write_bytes(b"???" + damaged)
-        with suppress(Corrupt), unpacked(layout) as found:
-            assert found.blobs["x"].wrapper is None
+        with suppress(Corrupt, Unsupported):
+            assert unpack(layout).blobs["x"].wrapper is None
 
 
 def test_the_package_is_named_if_it_is_missing(produce: Produce) -> None:
     code = (
         "import sys; sys.modules['zstandard'] = None\n"
         "from pathlib import Path; from ckptkit.errors import Unsupported\n"
-        "from ckptkit.checkpoints.checkpoint import open_layout; from ckptkit.formats import unpacked\n"
-        "try:\n"
-        "    with unpacked(open_layout(Path(sys.argv[1]))): pass\n"
-        "except Unsupported as error: print(error.tensor, error.hint)"
+        "from ckptkit.checkpoints.checkpoint import open_layout; from ckptkit.formats import unpack\n"
+        "try: unpack(open_layout(Path(sys.argv[1])))\n"
+        "except Unsupported as error: print(error.path, error.hint)"
     )
     root = produce(producers.zstd).root
     done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
-    assert done.stdout == "model.weight install the package `zstandard`\n"
+    assert done.stdout == f"{root} install the package `zstandard`\n"
