@@ -101,13 +101,11 @@ class Room:
             self._found[place] = self._append(item)
         start, length = self._found[place]
         unpacked = item._replace(path=str(self.kept.path), offset=start, length=length, wrapper=None)
-        if isinstance(unpacked, Chunk):
-            return (
-                open_envelope(unpacked, self._ahead, self._moulds)
-                if unpacked.box.numel
-                else unpacked._replace(length=0)
-            )
-        return unpacked
+        if not isinstance(unpacked, Chunk):
+            return unpacked
+        if not unpacked.box.numel:
+            return unpacked._replace(length=0)
+        return open_envelope(unpacked, self._ahead, self._moulds)
 
     def _append(self, item: Chunk | Blob) -> tuple[int, int]:
         """Append what is in an item's stream, and compare its sums; return where it begins, and how long it is."""
