@@ -6,12 +6,11 @@ A step is touched three times, by the read, the checksum and the write, and two 
 from __future__ import annotations
 
 from ckptkit.engine.blocks import Block
+from ckptkit.engine.gather import STEP_BYTES
 from ckptkit.engine.visit import Worker
 from ckptkit.files.crc32 import combine, crc32
 from ckptkit.layout import Chunk, Piece
 from ckptkit.tensors.blocks import span_of
-
-_STEP_BYTES = 1 << 19  # of 64 KiB to 4 MiB the fastest, with writes of a quarter of it
 
 Run = tuple[int, Chunk, int, int]  # where in the block, of which chunk, where in that, and how long; in bytes
 
@@ -38,7 +37,7 @@ def runs_of(block: Block) -> list[Run] | None:
     """Return the runs of bytes that a block is made of, in order; None if it is to be gathered."""
     (parts,) = block.parts
     dtype = block.target.chunk.dtype
-    if (len(parts) - 1) * _STEP_BYTES > block.nbytes:
+    if (len(parts) - 1) * STEP_BYTES > block.nbytes:
         return None
     runs: list[Run] = []
     for chunk, part in parts:
@@ -51,10 +50,11 @@ def runs_of(block: Block) -> list[Run] | None:
 
 def carry_run(worker: Worker, chunk: Chunk, start: int, length: int, path: str, offset: int) -> int:
     """Copy `length` bytes of a chunk from `start` to `offset` of file `path`, step by step, and return their CRC-32."""
+    step = worker.sources[0].step
     source, target = worker.sources[0].files[chunk.path], worker.files[path]
     crc = 0
-    for done in range(0, length, _STEP_BYTES):
-        data = worker.buffer(min(_STEP_BYTES, length - done))
+    for done in range(0, length, step):
+        data = worker.buffer(min(step, length - done))
         source.read_into(data, chunk.offset + start + done)
         crc = crc32(data, crc)
         target.write_at(data, offset + done)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.engine.blocks import Block
 from ckptkit.engine.copy import Copied, copy, execute, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
@@ -149,7 +150,12 @@ def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytes
         copy(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
     assert len(Journal(tmp_path / "j").units) == 6
     written: list[int] = []
-    monkeypatch.setattr(Worker, "write", lambda worker, block, data: written.append(block.start))
+
+    def note(_worker: Worker, block: Block) -> int:
+        written.append(block.start)
+        return 0
+
+    monkeypatch.setattr("ckptkit.engine.copy.carry", note)
     copy(plan, journal=Journal(tmp_path / "j"), jobs=1)
     assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
 
