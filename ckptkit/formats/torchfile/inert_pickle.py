@@ -11,9 +11,7 @@ import io
 import pickle
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from operator import concat
 from typing import Any, Final
 
 from ckptkit.errors import Corrupt, Unsupported
@@ -41,6 +39,10 @@ class Global(type):
     def __call__(cls, *args: Any) -> Record:
         """Return what the call would have made."""
         return Record(cls, args)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Refuse what a pickle may ask for."""
+        raise AttributeError(name)
 
     def __eq__(cls, other: object) -> bool:
         return cls is other or (isinstance(other, Global) and (cls.module, cls.name) == (other.module, other.name))
@@ -149,7 +151,7 @@ Names = Container[tuple[str, str]]
 ANY_NAME: Final = _AnyName()  # for the pickle of a user's own state: a name does no harm, since none is ever imported
 _SET = Global("builtins", "set")
 _SIZE = ("torch", "Size")
-_tuple_itself = partial(concat, ())  # gives back the tuple that it is called with, and takes nothing else
+_tuple_itself = ().__add__  # gives back the tuple that it is called with, and nothing else
 SCALARS: Final = (str, int, float, bytes, bool, type(None))
 _MALFORMED = (
     pickle.UnpicklingError,
@@ -181,8 +183,8 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
 class _Unpickler(pickle.Unpickler):
     """The unpickler, with all that it could import or refer to replaced."""
 
-    def __init__(self, harmless: bytes, names: Names, *, is_flat: bool) -> None:
-        super().__init__(io.BytesIO(harmless), encoding="utf-8")
+    def __init__(self, harmless: io.BytesIO, names: Names, *, is_flat: bool) -> None:
+        super().__init__(harmless, encoding="utf-8")
         self._names = names
         self._known: dict[tuple[str, str], Any] = {_SIZE: _tuple_itself} if is_flat and _SIZE in names else {}
 

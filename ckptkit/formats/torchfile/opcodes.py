@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from io import SEEK_END, BytesIO
 
 from ckptkit.errors import Unsupported
 
 # `persistent_load` is called with None for an empty dict, with () for an empty set, and else with a tuple of the id
 _CALLS = {b"}": b"NQ", b"\x8f": b")Q", b"Q": b"\x85Q"}  # EMPTY_DICT, EMPTY_SET, BINPERSID
 _STOP, _FRAME, _LONG_BINPUT = b".", b"\x95", b"r"
+_HEAD = b"\x80\x04" + _FRAME  # of a pickle in one frame, whose length follows: the unpickler reads a frame at once
 _EMPTY_LIST, _APPENDS = b"]"[0], b"e"[0]
 _COUNTED = {0x8C: 1, 0x58: 4, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4, 0x8A: 1, 0x8D: 8, 0x8E: 8}  # bytes of their length
 _FIXED = b"KhqMJjGc\x80"  # those with other operands
 _SHORT = 96  # bytes of text; longer ones are stepped over one by one
 
 
-def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[bytes, int]:
+def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[BytesIO, int]:
     """Return a pickle that says the same as the one at byte `at` of `data`, but harmlessly, and the offset past that.
 
     With `is_flat` the dict that is an object's state becomes a list of its keys and values in turn. Raises
@@ -32,7 +34,8 @@ def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[bytes, int]
     """
     pattern = harmless(is_flat)
     body = bytearray(data)
-    pieces: list[bytes | memoryview] = []
+    out = BytesIO(_HEAD + bytes(8))
+    out.seek(0, SEEK_END)
     done = at
     while True:
         run = pattern.match(data, at)
@@ -45,12 +48,14 @@ def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[bytes, int]
             break
         instead, end = exchange(data, at)
         if instead is not None:
-            pieces += (memoryview(body)[done:at], instead)
+            out.write(memoryview(body)[done:at])
+            out.write(instead)
             done = end
         at = end
-    pieces.append(memoryview(body)[done : at + 1])
-    nbytes = sum(map(len, pieces))
-    return b"".join((b"\x80\x04", _FRAME, nbytes.to_bytes(8, "little"), *pieces)), at + 1
+    out.write(memoryview(body)[done : at + 1])
+    out.getbuffer()[len(_HEAD) : len(_HEAD) + 8] = (out.tell() - len(_HEAD) - 8).to_bytes(8, "little")
+    out.seek(0)
+    return out, at + 1
 
 
 def exchange(data: bytes, at: int) -> tuple[bytes | None, int]:

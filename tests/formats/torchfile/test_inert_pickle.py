@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.torchfile.inert_pickle import Global, Record, load
+from ckptkit.formats.torchfile.inert_pickle import Global, Record, load, walk
 from tests import producers
 from tests.conftest import Produce
 
@@ -138,6 +138,17 @@ BOMBS = {
     "decimal of a million digits": b"I" + b"9" * 1_000_000 + b"\n.",
     "lists in lists": b"]" * 200_000 + b"a" * 199_999 + b".",
     "tuples in tuples": b"N" + b"\x85" * 300_000 + b".",
+    "dicts in dicts": b"}N" * 100_000 + b"N" + b"s" * 100_000 + b".",
+    "dicts": b"}" * 2_000_000 + b".",
+    "sets in sets": b"\x8f" + b"(\x8f" * 100_000 + b"\x90" * 100_000 + b".",
+    "calls in calls": b"ctorch\nSize\n(" * 100_000 + b"tR" * 100_000 + b".",
+    "calls of calls": b"ctorch\nSize\n" + b")R" * 300_000 + b".",
+    "states in states": b"ctorch\nSize\n)R" * 100_000 + b"b" * 99_999 + b".",
+    "references to references": b"N" + b"Q" * 300_000 + b".",
+    "names": b"".join(b"ca\n%d\n" % i for i in range(300_000)) + b".",
+    "attributes for a name": b"ctorch\nSize\nN}X\x04\x00\x00\x00name]s\x86b.",
+    "attributes for a size": b"ctorch\nSize\n)R(K\x01)}N\x86tb.",
+    "members for a name": b"ctorch\nSize\n(K\x01K\x02e.",
     "marks": b"(" * 300_000 + b".",
     "marks and tuples": b"(" * 300_000 + b"t" * 300_000 + b".",
     "a tuple of twins as a key": b"}N" + b"q\x00h\x00\x86" * 64 + b"Ns.",
@@ -183,10 +194,11 @@ class Everything:
     def __contains__(self, name): return True
 data = sys.stdin.buffer.read()
 for names in ((), Everything()):
-    try:
-        load(data, names)
-    except CkptError as error:
-        str(error), error.to_json()
+    for is_flat in (False, True):
+        try:
+            load(data, names, is_flat=is_flat)
+        except CkptError as error:
+            str(error), error.to_json()
 """
 
 
@@ -228,8 +240,29 @@ def test_random_opcodes_give_a_value_or_an_error(data: bytes) -> None:
 
 
 def value_or_error(data: bytes, names: Container[tuple[str, str]] = EVERYTHING) -> None:
-    with suppress(CkptError):
-        load(data, names)
+    for is_flat in (False, True):
+        with suppress(CkptError):
+            load(data, names, is_flat=is_flat)
+
+
+def test_a_flat_state_says_the_same(metadata: bytes) -> None:
+    (deep, end), (flat, same_end) = (load(metadata, EVERYTHING, is_flat=is_flat) for is_flat in (False, True))
+    assert end == same_end == len(metadata)
+    assert plain_of(flat) == plain_of(deep)
+    lists = [part for part in walk(flat) if isinstance(part, Record) and isinstance(part.state, list)]
+    assert len(lists) > 10
+
+
+def plain_of(value: Any) -> Any:
+    """The same with dicts in the place of objects, and tuples in that of sizes."""
+    if isinstance(value, Record) and value.of == Global("torch", "Size"):
+        return plain_of(value.args[0])
+    if isinstance(value, Record):
+        state = value.state if isinstance(value.state, tuple | None) else value.attributes()
+        return (str(value.of), plain_of(value.args), plain_of(state))
+    if isinstance(value, dict):
+        return [(plain_of(key), plain_of(child)) for key, child in value.items()]
+    return [*map(plain_of, value)] if isinstance(value, (list, tuple)) else str(value)
 
 
 def test_a_stream_of_pickles_is_read_one_after_another() -> None:
