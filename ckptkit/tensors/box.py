@@ -101,12 +101,12 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
 
 def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
     """Return the position of a box that does not lie inside a tensor of `shape`; None if all do."""
-    for i, box in enumerate(boxes):
-        inside = len(box.start) == len(box.size) == len(shape) and all(
-            a >= 0 and n >= 0 and a + n <= end for a, n, end in zip(box.start, box.size, shape, strict=True)
-        )
-        if not inside:
+    for i, (start, size) in enumerate(boxes):
+        if not len(start) == len(size) == len(shape):
             return i
+        for a, n, end in zip(start, size, shape, strict=True):
+            if a < 0 or n < 0 or a + n > end:
+                return i
     return None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.ahead import ReadAhead
-from ckptkit.files.file import Opened, file_size, is_there, names_in
+from ckptkit.files.file import Opened, file_size, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
 from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal
@@ -147,7 +147,7 @@ def check_files(layout: Layout, report: Report) -> None:
     items: dict[str, list[tuple[int, int, str]]] = {}
     for (path, offset, length), name in items_of(layout).items():
         items.setdefault(path, []).append((offset, length, name))
-    missing = [name for name in sorted(items) if not is_there(layout.root / name)]
+    missing = sorted(items.keys() - set(names_in(layout.root)))
     if missing:
         report(
             Corrupt(

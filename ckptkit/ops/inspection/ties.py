@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from ckptkit.checkpoints.expected import HEAD, find_embedding, is_tied
-from ckptkit.layout import Layout
+from ckptkit.layout import Chunk, Layout, StoredTensor
 
 Tie = tuple[str, ...]  # names of one tensor
 
@@ -16,15 +16,27 @@ def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping
 
     `weights` gives the name that the checkpoint has for each of the model's; the head itself may be left out of it.
     """
-    places: dict[object, list[str]] = {}
-    for name, tensor in layout.tensors.items():
-        if tensor.spec.nbytes:
-            place = tuple((chunk.path, chunk.offset, chunk.start, chunk.size, chunk.strides) for chunk in tensor.chunks)
-            places.setdefault((tensor.spec, place), []).append(name)
-    ties = [tuple(names) for names in places.values() if len(names) > 1]
+    stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes}
+    alike = group(stored, lambda tensor: (tensor.spec, place_of(tensor.chunks[0])))
+    ties = [tuple(tie) for some in alike for tie in group(some, lambda tensor: tuple(map(place_of, tensor.chunks)))]
     embedding = find_embedding(weights) if config and is_tied(config) else None
     if embedding is not None:
         head = (weights.get(HEAD, HEAD), weights[embedding])
         if not any(set(head) <= set(tie) for tie in ties):
             ties.append(head)
     return ties
+
+
+def group(
+    tensors: Mapping[str, StoredTensor], key: Callable[[StoredTensor], Hashable]
+) -> list[dict[str, StoredTensor]]:
+    """Return the tensors that have a key in common with another, by key."""
+    found: dict[Hashable, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(key(tensor), {})[name] = tensor
+    return [some for some in found.values() if len(some) > 1]
+
+
+def place_of(chunk: Chunk) -> Hashable:
+    """Return where the elements of a chunk lie, and which they are."""
+    return chunk.path, chunk.offset, chunk.box, chunk.strides
