@@ -127,9 +127,6 @@ class Dict(dict[Any, Any]):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def __setitem__(self, key: Any, value: Any) -> None:
         if type(key) is not str:
             check_key(key)

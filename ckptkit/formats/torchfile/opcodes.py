@@ -34,6 +34,7 @@ def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[BytesIO, in
     """
     pattern = harmless(is_flat)
     body = bytearray(data)
+    view = memoryview(body)
     out = BytesIO(_HEAD + bytes(8))
     out.seek(0, SEEK_END)
     done = at
@@ -48,11 +49,12 @@ def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[BytesIO, in
             break
         instead, end = exchange(data, at)
         if instead is not None:
-            out.write(memoryview(body)[done:at])
+            if at > done:
+                out.write(view[done:at])
             out.write(instead)
             done = end
         at = end
-    out.write(memoryview(body)[done : at + 1])
+    out.write(view[done : at + 1])
     out.getbuffer()[len(_HEAD) : len(_HEAD) + 8] = (out.tell() - len(_HEAD) - 8).to_bytes(8, "little")
     out.seek(0)
     return out, at + 1
@@ -61,8 +63,9 @@ def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[BytesIO, in
 def exchange(data: bytes, at: int) -> tuple[bytes | None, int]:
     """Return what is to stand in the place of the opcode at byte `at`, None if it may stay, and the offset past it."""
     opcode = data[at : at + 1]
-    if opcode in _CALLS:
-        return _CALLS[opcode], at + 1
+    instead = _CALLS.get(opcode)
+    if instead is not None:
+        return instead, at + 1
     if opcode == _FRAME:
         past_end(data, at + 9, number(data, at + 1, 8))
         return b"", at + 9

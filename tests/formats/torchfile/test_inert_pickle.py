@@ -139,7 +139,7 @@ BOMBS = {
     "lists in lists": b"]" * 200_000 + b"a" * 199_999 + b".",
     "tuples in tuples": b"N" + b"\x85" * 300_000 + b".",
     "dicts in dicts": b"}N" * 100_000 + b"N" + b"s" * 100_000 + b".",
-    "dicts": b"}" * 2_000_000 + b".",
+    "dicts": b"}" * 1_000_000 + b".",
     "sets in sets": b"\x8f" + b"(\x8f" * 100_000 + b"\x90" * 100_000 + b".",
     "calls in calls": b"ctorch\nSize\n(" * 100_000 + b"tR" * 100_000 + b".",
     "calls of calls": b"ctorch\nSize\n" + b")R" * 300_000 + b".",
