@@ -107,11 +107,12 @@ def open_envelope(chunk: Chunk, files: ReadAhead, moulds: Moulds) -> Chunk:
 def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob:
     """Return a blob with the CRC-32 of its bytes, if it is an archive and what is in it has those recorded there.
 
-    Reported if not. What is no archive, or is too large to be held, remains unchecked.
+    Reported if not. One that has been compared is not read again. What is no archive, or is too large to be held,
+    remains unchecked.
     """
     blob = layout.blobs[name]
     path = layout.root / blob.path
-    if blob.content is not None or blob.wrapper or blob.length > _LARGEST_CHECKED:
+    if blob.content is not None or blob.wrapper or blob.crc32 is not None or blob.length > _LARGEST_CHECKED:
         return blob
     try:
         data = read_at(files[blob.path], blob.length, blob.offset)

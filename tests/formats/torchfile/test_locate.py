@@ -58,6 +58,12 @@ def test_what_is_located_stays_as_it_is(both: Path) -> None:
     assert locate(found) == found
 
 
+def test_what_is_located_is_not_read_again(both: Path) -> None:
+    found = locate(joined(both, "hf", "dcp"))
+    shutil.rmtree(both / "dcp")
+    assert locate(found) == found
+
+
 def test_an_entry_of_a_part_is_compared_with_its_checksums(both: Path) -> None:
     layout = joined(both, "hf", "dcp")
     blob = layout.blobs["extra.note"]
