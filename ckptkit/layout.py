@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -161,6 +161,14 @@ class Layout:
     def nbytes(self) -> int:
         """Return the bytes of all tensors."""
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
+
+    @property
+    def stored(self) -> Iterator[tuple[str, Chunk | Blob]]:
+        """Yield every chunk, then every blob, with the name that it belongs to."""
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                yield name, chunk
+        yield from self.blobs.items()
 
     @property
     def names(self) -> tuple[str, ...]:

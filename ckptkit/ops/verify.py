@@ -7,7 +7,7 @@ read, and compared with the CRC-32 that the format or a manifest has for it.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from ckptkit.files.file import file_size, is_there
 from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
 from ckptkit.formats import find_format, locate
-from ckptkit.layout import Blob, Chunk, Extent, Layout, Place
+from ckptkit.layout import Extent, Layout, Place
 from ckptkit.ops.own_files import OwnFiles, within
 from ckptkit.progress import Progress, Told, telling
 
@@ -253,19 +253,13 @@ def look_inside(
     return content, [extent for extent in extents if (extent.path, extent.offset) not in compared]
 
 
-def find_compared(stored: Layout, located: Layout) -> set[Place]:
+def find_compared(layout: Layout, located: Layout) -> set[Place]:
     """Return the places of what was unpacked, and so compared with the checksums in it, where there are any."""
     return {
         (old.path, old.offset)
-        for old, new in zip(items_of(stored), items_of(located), strict=True)
+        for (_, old), (_, new) in zip(layout.stored, located.stored, strict=True)
         if new.path != old.path and (new.crc32 is not None or not new.length)
     }
-
-
-def items_of(layout: Layout) -> Iterator[Chunk | Blob]:
-    """Yield every chunk and blob of a layout."""
-    yield from (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
-    yield from layout.blobs.values()
 
 
 def compare_extents(own: OwnFiles, extents: Iterable[Extent], found: Mapping[Place, int], problems: Problems) -> None:

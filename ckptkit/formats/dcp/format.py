@@ -22,7 +22,7 @@ from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.torchfile.locate import collector_paused, ends_of, reading
 from ckptkit.formats.torchfile.read_archive import large_entries
-from ckptkit.layout import Blob, Chunk, Extent, Layout, NewFile, Options, Part, Place, Spec, check_cover
+from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, Spec, check_cover
 
 METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
@@ -133,7 +133,7 @@ def find_metadata(path: Path) -> list[Path]:
 
 def count_ranks(layout: Layout) -> int | None:
     """Return how many ranks wrote the checkpoint. A file that is neither empty nor of it is of an earlier save."""
-    used = {place.path for _, place in places_of(layout)}
+    used = {place.path for _, place in layout.stored}
     names = {name: match[1] for name in names_in(layout.root) if (match := _DATA.fullmatch(name))}
     ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
     return len(ranks) or None
@@ -185,18 +185,10 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
 def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:
     """Return the file, offset and length of every item that has bytes, each with the first name that it belongs to."""
     items: dict[tuple[str, int, int], str] = {}
-    for name, place in places_of(layout):
+    for name, place in layout.stored:
         if place.length:
             items.setdefault((place.path, place.offset, place.length), name)
     return items
-
-
-def places_of(layout: Layout) -> Iterator[tuple[str, Chunk | Blob]]:
-    """Return every chunk and blob with the name that it belongs to."""
-    for name, tensor in layout.tensors.items():
-        for chunk in tensor.chunks:
-            yield name, chunk
-    yield from layout.blobs.items()
 
 
 def extents_of(files: ReadAhead, item: Extent) -> Iterator[Extent]:

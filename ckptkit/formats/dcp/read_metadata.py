@@ -81,7 +81,6 @@ def read_metadata(path: Path) -> Attributes:
 
 
 Attributes = Mapping[str, Any]
-Place = tuple[str, int, int, str]  # a file, an offset in it and a length, and the kind of envelope that is there
 
 
 class Reading:
@@ -143,8 +142,8 @@ class Reading:
             if box not in chunks:  # a replica: one copy is enough
                 chunks[box] = Chunk(box, path, offset, length, spec.dtype, wrapper=wrapper)
 
-    def _place(self, info: Record | None) -> Place:
-        """Return where one item lies."""
+    def _place(self, info: Record | None) -> tuple[str, int, int, str]:
+        """Return file name, offset, length and kind of envelope of one item."""
         if info is None:
             raise Corrupt("the metadata does not say where this entry lies")
         item = info.attributes()

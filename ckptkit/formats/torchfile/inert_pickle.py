@@ -72,10 +72,6 @@ class Record:
         self.items: list[Any] | None = None
         self.members: list[Any] | None = None
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the attribute `name` of the object that this would have been."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
-
     def attributes(self) -> dict[str, Any]:
         """Return the state by name, if it was to be a dict. Raises `TypeError` or `ValueError` if not."""
         state = self.state

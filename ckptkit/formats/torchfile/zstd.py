@@ -39,7 +39,7 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
     the metadata promises, and leaves it as it is. Raises `Unsupported` without the package `zstandard`, `NoRoom` if the
     disk is too small for what the metadata promises.
     """
-    if not any(item.wrapper == ZSTD for _, item in items_of(layout)):
+    if not any(item.wrapper == ZSTD for _, item in layout.stored):
         return layout
     if isinstance(layout.root, RemotePath):
         hint = "copy the checkpoint here first"
@@ -54,19 +54,13 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
             return item
 
     with room, translate_os_errors(room.kept.path):
-        check_room(room.kept.path, sum(promised(item) for _, item in items_of(layout) if item.wrapper == ZSTD))
+        check_room(room.kept.path, sum(promised(item) for _, item in layout.stored if item.wrapper == ZSTD))
         tensors = {
             name: replace(tensor, chunks=tuple(move(name, chunk) for chunk in tensor.chunks))
             for name, tensor in layout.tensors.items()
         }
         blobs = {name: move(name, blob) for name, blob in layout.blobs.items()}
     return replace(layout, tensors=tensors, blobs=blobs, keeper=(layout.keeper, room.kept))
-
-
-def items_of(layout: Layout) -> Iterator[tuple[str, Chunk | Blob]]:
-    """Return every chunk and blob with the name that it belongs to."""
-    yield from ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks)
-    yield from layout.blobs.items()
 
 
 def promised(item: Chunk | Blob) -> int:

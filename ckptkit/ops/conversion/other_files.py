@@ -40,8 +40,7 @@ def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
 
 def read_files(layout: Layout) -> set[str]:
     """Return the names of the files that a layout is read from: those with its bytes, and those that describe it."""
-    used = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks}
-    return used | {blob.path for blob in layout.blobs.values()} | set(layout.descriptions)
+    return {item.path for _, item in layout.stored} | set(layout.descriptions)
 
 
 def own_files(layout: Layout) -> list[Path]:
