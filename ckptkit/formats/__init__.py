@@ -5,12 +5,15 @@ A format is a folder here and a line in `FORMATS`. It imports no other format, a
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
+from ckptkit.files.file import names_in
 from ckptkit.formats.protocols import EntryWriter, Reader, Writer
 from ckptkit.layout import Layout
 
@@ -33,18 +36,33 @@ __all__ = [
 
 
 class Known(NamedTuple):
-    """A format of the table: its class, imported when first needed; what people call it; whether it is written too."""
+    """A format of the table: its class, what people call it, and whether it is written too.
+
+    The class is imported when it is asked for, to detect no sooner than a name matches the pattern `files`: that of a
+    file, or of anything in a directory.
+    """
 
     where: str
     title: str
-    is_written: bool
+    files: str
+    is_written: bool = False
 
 
 # by the word that users type; `detect_format` asks in this order
 FORMATS = {
-    "dcp": Known("ckptkit.formats.dcp.format:Dcp", "PyTorch distributed checkpoint (DCP)", is_written=True),
-    "hf": Known("ckptkit.formats.hf.format:HuggingFace", "Hugging Face safetensors", is_written=True),
-    "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", is_written=True),
+    "dcp": Known(
+        "ckptkit.formats.dcp.format:Dcp",
+        "PyTorch distributed checkpoint (DCP)",
+        r"(__\d+)?\.metadata|.*__\d+_\d+\.distcp",
+        is_written=True,
+    ),
+    "hf": Known(
+        "ckptkit.formats.hf.format:HuggingFace",
+        "Hugging Face safetensors",
+        r".*\.safetensors(\.index\.json)?",
+        is_written=True,
+    ),
+    "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 
 
@@ -86,7 +104,14 @@ def describe_formats() -> str:
 def detect_format(path: Path) -> Reader | None:
     """Return the first format that claims `path`, or None."""
     with translate_os_errors(path):
-        return next((reader for reader in map(get_format, FORMATS) if reader.detect(path)), None)
+        names = names_in(path) if path.is_dir() else [path.name]
+        likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
+        return next((reader for reader in likely if reader.detect(path)), None)
+
+
+def any_matches(pattern: str, names: Iterable[str]) -> bool:
+    """Return whether a pattern matches the whole of any name."""
+    return any(map(re.compile(pattern, re.DOTALL).fullmatch, names))
 
 
 def find_format(path: Path) -> Reader:

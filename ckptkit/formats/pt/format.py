@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ckptkit.errors import CkptError, Report, Unsupported, refuse
-from ckptkit.files.file import is_there, names_in, opening, read_at
+from ckptkit.files.file import is_there, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.protocols import Writer
-from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.flatten import flatten
-from ckptkit.formats.torchfile.inert_pickle import ANY_NAME
-from ckptkit.formats.torchfile.legacy import is_legacy, read_legacy
-from ckptkit.formats.torchfile.read_archive import Entry, ReadAt, check_byte_order, glance, read_directory, read_entry
+from ckptkit.formats.torchfile.read_archive import read_directory
+from ckptkit.formats.torchfile.state_files import HEAD, entries_of, is_torch_save, opened, read_state_file
 from ckptkit.formats.torchfile.storages import Storages
 from ckptkit.formats.torchfile.unflatten import unflatten
 from ckptkit.formats.torchfile.write_archive import make_envelope
@@ -32,9 +28,6 @@ MAIN = "state.pt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # what trainers leave beside the model, and is none
 _BESIDE = re.compile(r"(optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict)")
-_ZIP = b"PK\x03\x04"
-_HEAD = 2048  # bytes, enough for the first entry's name
-_PICKLE_LIMIT = 1 << 28  # bytes; those of the largest models have a few million
 
 
 class Pt(Writer):
@@ -74,9 +67,9 @@ class Pt(Writer):
         Every tensor that the state dict leads to is in the layout, or the file is refused.
         """
         file = choose_file(path)
+        state = read_state_file(file.parent, file.name)
         try:
-            with opened(file) as (read, length):
-                flat = flatten(*read_state(read, length), file.name)
+            flat = flatten(state.value, state.entries, state.name)
         except CkptError as error:
             raise error.blame(path=file) from None
         return Layout(file.parent, self.name, flat.tensors, flat.blobs, flat.keys)
@@ -132,22 +125,8 @@ def find_files(path: Path) -> list[Path]:
     if is_there(path / MAIN):  # whatever it is: the error then names it
         return [path / MAIN]
     names = sorted(name for name in names_in(path) if name.endswith(_SUFFIXES) and not _BESIDE.match(name))
-    ahead = read_ahead(path, names, lambda name: [(name, 0, _HEAD)])
+    ahead = read_ahead(path, names, lambda name: [(name, 0, HEAD)])
     return [path / name for name in ahead if is_torch_save(path / name)]
-
-
-def is_torch_save(path: Path) -> bool:
-    """Return True if `path` is a file that begins as torch.save begins one, in the old format or as an archive."""
-    if not path.is_file():
-        return False
-    with opening(path) as file:
-        head = read_at(file, min(file.size, _HEAD), 0)
-    return is_legacy(head) or (head.startswith(_ZIP) and first_name(head).endswith("/data.pkl"))
-
-
-def first_name(head: bytes) -> str:
-    """Return the name of a zip's first entry."""
-    return head[30 : 30 + int.from_bytes(head[26:28], "little")].decode("utf-8", "replace")
 
 
 def choose_file(path: Path) -> Path:
@@ -159,31 +138,3 @@ def choose_file(path: Path) -> Path:
     raise Unsupported(
         f"{len(files)} torch.save files and no `{MAIN}`: {names}", path=path, hint="name the one that is meant"
     )
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
-    """Open a file of torch.save to read from; give its size too."""
-    with opening(path) as file:
-        length = file.size
-        yield glance(lambda offset, size: read_at(file, size, offset), length), length
-
-
-def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
-    """Return where everything in a file of `length` bytes lies, by name. A TorchScript program is `Unsupported`."""
-    if is_legacy(read(0, min(length, _HEAD))):
-        return read_legacy(read, length)[1]
-    entries = read_directory(read, length)
-    if "constants.pkl" in entries:
-        raise Unsupported("a TorchScript program, not a state dict", hint="save its `state_dict()`")
-    return entries
-
-
-def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
-    """Return the pickled object in a file of `length` bytes, and where its pickle and its storages lie, by name."""
-    if is_legacy(read(0, min(length, _HEAD))):
-        return read_legacy(read, length)
-    entries = entries_of(read, length)
-    check_byte_order(read, entries)
-    state, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
-    return state, entries

@@ -37,7 +37,7 @@ def flatten(state: Any, entries: Mapping[str, Entry], path: str) -> Flat:
 
     Every tensor in it is found, or the file is refused: `Unsupported` names what it is in.
     """
-    flattening = _Flattening(entries, path)
+    flattening = Flattening(entries, path)
     if pairs_of(state) != []:
         children = flattening.children(state)
         if children is None:
@@ -46,8 +46,11 @@ def flatten(state: Any, entries: Mapping[str, Entry], path: str) -> Flat:
     return flattening.flat
 
 
-class _Flattening:
-    """The entries of one pickle as they are gathered. Its size bounds the cost: by sharing, few bytes can say much."""
+class Flattening:
+    """The entries of one pickle as they are gathered. Its size bounds the cost: by sharing, few bytes can say much.
+
+    `entries` are the pickle and the storages of file `path`.
+    """
 
     def __init__(self, entries: Mapping[str, Entry], path: str) -> None:
         self.entries = entries
@@ -57,6 +60,7 @@ class _Flattening:
         self.flat = Flat()
 
     def add_all(self, children: list[tuple[str | int, Any]], key: KeyPath) -> None:
+        """Add what is behind each step from `key`."""
         if len(key) >= DEEPEST:
             raise Unsupported(f"the state dict is nested more than {DEEPEST} deep")
         for step, child in children:
