@@ -8,7 +8,6 @@ split in `(heads, width / 2, 2)`, of which two are exchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
 

@@ -209,7 +209,7 @@ def check_cover(layout: Layout, report: Report = refuse) -> None:
 
 def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
     """Return the fault in how the chunks tile a tensor, if there is one."""
-    shape = tensor.spec.shape
+    shape = tensor.shape_of_chunks
     boxes = [chunk.box for chunk in tensor.chunks]
     outside = find_outside(shape, boxes)
     if outside is not None:

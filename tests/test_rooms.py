@@ -40,6 +40,7 @@ LAYERS = (
     ("files.staging",),
     ("files.publish",),
     ("layout",),
+    ("axes",),
     ("edits", "plan"),
     ("engine.*",),
     (
@@ -114,7 +115,7 @@ FORBIDDEN = {
 }
 
 # Rooms in which no format may be named, neither in an identifier nor in a string; `hf` is also the scheme of URLs.
-NAMELESS = ("files.[!ps]*", "files.staging", "files.system", "edits", "engine*", "layout", "plan", "tensors*")
+NAMELESS = ("files.[!ps]*", "files.staging", "files.system", "axes", "edits", "engine*", "layout", "plan", "tensors*")
 
 # Strings by which a format is known, and the one file that may hold them, beside the table of formats.
 MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.hf.format"}
