@@ -98,6 +98,12 @@ def say_unread(names: Iterable[str]) -> str | None:
     return next((words for name in sorted(names) for pattern, words in known if pattern.fullmatch(name)), None)
 
 
+def say_own_names(names: Iterable[str]) -> str | None:
+    """Return whose own names tensors of these names have, None if nothing tells that no engine knows them."""
+    known = [(re.compile(pattern), words) for trainer in TRAINERS for pattern, words in trainer.own_names.items()]
+    return next((words for name in names for pattern, words in known if pattern.fullmatch(name)), None)
+
+
 def who_wrote(seen: Evidence) -> str | None:
     """Return the name of who wrote a checkpoint, None if nothing tells. Nothing is guessed."""
     return next((name for trainer in TRAINERS if (name := trainer.wrote(seen))), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
 
 _RANK = "mp_rank_[0-9]{2}(?:_[0-9]{3})*"
+_LAYER = r"(?:.*\.)?(?:decoder|encoder)\.layers\..*linear_(?:qkv|proj|fc1|fc2)\..*"
 _ONE_OF_SEVERAL = rf"(?!mp_rank_00(?:_000)*$){_RANK}"  # a rank that is alone has the whole model
 
 
@@ -23,5 +24,6 @@ MEGATRON = Trainer(
     wrote=wrote,
     steps=("iter_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
+    own_names={_LAYER: "Megatron's"},
     unread={_ONE_OF_SEVERAL: "a directory for each rank of tensors and pipeline, as Megatron saves"},
 )
