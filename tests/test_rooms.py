@@ -127,6 +127,7 @@ TRAINERS = {path.stem for path in (PACKAGE / "checkpoints" / "trainers").glob("*
 PICKLED = {"formats.dcp.read_metadata": {"megatron"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
+    "formats": {"megatron"},  # the list of them
     "formats.dcp.flat_names": {"megatron"},
     "formats.megatron*": {"megatron"},
 }

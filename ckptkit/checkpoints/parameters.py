@@ -1,8 +1,8 @@
 """Rename a model's parameters wherever they occur in a training checkpoint.
 
 A parameter's name is the last step of the way to it; below `state`, the step before the name of a moment, or after it,
-unless the optimizer only counts its parameters. Optimizers flattened by torch have both in one step, `state.<name>.exp_avg`. The
-groups of an optimizer list them as well.
+unless the optimizer only counts its parameters. Optimizers flattened by torch have both in one step,
+`state.<name>.exp_avg`. The groups of an optimizer list them as well.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ckptkit.checkpoints.weights import LeftOut
 from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
 from ckptkit.cli.settings import described, given
-from ckptkit.checkpoints.weights import LeftOut
 from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.ops.conversion.options import RANK, ConvertOptions

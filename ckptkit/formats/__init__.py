@@ -62,6 +62,9 @@ FORMATS = {
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
     ),
+    "megatron": Known(
+        "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
+    ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 
