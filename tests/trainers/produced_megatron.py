@@ -6,7 +6,6 @@ the library itself: each checkpoint that two tensor-parallel ranks wrote is load
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import threading
@@ -208,6 +207,14 @@ def _gathered(mine: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for one in everyone for name, value in one.items()}
 
 
-def backend_of(root: Path) -> str:
-    """The way in which the library says that a directory is stored."""
-    return str(json.loads((root / "metadata.json").read_text())["sharded_backend"])
+def load(root: Path, variant: str) -> Truth:
+    """What the library loads from a run's `torch_dist` in `root`, under the names of the truth."""
+    return _on_ranks(1, _load_alone, root, variant)
+
+
+def _load_alone(root: Path, variant: str) -> Mapping[str, Any]:
+    _replace_what_needs_a_gpu()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    return dict(_load_whole(root, variant))

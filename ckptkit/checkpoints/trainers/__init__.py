@@ -14,6 +14,7 @@ from ckptkit.checkpoints.trainers.diffusers import DIFFUSERS
 from ckptkit.checkpoints.trainers.dlrover import DLROVER
 from ckptkit.checkpoints.trainers.lightning import LIGHTNING
 from ckptkit.checkpoints.trainers.megatron import MEGATRON
+from ckptkit.checkpoints.trainers.meta_llama import META_LLAMA
 from ckptkit.checkpoints.trainers.nanotron import NANOTRON
 from ckptkit.checkpoints.trainers.nemo import NEMO
 from ckptkit.checkpoints.trainers.olmo import OLMO
@@ -30,7 +31,7 @@ from ckptkit.layout import KeyPath
 # libraries whose files lie beside its own.
 TRAINERS: tuple[Trainer, ...] = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(DLROVER, NANOTRON, META_LLAMA, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 
 
