@@ -127,8 +127,9 @@ TRAINERS = {path.stem for path in (PACKAGE / "checkpoints" / "trainers").glob("*
 PICKLED = {"formats.dcp.read_metadata": {"megatron"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
-    "formats": {"megatron"},  # the list of them
+    "formats": {"llmc", "megatron"},  # the list of them
     "formats.dcp.flat_names": {"megatron"},
+    "formats.llmc*": {"llmc"},
     "formats.megatron*": {"megatron"},
 }
 

@@ -68,6 +68,7 @@ FORMATS = {
     "consolidated": Known(
         "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
     ),
+    "llmc": Known("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 

@@ -13,6 +13,7 @@ from ckptkit.checkpoints.trainers.deepspeed import DEEPSPEED
 from ckptkit.checkpoints.trainers.diffusers import DIFFUSERS
 from ckptkit.checkpoints.trainers.dlrover import DLROVER
 from ckptkit.checkpoints.trainers.lightning import LIGHTNING
+from ckptkit.checkpoints.trainers.llmc import LLMC
 from ckptkit.checkpoints.trainers.megatron import MEGATRON
 from ckptkit.checkpoints.trainers.meta_llama import META_LLAMA
 from ckptkit.checkpoints.trainers.nanotron import NANOTRON
@@ -31,7 +32,7 @@ from ckptkit.layout import KeyPath
 # libraries whose files lie beside its own.
 TRAINERS: tuple[Trainer, ...] = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, META_LLAMA, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(DLROVER, NANOTRON, META_LLAMA, LLMC, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 
 
