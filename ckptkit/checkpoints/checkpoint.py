@@ -28,7 +28,7 @@ from ckptkit.formats import Reader, describe_formats, detect_format
 from ckptkit.layout import Layout
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_ONE_FILE = (".ckpt", ".pt", ".pth", ".safetensors")
+_ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 _OF_TRAINING = (".pt", ".pth", ".bin")  # optimizers, schedulers and random states
 
 

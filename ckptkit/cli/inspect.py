@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ckptkit.ops.inspect import Inspected
     from ckptkit.ops.inspection.groups import Group
 
+_MOST_KEYS = 8
+
 
 def inspect(
     path: Annotated[
@@ -120,7 +122,14 @@ def describe(group: Group) -> tuple[str, str]:
     """Return the dtypes of a group, with their shares if there are several, and the keys that it lies under."""
     total = sum(group.bytes_by_dtype.values()) or 1
     shares = [f"{name} {share(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
-    return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), ", ".join(group.under)
+    return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), under(group)
+
+
+def under(group: Group) -> str:
+    """Return the keys that a group lies under; of many the first."""
+    return ", ".join(group.under[:_MOST_KEYS]) + (
+        f" and {len(group.under) - _MOST_KEYS} more" if group.under[_MOST_KEYS:] else ""
+    )
 
 
 def share(part: float) -> str:

@@ -62,6 +62,13 @@ FORMATS = {
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
     ),
+    "megatron": Known(
+        "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
+    ),
+    "consolidated": Known(
+        "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
+    ),
+    "llmc": Known("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 

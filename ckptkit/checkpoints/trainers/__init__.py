@@ -13,7 +13,9 @@ from ckptkit.checkpoints.trainers.deepspeed import DEEPSPEED
 from ckptkit.checkpoints.trainers.diffusers import DIFFUSERS
 from ckptkit.checkpoints.trainers.dlrover import DLROVER
 from ckptkit.checkpoints.trainers.lightning import LIGHTNING
+from ckptkit.checkpoints.trainers.llmc import LLMC
 from ckptkit.checkpoints.trainers.megatron import MEGATRON
+from ckptkit.checkpoints.trainers.meta_llama import META_LLAMA
 from ckptkit.checkpoints.trainers.nanotron import NANOTRON
 from ckptkit.checkpoints.trainers.nemo import NEMO
 from ckptkit.checkpoints.trainers.olmo import OLMO
@@ -30,7 +32,7 @@ from ckptkit.layout import KeyPath
 # libraries whose files lie beside its own.
 TRAINERS: tuple[Trainer, ...] = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(DLROVER, NANOTRON, META_LLAMA, LLMC, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 
 
@@ -96,6 +98,12 @@ def say_unread(names: Iterable[str]) -> str | None:
     """Return what files of these names are, if some trainer's that ckptkit does not read is among them."""
     known = [(re.compile(pattern), words) for trainer in TRAINERS for pattern, words in trainer.unread.items()]
     return next((words for name in sorted(names) for pattern, words in known if pattern.fullmatch(name)), None)
+
+
+def say_own_names(names: Iterable[str]) -> str | None:
+    """Return whose own names tensors of these names have, None if nothing tells that no engine knows them."""
+    known = [(re.compile(pattern), words) for trainer in TRAINERS for pattern, words in trainer.own_names.items()]
+    return next((words for name in names for pattern, words in known if pattern.fullmatch(name)), None)
 
 
 def who_wrote(seen: Evidence) -> str | None:

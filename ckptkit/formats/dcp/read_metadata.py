@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import check_name, read_small, recognise
+from ckptkit.formats.dcp.flat_names import infer_keys
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
 from ckptkit.formats.torchfile.locate import ENVELOPE
@@ -159,7 +160,8 @@ class Reading:
     def layout(self, name: str) -> Layout:
         """Return what was gathered, as a layout of the format `name`."""
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
-        return Layout(self.root, name, tensors, self.blobs, self.keys)
+        keys = self.keys or infer_keys((*tensors, *self.blobs), tensors)
+        return Layout(self.root, name, tensors, self.blobs, keys)
 
 
 def attributes_of(value: Any) -> Attributes:
