@@ -89,6 +89,7 @@ TORCH_WHEN_USED = (
     "ops.conversion.torchrun",
     "estimates.architecture",
     "ops.open",
+    "checkpoints.parameter_order",
     "cli.train",
 )
 
