@@ -19,6 +19,5 @@ LIGHTNING = Trainer(
     wrote=wrote,
     steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:\.ckpt)?",),
     beside={r"meta\.pt": ""},
-    step_keys=(("", ("global_step",)),),
     epochs=(r"epoch=([0-9]{1,18})(?:\.ckpt)?",),
 )
