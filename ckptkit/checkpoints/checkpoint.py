@@ -70,9 +70,8 @@ class Checkpoint:
         if words_for_unread(path, reader) is not None:
             return cls(path, ())
         if reader is None:
-            inside = ((folder, detect_format(folder)) for folder in inner_folders(path))
-            found = [Part(folder.name, folder, part) for folder, part in inside if part]
-            return cls(path, tuple(sorted(found, key=lambda part: not part.is_model)))
+            inside = (part for folder in inner_folders(path) if (part := part_in(folder)))
+            return cls(path, tuple(sorted(inside, key=lambda part: not part.is_model)))
         beside = parts_beside(path)
         more = tuple(part for part in beside.values() if part)
         return cls(path, (Part("", path, reader), *more), tuple(file for file, part in beside.items() if not part))
@@ -309,7 +308,22 @@ def may_be_step(path: Path) -> bool:
 
 def inner_folders(path: Path) -> list[Path]:
     """Return the directories in a directory that are no checkpoints of their own by their names; [] for a file."""
-    return [folder for folder in folders(path) if step_of(folder) is None] if path.is_dir() else []
+    if not path.is_dir():
+        return []
+    found = folders(path)
+    names = {folder.name for folder in found}
+    return [folder for folder in found if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
+
+
+def part_in(folder: Path) -> Part | None:
+    """Return the part of a checkpoint in a directory of it; of an optimizer that may be the only file there."""
+    reader = detect_format(folder)
+    if reader is not None:
+        return Part(folder.name, folder, reader)
+    names = names_in(folder) if trainers.is_other_part(folder.name) else []
+    only = folder / next(iter(names)) if len(names) == 1 else None
+    reader = detect_format(only) if only is not None and only.suffix in _OF_TRAINING and only.is_file() else None
+    return Part(folder.name, only, reader) if only is not None and reader is not None else None
 
 
 def is_run_of_files(path: Path) -> bool:

@@ -35,7 +35,7 @@ class Part:
     @property
     def is_model(self) -> bool:
         """Return whether it may hold the model, by its name."""
-        return self.under is None and not is_other_part(self.path.name)
+        return self.under is None and not is_other_part(self.place or self.path.name)
 
     @property
     def problem(self) -> CkptError | None:
@@ -76,7 +76,7 @@ class Part:
         layout = self.layout
         return replace(
             layout,
-            root=self.path.parent,
+            root=layout.root.parent,
             tensors={name: self._move_tensor(tensor) for name, tensor in layout.tensors.items()},
             blobs={name: self._move_blob(blob) for name, blob in layout.blobs.items()},
             descriptions=tuple(map(self._move, layout.descriptions)),

@@ -104,6 +104,11 @@ def files_beside() -> tuple[tuple[re.Pattern[str], str], ...]:
     return tuple((re.compile(pattern), key) for trainer in TRAINERS for pattern, key in trainer.beside.items())
 
 
+def is_kept(name: str, beside: Iterable[str]) -> bool:
+    """Return whether a directory or hidden file goes along as it is, by its name and those that it lies beside."""
+    return any(trainer.kept[name] in beside for trainer in TRAINERS if name in trainer.kept)
+
+
 def step_keys() -> tuple[tuple[str, KeyPath], ...]:
     """Return where a checkpoint says its step: the file, "" for its own entries, and the way to it."""
     return tuple(found for trainer in TRAINERS for found in trainer.step_keys)

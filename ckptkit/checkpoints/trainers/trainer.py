@@ -48,6 +48,7 @@ class Trainer:
     that say which checkpoint is meant. Inside a checkpoint `others` are directories with all but the model, `beside`
     files of torch.save that are a part of it, each with the keys that its contents belong under, "" for none (a pattern
     with a group `step` is of files beside a model that is a file, a group `rank` may be named in the keys);
+    `kept` are directories and hidden files that go along as they are, each known by what it lies beside;
     `companions` are directories with config and tokenizer, `ranks` files of which each rank has one (the group is the
     rank), `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a key
     path. Where a name says no step, `step_keys` lead to it, in a small file of JSON or, for the file "", in the
@@ -64,6 +65,7 @@ class Trainer:
     trackers: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     beside: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
     step_keys: tuple[tuple[str, KeyPath], ...] = ()
     companions: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
