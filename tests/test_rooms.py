@@ -90,6 +90,7 @@ TORCH_WHEN_USED = (
     "ops.conversion.torchrun",
     "estimates.architecture",
     "ops.open",
+    "checkpoints.parameter_order",
     "cli.train",
 )
 
@@ -125,7 +126,7 @@ MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.hf.format"}
 TRAINERS = {path.stem for path in (PACKAGE / "checkpoints" / "trainers").glob("*.py")} - {
     *("__init__", "trainer", "ckptkit", "transformers", "plain"),
 }
-PICKLED = {"formats.dcp.read_metadata": {"megatron"}}
+PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"llmc", "megatron"},  # the list of them
