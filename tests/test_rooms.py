@@ -126,7 +126,10 @@ TRAINERS = {path.stem for path in (PACKAGE / "checkpoints" / "trainers").glob("*
 }
 PICKLED = {"formats.dcp.read_metadata": {"megatron"}}
 # A format that only one trainer writes may say who.
-WRITTEN_BY: dict[str, set[str]] = {}
+WRITTEN_BY: dict[str, set[str]] = {
+    "formats": {"deepspeed"},  # the table
+    "formats.deepspeed*": {"deepspeed"},
+}
 
 # The words with which docstrings begin: of modules and functions a verb, of classes a noun, of properties either.
 VERBS = frozenset(

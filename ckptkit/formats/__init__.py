@@ -62,6 +62,11 @@ FORMATS = {
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
     ),
+    "deepspeed": Known(
+        "ckptkit.formats.deepspeed.format:DeepSpeed",
+        "DeepSpeed",
+        r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
+    ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 

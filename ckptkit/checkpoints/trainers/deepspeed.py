@@ -24,8 +24,4 @@ DEEPSPEED = Trainer(
     steps=("global_step([0-9]{1,18})",),
     trackers=("latest",),
     ranks=(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
-    unread=dict.fromkeys(
-        (_BY_RANK, rf"(?!mp_rank_00){_BY_TENSOR_RANK}", _BY_LAYER),
-        "files of torch.save by rank, as DeepSpeed saves",
-    ),
 )
