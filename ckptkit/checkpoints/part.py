@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from ckptkit import edits
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.trainers import is_other_part
@@ -18,11 +19,15 @@ from ckptkit.tensors.box import whole
 
 @dataclass(frozen=True)
 class Part:
-    """A directory or file of a checkpoint in one format. `place` is its name in the checkpoint, "" for all of it."""
+    """A directory or file of a checkpoint in one format. `place` is its name in the checkpoint, "" for all of it.
+
+    One that `takes_twins` has the rounded copies in the place of the tensors that have them.
+    """
 
     place: str
     path: Path
     reader: Reader
+    takes_twins: bool = False
 
     @property
     def is_model(self) -> bool:
@@ -43,6 +48,8 @@ class Part:
         """
         with translate_os_errors(self.path):
             layout = self.reader.read(self.path)
+        if self.takes_twins:
+            layout = edits.take_twins(layout)
         if self.manifest is None:
             return layout
         sums = self.manifest.tensors
@@ -70,6 +77,7 @@ class Part:
             tensors={name: self._move_tensor(tensor) for name, tensor in layout.tensors.items()},
             blobs={name: self._move_blob(blob) for name, blob in layout.blobs.items()},
             descriptions=tuple(map(self._move, layout.descriptions)),
+            twins={name: self._move_tensor(tensor) for name, tensor in layout.twins.items()},
         )
 
     def _move(self, file: str) -> str:
@@ -100,6 +108,7 @@ def join(root: Path, parts: Sequence[Part]) -> Layout:
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, Blob] = {}
     keys: dict[str, KeyPath] = {}
+    twins: dict[str, StoredTensor] = {}
     for part in parts:
         layout = part.in_whole
         given = keys.keys() & set(layout.names)
@@ -107,6 +116,7 @@ def join(root: Path, parts: Sequence[Part]) -> Layout:
         tensors |= {names[own]: tensor for own, tensor in layout.tensors.items()}
         blobs |= {names[own]: blob for own, blob in layout.blobs.items()}
         keys |= {name: layout.key(own) for own, name in names.items()}
+        twins |= {names[own]: twin for own, twin in layout.twins.items()}
     layouts = [part.in_whole for part in parts]
     return Layout(
         root=root,
@@ -116,4 +126,5 @@ def join(root: Path, parts: Sequence[Part]) -> Layout:
         keys=keys,
         world_size=max((layout.world_size or 0 for layout in layouts), default=0) or None,
         descriptions=tuple(path for layout in layouts for path in layout.descriptions),
+        twins=twins,
     )

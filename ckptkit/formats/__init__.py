@@ -62,6 +62,12 @@ FORMATS = {
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
     ),
+    "universal": Known(
+        "ckptkit.formats.deepspeed.universal:Universal",
+        "DeepSpeed universal checkpoint",
+        r"zero|latest_universal",
+        is_written=True,
+    ),
     "deepspeed": Known(
         "ckptkit.formats.deepspeed.format:DeepSpeed",
         "DeepSpeed",

@@ -7,6 +7,8 @@ truth has `KIND/NAME` for each tensor, NAME as ckptkit is to call it.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from tests.producers import Truth, _on_ranks
 
 ROWS, WIDTH = 13, 6
+BATCH = 6
 
 # by kind: the stage, and what is unusual
 KINDS: Mapping[str, tuple[int, tuple[str, ...]]] = {
@@ -33,6 +36,7 @@ KINDS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "zero0-fp32": (0, ("tied",)),
 }
 ON_THREE = ("zero1", "zero2-fp32", "zero3")
+CONVERTED = ("zero1", "zero3")
 TINY = "tiny"  # of which most ranks have nothing
 
 
@@ -92,15 +96,19 @@ def start(model: nn.Module, stage: int, flags: tuple[str, ...], **more: Any) -> 
 
 
 def train(engine: Any, steps: range) -> list[float]:
-    """The losses of some steps, of data that is each rank's and each step's own."""
+    """The losses of some steps. All ranks together see the same data, however many they are."""
     losses = []
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in steps:
-        noise = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        tokens = torch.randint(0, ROWS, (2, 5), generator=noise)
+        noise = torch.Generator().manual_seed(step)
+        batch = torch.randint(0, ROWS, (BATCH, 5), generator=noise)
+        tokens = batch[rank * BATCH // ranks : (rank + 1) * BATCH // ranks]
         loss = nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten())
         engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / ranks)
     return losses
 
 
@@ -157,6 +165,31 @@ def save_all(root: Path, kinds: tuple[str, ...]) -> Mapping[str, Any]:
     return truth
 
 
+def save_and_go_on(root: Path, kinds: Mapping[str, tuple[int, tuple[str, ...]]]) -> Mapping[str, Any]:
+    """Train models in fp32, save each, and train on: the losses that whoever resumes should have."""
+    be_cpu()
+    losses = {}
+    for kind, (stage, flags) in kinds.items():
+        engine = start(Model(flags), stage, flags)
+        train(engine, range(4))
+        engine.save_checkpoint(str(root / kind))
+        losses[kind] = torch.tensor(train(engine, range(4, 8)))
+    return losses
+
+
+def resume(root: Path, kinds: Mapping[str, tuple[int, tuple[str, ...]]]) -> Mapping[str, Any]:
+    """Let DeepSpeed resume from universal checkpoints: the losses of the next steps."""
+    be_cpu()
+    losses = {}
+    for kind, (stage, flags) in kinds.items():
+        engine = start(Model(flags), stage, flags, checkpoint={"load_universal": True})
+        path, _ = engine.load_checkpoint(str(root / kind))
+        assert path is not None
+        assert engine.global_steps == 4
+        losses[kind] = torch.tensor(train(engine, range(4, 8)))
+    return losses
+
+
 def save_pipelines(root: Path) -> Mapping[str, Any]:
     """Train pipelines of two stages and save them; of one the first and the last layer have the same weight."""
     import deepspeed
@@ -202,6 +235,22 @@ def on_two(root: Path) -> Truth:
     return _on_ranks(2, save_all, root, tuple(KINDS))
 
 
+def universal(root: Path) -> Truth:
+    """What DeepSpeed's own tool makes of ZeRO 1 and 3, beside that."""
+    truth = _on_ranks(2, save_all, root, CONVERTED)
+    code = (
+        "import sys; from argparse import Namespace; from deepspeed.checkpoint.ds_to_universal import main\n"
+        "for kind in sys.argv[2:]: main(Namespace(input_folder=f'{sys.argv[1]}/{kind}/global_step2',"
+        "output_folder=f'{sys.argv[1]}/{kind}/global_step2_universal', num_extract_workers=1, num_merge_workers=1,"
+        "keep_temp_folder=False, strict=True, inject_missing_state=True))"
+    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(root), *CONVERTED], check=True, capture_output=True, env=environment
+    )
+    return truth
+
+
 def pipelines(root: Path) -> Truth:
     """Pipelines of two stages, which are saved layer by layer."""
     return _on_ranks(2, save_pipelines, root)
@@ -210,3 +259,14 @@ def pipelines(root: Path) -> Truth:
 def on_three(root: Path) -> Truth:
     """The kinds that cut by numbers of ranks, by three: uneven, and with ranks that have nothing but padding."""
     return _on_ranks(3, save_all, root, (*ON_THREE, TINY))
+
+
+def going_on(root: Path) -> Truth:
+    """Directories of ZeRO in fp32 by two ranks, and the losses of the next steps."""
+    kinds = {"one": (1, ("groups",)), "two": (2, ()), "three": (3, ("sub_groups",))}
+    return _on_ranks(2, save_and_go_on, root, kinds)
+
+
+def resumed(ranks: int, root: Path, kinds: Mapping[str, tuple[int, tuple[str, ...]]]) -> Truth:
+    """The losses of the next steps of universal checkpoints, by name, each at the stage that is given."""
+    return _on_ranks(ranks, resume, root, kinds)

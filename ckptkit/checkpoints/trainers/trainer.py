@@ -45,7 +45,8 @@ class Trainer:
     """A program that saves checkpoints, and the names that it gives. Patterns are of whole names.
 
     `steps` and `epochs` are of a checkpoint's directory or file, the group is the number; `trackers` are files in a run
-    that say which checkpoint is meant. Inside a checkpoint `others` are directories with all but the model,
+    that say which checkpoint is meant. Inside a checkpoint `wholes` are directories with all of it, but for a config or
+    a copy of its weights beside them, `others` are directories with all but the model,
     `companions` those with config and tokenizer, `ranks` files of which each rank has one (the group is the rank),
     `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a key path.
     `unread` says, by pattern, what files and directories are that ckptkit does not read. `metrics` gives, by file, what
@@ -58,6 +59,7 @@ class Trainer:
     steps: tuple[str, ...] = ()
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
+    wholes: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE, Gathering
+from ckptkit.formats.deepspeed.gathering import Gathering, Settings
 from ckptkit.formats.deepspeed.layers import layers_of, put_layer
 from ckptkit.formats.deepspeed.modules import put_module, put_parameter
 from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.parts import PartOfModel, read_part
 from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
-from ckptkit.formats.deepspeed.values import without_classes
 from ckptkit.formats.deepspeed.zero import parameters_of
 from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.read_archive import is_tensor
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Layout, StoredTensor
 
 NAME = "deepspeed"
-_IN_ONE = frozenset(["ds_config"])  # entries that stay whole, although they are dicts
 
 
 def assemble(root: Path, files: Files) -> Layout:
@@ -75,52 +71,38 @@ def put_part(gathering: Gathering, part: PartOfModel, masters: dict[str, StoredT
 
 
 def put_groups(gathering: Gathering, parts: list[PartOfModel]) -> None:
-    """Put the hyperparameters of each group of parameters, with the names of these.
-
-    Stages of a pipeline have the same groups, each with its own parameters.
-    """
-    found: list[tuple[Flattening, dict[str | int, Any], list[str]]] = []
+    """Put the groups of parameters. Stages of a pipeline have the same groups, each with its own parameters."""
+    found: list[tuple[Flattening, Settings, list[str]]] = []
     for part in parts:
         if not part.partitions:
             continue
         first = part.partitions[0]
         for i, settings in enumerate(first.settings):
-            own = {key: value for key, value in settings.items() if key != "params"}
-            names = [
-                name
-                for group, named in zip(first.groups, part.models[0].shapes or (), strict=True)
-                if group.settings == i
-                for name in named
-            ]
-            if i < len(found) and dump(found[i][1]) == dump(own):
+            named = zip(first.groups, part.models[0].shapes or (), strict=True)
+            names = [name for group, shapes in named if group.settings == i for name in shapes]
+            if i < len(found) and are_alike(found[i][1], settings):
                 found[i][2].extend(name for name in names if name not in found[i][2])
             else:
-                found.append((first.flattening, own, names))
+                found.append((first.flattening, settings, names))
     for i, (flattening, settings, names) in enumerate(found):
-        for key, value in {**settings, "params": names}.items():
-            gathering.put(
-                (*GROUPS, i, key), flattening.blob(value) if not is_tensor(value) else flattening.stored(value)
-            )
+        gathering.put_group(flattening, i, settings, names)
+
+
+def are_alike(one: Settings, other: Settings) -> bool:
+    """Return whether two groups have the same hyperparameters."""
+    first, second = ({key: value for key, value in group.items() if key != "params"} for group in (one, other))
+    return dump(first) == dump(second)
 
 
 def put_others(gathering: Gathering, part: PartOfModel) -> None:
     """Put all that is neither of the model nor of the optimizer: the client's state, schedulers, loss scale."""
     model = part.models[0]
     for key, value in model.others.items():
-        put_other(gathering, model.flattening, key, value)
+        gathering.put_other(model.flattening, key, value)
     if part.partitions:
         for key, value in part.partitions[0].others.items():
             if key not in model.others:
-                put_other(gathering, part.partitions[0].flattening, key, without_classes(value))
-
-
-def put_other(gathering: Gathering, flattening: Flattening, key: str | int, value: Any) -> None:
-    """Put an entry under its own key, unless the model or the optimizer is there."""
-    way = ("client_state", key) if key in (MODEL, STATE[0]) else (key,)
-    if key in _IN_ONE:
-        gathering.put(way, flattening.blob(value))
-    else:
-        gathering.flatten(flattening, value, way)
+                gathering.put_other(part.partitions[0].flattening, key, value)
 
 
 def ranks_of(part: PartOfModel) -> int:

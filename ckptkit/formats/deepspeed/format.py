@@ -6,13 +6,13 @@ given as the ranges of these files that it lies in. Nothing of DeepSpeed's is im
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
 from ckptkit.formats.deepspeed.assemble import NAME, assemble, names_of
-from ckptkit.formats.deepspeed.names import Files, is_ours, is_part_alone, rank_of
+from ckptkit.formats.deepspeed.names import Files, is_ours, is_part_alone, rank_and_part, rank_of
 from ckptkit.formats.deepspeed.parts import read_part
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torchfile.extents import extents_of
@@ -34,6 +34,10 @@ class DeepSpeed(Reader):
     def rank_of(self, name: str) -> int | None:
         """Return the data-parallel rank in a name."""
         return rank_of(name)
+
+    def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
+        """Return the ranks with files: of a pipeline each stage has its own of data parallelism."""
+        return set(filter(None, map(rank_and_part, names)))
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with a file of DeepSpeed's, or a file that is of no use without others."""

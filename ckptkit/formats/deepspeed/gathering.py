@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.deepspeed.values import without_classes
 from ckptkit.formats.torchfile.flatten import Flat, Flattening
 from ckptkit.formats.torchfile.read_archive import is_tensor
+from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, StoredTensor
+
+Settings = Mapping[str | int, Any]
 
 MODEL = "model"
 STATE = ("optimizer", "state")
 GROUPS = ("optimizer", "param_groups")
+_IN_ONE = frozenset(["ds_config"])  # entries that stay whole, although they are dicts
 
 
 @dataclass(slots=True)
@@ -52,3 +57,20 @@ class Gathering:
                 raise error.blame(tensor=".".join((*STATE, names[0], what)) if names else what) from None
             for name in names:
                 self.put((*STATE, name, what), stored)
+
+    def put_group(self, flattening: Flattening, number: int, settings: Settings, names: list[str]) -> None:
+        """Put the hyperparameters of a group of parameters, and the names of these."""
+        for key, value in settings.items():
+            if key != "params":
+                stored = flattening.stored(value) if is_tensor(value) else flattening.blob(value)
+                self.put((*GROUPS, number, key), stored)
+        self.put((*GROUPS, number, "params"), Blob(flattening.path, flattening.pickle.offset, 0, dump(names)))
+
+    def put_other(self, flattening: Flattening, key: str | int, value: Any) -> None:
+        """Put an entry under its own key, unless the model or the optimizer lies there."""
+        way = ("client_state", key) if key in (MODEL, STATE[0]) else (key,)
+        value = without_classes(value)
+        if key in _IN_ONE:
+            self.put(way, flattening.blob(value))
+        else:
+            self.flatten(flattening, value, way)

@@ -19,7 +19,7 @@ DEGREES = "checkpoint_parallel_dimensions"
 _USED = frozenset(
     [
         *("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names"),
-        *("optimizer", "dp_world_size", "mp_world_size", DEGREES, "ds_version", "num_experts"),
+        *("optimizer", "dp_world_size", "mp_world_size", DEGREES, "num_experts"),
     ]
 )
 

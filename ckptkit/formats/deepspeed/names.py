@@ -40,8 +40,14 @@ def is_part_alone(name: str) -> bool:
 
 def rank_of(name: str) -> int | None:
     """Return the data-parallel rank that wrote a file of this name, None where names do not tell."""
+    rank = rank_and_part(name)
+    return rank[1] if rank else None
+
+
+def rank_and_part(name: str) -> Rank | None:
+    """Return the part of the model and the data-parallel rank in a file's name, None where one is lacking."""
     match = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
-    return int(match[1]) if match and match[1] is not None else None
+    return (int(match[2]), int(match[1])) if match and match[1] is not None else None
 
 
 @dataclass(frozen=True, slots=True)
