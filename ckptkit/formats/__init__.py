@@ -69,6 +69,17 @@ FORMATS = {
         "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
     ),
     "llmc": Known("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
+    "universal": Known(
+        "ckptkit.formats.deepspeed.universal:Universal",
+        "DeepSpeed universal checkpoint",
+        r"zero|latest_universal",
+        is_written=True,
+    ),
+    "deepspeed": Known(
+        "ckptkit.formats.deepspeed.format:DeepSpeed",
+        "DeepSpeed",
+        r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
+    ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 

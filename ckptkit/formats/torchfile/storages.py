@@ -39,11 +39,15 @@ class Storages:
             raise error.blame(tensor=name) from None
 
     def _tensor(self, stored: StoredTensor) -> Record:
-        """Return a tensor with a storage of its own; tied ones, which have the same chunks, share it."""
+        """Return a tensor with a storage of its own; tied ones, which have the same chunks, share it.
+
+        Not so a mere number: an optimizer counts the steps of each parameter in place, and they may have been saved as
+        one.
+        """
         key = self._keys.get(stored)
         if key is None:
             key = self._add(stored.spec.nbytes)
-            if stored.chunks:
+            if stored.chunks and stored.spec.shape:
                 self._keys[stored] = key
         return describe_tensor(stored.spec, key)
 
