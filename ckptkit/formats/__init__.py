@@ -62,6 +62,11 @@ FORMATS = {
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
     ),
+    "ranks": Known(
+        "ckptkit.formats.ranks.format:Ranks",
+        "torch.save, a file for each rank",
+        r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
+    ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 
