@@ -66,6 +66,7 @@ FORMATS = {
         "ckptkit.formats.ranks.format:Ranks",
         "torch.save, a file for each rank",
         r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
+        is_written=True,
     ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - as all call it
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType, fully_shard
@@ -57,12 +58,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
-    """The losses of a few steps, on the same tokens for every world size."""
-    tokens = torch.Generator().manual_seed(1)
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(2)) -> list[float]:
+    """The losses of a few steps, on tokens that only the step decides."""
     losses = []
-    for _ in range(steps):
-        x = torch.randint(0, 13, (4, 5), generator=tokens)
+    for step in steps:
+        x = torch.randint(0, 13, (4, 5), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
         loss.backward()
         optimizer.step()
@@ -183,7 +183,8 @@ def _three_ranks(root: Path) -> Truth:
     model = sharded()
     matrices: list[Tensor] = [p for p in model.parameters() if p.ndim > 1]
     vectors: list[Tensor] = [p for p in model.parameters() if p.ndim == 1]
-    grouped = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    grouped = torch.optim.AdamW(groups, lr=1e-2)
     train(model, grouped)
     save(root / "groups", model, grouped)
     truth = truth_of("groups", model, grouped)
@@ -259,6 +260,58 @@ def _by_accelerate(root: Path) -> Truth:
         (root / place / "checkpoint-7").mkdir(parents=True, exist_ok=True)
         save_fsdp_model(plugin, accelerator, model, str(root / place / "checkpoint-7"), use_dcp=False)
         save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(root / place / "checkpoint-7"), use_dcp=False)
-        is_wrapped = isinstance(model, FSDP)
-        truth |= truth_of_wrapped(place, model, optimizer) if is_wrapped else truth_of(place, model, optimizer)
+        if isinstance(model, FSDP):
+            truth |= truth_of_wrapped(place, model, optimizer)
+        else:
+            truth |= truth_of(place, model, optimizer)
     return truth
+
+
+# -- what is resumed ---------------------------------------------------------------------------------------------------
+
+MORE = range(2, 5)
+
+
+def resumed(ranks: int, root: Path, like: str) -> Truth:
+    """The state that `ranks` load from files of their own as verl and Accelerate do, and the losses of more steps."""
+    return _on_ranks(ranks, _resumed, root, like)
+
+
+def _resumed(root: Path, like: str) -> Truth:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sharded(("ddp", "fsdp"), (world // 2, 2)) if like == "hsdp" else sharded()
+    optimizer = adamw(model)
+    if (root / "fsdp_config.json").exists():
+        names = f"model_world_size_{world}_rank_{rank}.pt", f"optim_world_size_{world}_rank_{rank}.pt"
+        extra = torch.load(root / f"extra_state_world_size_{world}_rank_{rank}.pt", weights_only=False)
+        assert extra == {"lr_scheduler": {"last_epoch": 2, "_last_lr": [0.01]}}
+    else:
+        names = f"pytorch_model_fsdp_0_rank{rank}.bin", f"optimizer_0_rank{rank}.bin"
+    state, numbers = (torch.load(root / name, weights_only=False) for name in names)
+    model.load_state_dict(state)
+    if isinstance(next(iter(numbers["state"])), str):
+        set_optimizer_state_dict(model, optimizer, numbers)
+    else:
+        optimizer.load_state_dict(numbers)
+    parameter: Any
+    for parameter, moments in optimizer.state.items():  # on a mesh with process groups, which no file can bring along
+        for what, moment in moments.items():
+            if isinstance(moment, DTensor):
+                moments[what] = DTensor.from_local(
+                    moment.to_local(),
+                    parameter.device_mesh,
+                    moment.placements,
+                    shape=moment.shape,
+                    stride=moment.stride(),
+                )
+    truth = truth_of("resumed", model, optimizer)
+    return truth | {"losses": torch.tensor(train(model, optimizer, MORE))}
+
+
+def uninterrupted(_: Path) -> Truth:
+    """The losses of one rank that is never stopped."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = adamw(model)
+    train(model, optimizer)
+    return {"losses": torch.tensor(train(model, optimizer, MORE))}

@@ -1,4 +1,4 @@
-"""Read directories in which each rank has left its shards by torch.save: DTensors, ShardedTensors, plain tensors.
+"""Read and write directories in which each rank has left its shards by torch.save: DTensors and their elders.
 
 Nothing describes the whole: each tensor says where its rank's part belongs, and the names of files which rank that is.
 So all files are opened, and what they say must agree.
@@ -6,26 +6,29 @@ So all files are opened, and what they say must agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.formats.protocols import Reader
+from ckptkit.formats.protocols import Writer
+from ckptkit.formats.ranks.example import example_of
 from ckptkit.formats.ranks.held import RankFile, read_rank_file
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, RankFiles, find_files, is_there, rank_in
 from ckptkit.formats.ranks.optimizer import join_files, join_optimizer
 from ckptkit.formats.ranks.rest import join_rest
+from ckptkit.formats.ranks.seal import seal_files
+from ckptkit.formats.ranks.write_files import arrange_files
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.locate import collector_paused
 from ckptkit.formats.torchfile.state_files import entries_of, opened
-from ckptkit.layout import Extent, Layout, check_cover
+from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
 
 _CONFIG_LIMIT = 1 << 16  # bytes
 
 
-class Ranks(Reader):
+class Ranks(Writer):
     """The format of one file of torch.save for each rank: a directory with the files of all ranks."""
 
     name = "ranks"
@@ -82,6 +85,16 @@ class Ranks(Reader):
                         yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)
             except CkptError as error:
                 report(error.blame(path=layout.root / path))
+
+    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+        """Return the files of `options.world_size` ranks, called and spread as those that `wanted` lies in, if any."""
+        return tuple(arrange_files(wanted, example_of(wanted), options.world_size))
+
+    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+        """Return the copies of what several ranks have alike, and the CRC-32 of each storage."""
+        found = find(made.root)
+        files = [read_files(made.root, found, kind, (kind,)) for kind in found.files]
+        return seal_files(made.root, files, checksums)
 
 
 def find(path: Path) -> RankFiles:

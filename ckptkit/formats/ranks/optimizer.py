@@ -9,9 +9,10 @@ from ckptkit.formats.ranks import numbered
 from ckptkit.formats.ranks.held import RankFile
 from ckptkit.formats.ranks.join import join_blobs, join_tensors
 from ckptkit.formats.ranks.numbered import Parameter, is_moment
+from ckptkit.formats.ranks.units import join_units, match_units
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.values import with_value
-from ckptkit.layout import Blob, KeyPath, StoredTensor
+from ckptkit.layout import StoredTensor
 
 PARAMS = "params"  # the list of a group's parameters
 
@@ -28,9 +29,14 @@ def join_optimizer(files: Sequence[RankFile], model: Sequence[RankFile]) -> Flat
     holding = numbered.holders(model)
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = numbered.shapes_of(own, flattened=flattened)
-    found = numbered.match(groups, numbered.parameters_of(model[0]), shapes)
+    parameters = numbered.parameters_of(model[0])
+    found = numbered.match(groups, parameters, shapes)
     if flattened:
         rest = join_files([without_moments(file) for file in files])
+        totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
+        units = match_units(groups, parameters, totals, len(own)) if found is None else None
+        if units is not None:
+            return with_lists(join_units(own, units, rest, parameters), [parameters])
         tensors = {**dict(numbered.join_flattened(own, found)), **rest.tensors}
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
         joined = Flat(tensors, rest.blobs, keys)
@@ -53,19 +59,23 @@ def without_moments(file: RankFile) -> RankFile:
     return replace(file, flat=Flat(dict[str, StoredTensor](tensors), file.flat.blobs, file.flat.keys))
 
 
+def with_lists(joined: Flat, groups: Sequence[Sequence[Parameter]]) -> Flat:
+    """Return an optimizer with the names of the parameters in the lists of its groups."""
+    for name, blob in joined.blobs.items():
+        key = joined.keys[name]
+        if key[-3:-2] == ("param_groups",) and key[-1] == PARAMS:
+            joined.blobs[name] = with_value(blob, [parameter.name for parameter in groups[int(key[-2])]])
+    return joined
+
+
 def with_names(joined: Flat, groups: Sequence[Sequence[int]], found: Mapping[int, Parameter]) -> Flat:
     """Return an optimizer with the names of parameters in place of their numbers."""
-    tensors: dict[str, StoredTensor] = {}
-    blobs: dict[str, Blob] = {}
-    keys: dict[str, KeyPath] = {}
+    named = Flat()
     for old, key in joined.keys.items():
         new = numbered.named(key, found)
         name = ".".join(map(str, new))
         if old in joined.tensors:
-            tensors[name], keys[name] = joined.tensors[old], new
+            named.tensors[name], named.keys[name] = joined.tensors[old], new
         elif old in joined.blobs:
-            blob = joined.blobs[old]
-            is_list = key[-3:-2] == ("param_groups",) and key[-1] == PARAMS
-            names = [found[number].name for number in groups[int(key[-2])]] if is_list else None
-            blobs[name], keys[name] = with_value(blob, names) if is_list else blob, new
-    return Flat(tensors, blobs, keys)
+            named.blobs[name], named.keys[name] = joined.blobs[old], new
+    return with_lists(named, [[found[number] for number in group] for group in groups])

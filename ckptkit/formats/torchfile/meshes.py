@@ -68,7 +68,7 @@ def spread(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tu
     """Return shape and ranks of the mesh that a layout makes of a map of ranks, the one with `rank` in it."""
     if len(every) > _MOST_RANKS:
         raise ValueError("ranks")
-    axes = [axis_of(axis) for axis in layout.attributes()["axes"]]
+    axes = axes_of(layout.attributes())
     shape = tuple(prod(size for size, _ in axis) for axis in axes)
     steps = [step for axis in axes for step in axis]
     if prod(shape) > len(every) or any(step < 0 for _, step in steps):
@@ -81,6 +81,15 @@ def spread(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tu
     if not 0 <= min(places) <= max(places) < len(every):
         raise ValueError("layout")
     return shape, tuple(every[place] for place in places)
+
+
+def axes_of(state: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """Return sizes and strides of each axis of a layout; torch 2.9 has all shapes and all strides in one tuple each."""
+    if "axes" in state:
+        return [axis_of(axis) for axis in state["axes"]]
+    shape, stride = (one if isinstance(one, tuple) else (one,) for one in (state["shape"], state["stride"]))
+    nested = [(n, step) if isinstance(n, tuple) else ((n,), (step,)) for n, step in zip(shape, stride, strict=True)]
+    return [list(zip(as_shape(n), as_shape(step), strict=True)) for n, step in nested]
 
 
 def axis_of(axis: Any) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ KINDS = [
     (produced.two_ranks, "hsdp", "hsdp/global_step_2/actor"),
     (produced.two_ranks, "orig", "orig"),
     (produced.two_ranks, "mesh", "mesh"),
+    (produced.two_ranks, "units", "units"),
     (produced.three_ranks, "groups", "groups"),
     (produced.three_ranks, "orig", "orig"),
     (produced.four_ranks, "hsdp", "hsdp"),
