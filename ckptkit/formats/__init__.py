@@ -80,6 +80,12 @@ FORMATS = {
         "DeepSpeed",
         r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
     ),
+    "ranks": Known(
+        "ckptkit.formats.ranks.format:Ranks",
+        "torch.save, a file for each rank",
+        r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
+        is_written=True,
+    ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 
