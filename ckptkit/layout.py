@@ -36,13 +36,21 @@ class Spec:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
+class Storage(NamedTuple):
+    """A run of bytes of a file that has one CRC-32, and several chunks in it."""
+
+    offset: int
+    length: int
+    crc32: int
+
+
 class Chunk(NamedTuple):
     """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
 
     Row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
     recorded over those bytes, None where none was. While `wrapper` is set the bytes are still inside an
     envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it, and no plan is
-    made before.
+    made before. Where a checksum was recorded for a `storage` only, which has other bytes too, that is said.
     """
 
     box: Box
@@ -53,6 +61,7 @@ class Chunk(NamedTuple):
     strides: Shape | None = None
     crc32: int | None = None
     wrapper: str | None = None
+    storage: Storage | None = None
 
     @property
     def start(self) -> Shape:
@@ -63,6 +72,11 @@ class Chunk(NamedTuple):
     def size(self) -> Shape:
         """Return its extent along each axis."""
         return self.box.size
+
+    @property
+    def checked_as(self) -> Storage | None:
+        """Return the bytes over which a CRC-32 is known, its own or those that it lies in; None if none is."""
+        return self.storage if self.crc32 is None else Storage(self.offset, self.length, self.crc32)
 
 
 class Piece(NamedTuple):

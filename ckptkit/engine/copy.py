@@ -163,13 +163,10 @@ def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
 
 
 def scrub(sources: Sources, jobs: int | None) -> None:
-    """Read the chunks that were not read whole once more, from end to end, to compare their CRC-32."""
-    plan = sources.unfinished()
-    again = Sources(plan, Ledger())
+    """Read what is lacking of the chunks, and of the storages, that were not read whole, to compare their CRC-32."""
 
     def look(worker: Worker, block: Block) -> None:
         number = block.target.copies[0].source
         worker.read(block, number)
 
-    visit(plan, look, lambda _block, _seen, pieces: again.note(pieces), jobs)
-    sources.checked_bytes += again.checked_bytes
+    visit(sources.unfinished(), look, lambda _block, _seen, pieces: sources.note(pieces), jobs)

@@ -7,16 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.files.crc32 import Checksums
-from ckptkit.layout import Piece, Place
+from ckptkit.layout import Chunk, Piece, Place
 
 SourcePlace = tuple[int, str, int]  # a source's number in the plan, a file and an offset in it
+
+
+def checked_place(number: int, chunk: Chunk) -> SourcePlace:
+    """Return the place of the bytes that are compared with a CRC-32 when a chunk is: a storage's, or its own."""
+    whole = chunk.checked_as
+    return number, chunk.path, chunk.offset if whole is None else whole.offset
 
 
 @dataclass(slots=True)
 class Ledger:
     """The pieces of source chunks that were read, and of destination chunks that were written, with their CRC-32.
 
-    `noted` are the tensors that a combination said are worth a note.
+    Pieces of chunks that lie in one storage are known by that. `noted` are the tensors that a combination said are
+    worth a note.
     """
 
     read: Checksums[SourcePlace] = field(default_factory=Checksums)
@@ -34,7 +41,9 @@ class Ledger:
     def add_read(self, number: int, pieces: Iterable[Piece]) -> None:
         """Enter what was read of the source of this number."""
         for piece in pieces:
-            self.read.add((number, piece.chunk.path, piece.chunk.offset), piece.start, piece.length, piece.crc)
+            place = checked_place(number, piece.chunk)
+            start = piece.chunk.offset + piece.start - place[2]
+            self.read.add(place, start, piece.length, piece.crc)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries as lists of place, start, length and CRC-32, and the names."""

@@ -104,7 +104,8 @@ class Flattening:
             error.hint = error.hint and "save it as a plain dense tensor"
             raise
         dtype, shape = found.tensor.dtype, found.tensor.shape
-        chunk = Chunk(whole(shape), self.path, found.offset, found.length, dtype, found.strides, found.crc32)
+        place = (self.path, found.offset, found.length)
+        chunk = Chunk(whole(shape), *place, dtype, found.strides, found.crc32, storage=found.storage)
         return StoredTensor(Spec(dtype, shape), (chunk,))
 
     def blob(self, value: Any) -> Blob:
