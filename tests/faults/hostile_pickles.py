@@ -174,6 +174,7 @@ def bombs() -> Iterator[Bad]:
         yield Bad(name, "dcp", write(METADATA, bomb), (METADATA,), **limits)
         archive = be_archive({"data.pkl": bomb, "byteorder": b"little", "version": b"3\n"})
         yield Bad(name, "pt", write("state.pt", archive), ("state.pt",), **limits)
+        yield Bad(f"{name}, beside a model", "hf", write("optimizer.pt", archive), ("optimizer.pt",), **limits)
 
 
 CASES: tuple[Case, ...] = (
