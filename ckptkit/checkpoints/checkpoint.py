@@ -23,7 +23,7 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoi
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import children, entry_of, folders
 from ckptkit.files.path import list_ahead, to_local, to_path
-from ckptkit.formats import Reader, describe_formats, detect_format
+from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file
 from ckptkit.formats.torchfile.values import load_value
 from ckptkit.layout import KeyPath, Layout
 
@@ -344,11 +344,15 @@ def part_in(folder: Path) -> Part | None:
 
 
 def is_run_of_files(path: Path) -> bool:
-    """Return whether a directory, of no step itself, has checkpoints that are files and are named by their steps."""
+    """Return whether a directory, of no step itself, has checkpoints that are files and are named by their steps.
+
+    With a file in it that a format knows by its name it is a checkpoint, whatever else lies there.
+    """
     if not path.is_dir() or step_of(path) is not None:
         return False
-    names = [Path(name) for name in names_in(path)]
-    return any(name.suffix in _ONE_FILE and step_of(Path(name.stem)) is not None for name in names)
+    names = names_in(path)
+    files = [Path(name) for name in names if name.endswith(_ONE_FILE)]
+    return any(step_of(Path(file.stem)) is not None for file in files) and not is_known_file(names)
 
 
 def parts_beside(path: Path) -> dict[Path, Part | None]:
