@@ -10,11 +10,14 @@ from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
 from ckptkit.layout import KeyPath
 
 _RANK = "mp_rank_[0-9]{2}(?:_[0-9]{3})*"
+_BRIDGE = r"run_config\.yaml|train_state\.pt"
 _LAYER = r"(?:.*\.)?(?:decoder|encoder)\.layers\..*linear_(?:qkv|proj|fc1|fc2)\..*"
 
 
 def wrote(seen: Evidence) -> str | None:
     """Return the name by the file that says how the shards are stored, or the directories of ranks."""
+    if seen.has_file(_BRIDGE):
+        return "Megatron-Bridge"
     is_sharded = "sharded_backend" in seen.read_json("metadata.json")
     return "Megatron" if is_sharded or seen.has_file(_RANK) else None
 
@@ -29,6 +32,8 @@ MEGATRON = Trainer(
     wrote=wrote,
     steps=("iter_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
+    unread={r"\.zarray": "arrays of zarr, as Megatron saved before `torch_dist`"},
+    hints={r"\.zarray": "load and save it with a Megatron-LM that has both, such as core 0.12"},
     own_names={_LAYER: "Megatron's"},
     rank_of_key=rank_of_key,
 )
