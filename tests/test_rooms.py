@@ -129,6 +129,7 @@ PICKLED = {"formats.dcp.read_metadata": {"megatron"}}
 WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"llmc", "megatron"},  # the list of them
     "formats.dcp.flat_names": {"megatron"},
+    "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "formats.megatron*": {"megatron"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor
 
 import ckptkit
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.formats import locate
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.verify import verify
 from tests.conftest import Produce, Produced
-from tests.formats.contract import raw_bytes
-from tests.trainers.produced_megatron import STEP, VARIANTS, load, megatron
+from tests.formats.contract import assert_same, raw_bytes
+from tests.trainers.produced_megatron import STEP, VARIANTS, load, megatron, model_space
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -84,3 +87,35 @@ def test_a_rename_reaches_the_moments(made: Produced, tmp_path: Path) -> None:
 def test_all_of_it_is_verified(made: Produced) -> None:
     found = [part for part in verify(made.root / "dense" / "torch_dist") if part.path.name == STEP]
     assert [(part.is_ok, part.unchecked_bytes) for part in found] == [(True, 0)]
+
+
+def test_flattened_moments_get_the_shape_of_their_parameters(produce: Produce, tmp_path: Path) -> None:
+    made = produce(model_space)
+    assert_same({name: lazy.torch() for name, lazy in ckptkit.open(made.root).items()}, made.truth)
+    (found,) = verify(made.root)
+    assert (found.problems, found.unchecked_bytes) == ((), 0)
+    ckptkit.reshard(made.root, tmp_path / "out", to=3)
+    assert_same({name: lazy.torch() for name, lazy in ckptkit.open(tmp_path / "out").items()}, made.truth)
+
+
+def test_moments_of_no_parameter_are_left_as_they_are(produce: Produce, tmp_path: Path) -> None:
+    made = produce(model_space)
+    ckptkit.reshard(made.root, tmp_path / "out", to=1, exclude=["fc1.weight"])
+    opened = ckptkit.open(tmp_path / "out")
+    assert "fc1.weight" not in opened
+    assert opened["optimizer.state.exp_avg.fc1.weight"].shape == (2, 8, 6)
+
+
+def test_a_flipped_bit_in_a_flattened_moment_is_found(produce: Produce, tmp_path: Path) -> None:
+    made = produce(model_space)
+    root = tmp_path / "there"
+    shutil.copytree(made.root, root)
+    layout = locate(Checkpoint.open(root).layout)
+    chunk = layout.tensors["optimizer.state.exp_avg.fc2.weight"].chunks[-1]
+    data = bytearray((root / chunk.path).read_bytes())
+    data[chunk.offset] ^= 1
+    (root / chunk.path).write_bytes(data)
+    (found,) = verify(root)
+    assert [(problem.tensor, problem.path) for problem in found.problems] == [
+        ("optimizer.state.exp_avg.fc2.weight", root / chunk.path)
+    ]
