@@ -111,6 +111,11 @@ def say_own_names(names: Iterable[str]) -> str | None:
     return look_up("own_names", names)
 
 
+def say_opaque(names: Iterable[str]) -> str | None:
+    """Return what tensors among these names are that can only be carried as they are, None if there are none."""
+    return look_up("opaque", names)
+
+
 def look_up(table: str, names: Iterable[str]) -> str | None:
     """Return what the tables of this name say of the first name that a pattern in any of them matches whole."""
     known = [(re.compile(key), words) for trainer in TRAINERS for key, words in getattr(trainer, table).items()]

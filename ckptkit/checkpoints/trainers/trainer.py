@@ -48,7 +48,8 @@ class Trainer:
     that say which checkpoint is meant. Inside a checkpoint `others` are directories with all but the model,
     `companions` those with config and tokenizer, `ranks` files of which each rank has one (the group is the rank),
     `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a key path.
-    `own_names` says, by pattern, whose own the names of tensors are that no inference engine knows.
+    `own_names` says, by pattern, whose own the names of tensors are that no inference engine knows; `opaque` what
+    tensors are that can only be carried as they are.
     `unread` says, by pattern, what files and directories are that ckptkit does not read, `hints` what to do about some
     of these. `metrics` gives, by file, what
     was measured. `wrote` says the name to show, or None, by what only this trainer leaves: be it a name, in a listing,
@@ -66,6 +67,7 @@ class Trainer:
     own_state: tuple[str, ...] = ()
     rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
     own_names: Mapping[str, str] = field(default_factory=dict)
+    opaque: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, MetricsFile] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.trainers import say_opaque
 from ckptkit.checkpoints.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
@@ -65,6 +66,8 @@ def choose(part: Part, options: ConvertOptions, world_size: int, notes: list[str
     """Return what is to be written of a part, and add to `notes` what there is to say of it."""
     complete = restore_tied(part.layout, find_companions(part.path, None).config or {})
     chosen = edits.select(complete, options.edits.admit)
+    opaque = say_opaque(chosen.tensors)
+    notes += [opaque] if opaque else []
     notes += [f"`{name}` is tied, and was written too" for name in chosen.tensors.keys() - part.layout.tensors]
     if not options.writer.is_sharded:
         return chosen
