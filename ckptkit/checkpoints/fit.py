@@ -52,6 +52,25 @@ def remarks_on_names(layout: Layout) -> list[str]:
     return [f"the names are {whose} own: loaders of Hugging Face's models do not know them"] if whose else []
 
 
+def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:
+    """Return what stands before every name of a model, if without it all are there that its config calls for.
+
+    A module that a trainer wraps a model in puts its attribute there: `model.` or `net.`. Returns "" where the names
+    fit as they are, or fit neither way.
+    """
+    shapes = {
+        name: shape for name, shape in (expected_shapes(config) or {}).items() if name != HEAD or not is_tied(config)
+    }
+    if not shapes or shapes.keys() <= layout.tensors.keys():
+        return ""
+    first = min(shapes)
+    ends = [name for name in layout.tensors if name.endswith(f".{first}")]
+    prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
+    found = {name.removeprefix(prefix): spec.shape for name, spec in layout.specs.items() if name.startswith(prefix)}
+    fits = len(found) == len(layout.tensors) and all(found.get(name) == shape for name, shape in shapes.items())
+    return prefix if fits else ""
+
+
 def drop_tied(layout: Layout, notes: list[str]) -> Layout:
     """Return the layout without the head that is tied to the embedding, if both are there and equal to the last bit."""
     embedding = find_embedding(layout.tensors)

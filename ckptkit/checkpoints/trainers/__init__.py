@@ -16,6 +16,8 @@ from ckptkit.checkpoints.trainers.lightning import LIGHTNING
 from ckptkit.checkpoints.trainers.llmc import LLMC
 from ckptkit.checkpoints.trainers.megatron import MEGATRON
 from ckptkit.checkpoints.trainers.meta_llama import META_LLAMA
+from ckptkit.checkpoints.trainers.nanochat import NANOCHAT
+from ckptkit.checkpoints.trainers.nanogpt import NANOGPT
 from ckptkit.checkpoints.trainers.nanotron import NANOTRON
 from ckptkit.checkpoints.trainers.nemo import NEMO
 from ckptkit.checkpoints.trainers.olmo import OLMO
@@ -34,7 +36,7 @@ from ckptkit.layout import KeyPath
 # libraries whose files lie beside its own.
 TRAINERS: tuple[Trainer, ...] = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, META_LLAMA, LLMC, ORBAX, VLLM, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 
 
@@ -78,7 +80,42 @@ def owner_of_key(key: KeyPath) -> int | None:
 
 def is_other_part(name: str) -> bool:
     """Return whether a directory of this name in a checkpoint holds anything but the model."""
-    return name.startswith("optim") or any(matches("others", name))
+    return name.startswith("optim") or is_beside_model(name)
+
+
+def is_beside_model(name: str) -> bool:
+    """Return whether a directory of this name in a model's directory holds the rest of its training."""
+    return any(matches("others", name))
+
+
+def key_beside(name: str, step: int | None) -> str | None:
+    """Return the keys that the contents of a file of this name belong under beside a model; None for other files.
+
+    The model is a directory, or else a file of this `step`.
+    """
+    for pattern, key in files_beside():
+        match = pattern.fullmatch(name)
+        if match:
+            said = match.groupdict()
+            if step == (int(said["step"]) if "step" in said else None):
+                return key.format(**said)
+    return None
+
+
+@cache
+def files_beside() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Return the patterns of files that are a part of a checkpoint, with the key for each, of every trainer in turn."""
+    return tuple((re.compile(pattern), key) for trainer in TRAINERS for pattern, key in trainer.beside.items())
+
+
+def is_kept(name: str, beside: Iterable[str]) -> bool:
+    """Return whether a directory or hidden file goes along as it is, by its name and those that it lies beside."""
+    return any(trainer.kept[name] in beside for trainer in TRAINERS if name in trainer.kept)
+
+
+def step_keys() -> tuple[tuple[str, KeyPath], ...]:
+    """Return where a checkpoint says its step: the file, "" for its own entries, and the way to it."""
+    return tuple(found for trainer in TRAINERS for found in trainer.step_keys)
 
 
 def is_tracker(name: str) -> bool:

@@ -38,5 +38,7 @@ MEGATRON = Trainer(
     hints={r"\.zarray": "load and save it with a Megatron-LM that has both, such as core 0.12"},
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
     own_names={_LAYER: "Megatron's"},
+    beside={r"common\.pt": ""},
+    step_keys=(("", ("iteration",)),),
     rank_of_key=rank_of_key,
 )

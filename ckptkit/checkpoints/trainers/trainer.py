@@ -45,13 +45,17 @@ class Trainer:
     """A program that saves checkpoints, and the names that it gives. Patterns are of whole names.
 
     `steps` and `epochs` are of a checkpoint's directory or file, the group is the number; `trackers` are files in a run
-    that say which checkpoint is meant. Inside a checkpoint `others` are directories with all but the model,
-    `companions` those with config and tokenizer, `ranks` files of which each rank has one (the group is the rank),
-    `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a key path.
+    that say which checkpoint is meant. Inside a checkpoint `others` are directories with all but the model, `beside`
+    files of torch.save that are a part of it, each with the keys that its contents belong under, "" for none (a pattern
+    with a group `step` is of files beside a model that is a file, a group `rank` may be named in the keys);
+    `kept` are directories and hidden files that go along as they are, each known by what it lies beside;
+    `companions` are directories with config and tokenizer, `ranks` files of which each rank has one (the group is the
+    rank), `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a key
+    path. Where a name says no step, `step_keys` lead to it, in a small file of JSON or, for the file "", in the
+    checkpoint's own entries.
     `own_names` says, by pattern, whose own the names of tensors are that no inference engine knows; `opaque` what
-    tensors are that can only be carried as they are.
-    `unread` says, by pattern, what files and directories are that ckptkit does not read, `hints` what to do about some
-    of these. `metrics` gives, by file, what
+    tensors are that can only be carried as they are. `unread` says, by pattern, what files and directories are that
+    ckptkit does not read, `hints` what to do about some of these. `metrics` gives, by file, what
     was measured. `wrote` says the name to show, or None, by what only this trainer leaves: be it a name, in a listing,
     or a key, once the metadata was read.
     """
@@ -62,6 +66,9 @@ class Trainer:
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    step_keys: tuple[tuple[str, KeyPath], ...] = ()
     companions: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()

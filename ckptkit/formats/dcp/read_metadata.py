@@ -51,6 +51,9 @@ _NAMES = frozenset(
         (f"{_THERE}.filesystem", "_StoragePrefix"),
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+        # OLMo-core has a writer of its own, with torch's names for what it leaves
+        ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("olmo_core.distributed.checkpoint.filesystem", "_StoragePrefix"),
         *(("torch", name) for name in (*DTYPES, "Size", "strided")),
         ("torch.serialization", "_get_layout"),
         *(

@@ -17,6 +17,7 @@ import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.formats import locate
 from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.manifest import make_manifest
 from ckptkit.ops.verify import verify
 from tests.conftest import Produce, Produced
 from tests.formats.contract import assert_same, raw_bytes
@@ -167,6 +168,22 @@ def test_layers_with_numbers_of_their_own(tmp_path: Path) -> None:
     opened = ckptkit.open(consolidate(root, tmp_path / "out").output)
     expected = {name.removeprefix("module."): value for name, value in model.items()}
     assert_same({name: lazy.torch() for name, lazy in opened.items()}, dict(sorted(expected.items())))
+
+
+def test_what_all_ranks_share_is_a_part_of_it(made: Produced, tmp_path: Path) -> None:
+    root = tmp_path / "any"
+    shutil.copytree(made.root / "swiglu" / "torch_dist" / STEP, root)
+    found = ckptkit.inspect(root)
+    assert found.step == 3  # of `common.pt`, where no name says one
+    assert {"iteration", "args", "optimizer.param_groups.0.lr"} <= set(found.layout.blobs)
+    make_manifest(root)
+    assert [part.problems for part in verify(root)] == [(), ()]
+    ckptkit.convert(root, tmp_path / "state.pt", to="pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=False)
+    assert (state["iteration"], state["args"].num_layers) == (3, 2)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 1e-3
+    weights = {key for key in state if key.startswith(("dec", "emb", "out")) and "_extra_state" not in key}
+    assert state["optimizer"]["state"]["exp_avg"].keys() == weights
 
 
 @pytest.mark.parametrize("kind", ["nemo", "bridge"])
