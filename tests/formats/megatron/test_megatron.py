@@ -279,6 +279,41 @@ def test_ranks_that_do_not_fit_are_an_error(
     assert not (tmp_path / "out").exists()
 
 
+def add_layer(number: int) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: state["model"].update({f"decoder.layers.{number}.w": torch.ones(2)})
+
+
+HOSTILE: list[tuple[str, Damage, str]] = [
+    ("ranks by name", lambda root: (root / "mp_rank_00").rename(root / "mp_rank_9999_9999_9999"), "several jobs"),
+    ("a rank by name", lambda root: (root / "mp_rank_00").rename(root / "mp_rank_9999"), "ranks are missing"),
+    (
+        "ranks in the file",
+        of_rank("mp_rank_00", set_args(tensor_model_parallel_size=2**31, pipeline_model_parallel_size=2**20)),
+        "ranks are missing: mp_rank_00_001, mp_rank_00_002",
+    ),
+    ("no ranks", of_rank("mp_rank_00", set_args(tensor_model_parallel_size=0)), "impossible numbers of ranks"),
+    ("a long number", of_rank("mp_rank_00", set_args(pipeline_model_parallel_size=10**500)), "number of ranks is"),
+    ("a long iteration", of_rank("mp_rank_00", lambda state: state.update(iteration=10**500)), "its iteration is 3"),
+    ("a longer one", of_rank("mp_rank_00", lambda state: state.update(iteration=10**5000)), "pickle opcode"),
+    (
+        "a layer's number",
+        lambda root: [of_rank(rank.name, add_layer(10**12))(root) for rank in root.iterdir()],
+        "a layer or expert with the number 1000000000000",
+    ),
+    ("no dict", lambda root: torch.save([1, 2], root / "mp_rank_00/model_optim_rng.pt"), "it holds no dict"),
+    ("no archive", lambda root: (root / "mp_rank_00/model_optim_rng.pt").write_bytes(b"PK"), "too few for an archive"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), [fault[1:] for fault in HOSTILE], ids=[fault[0] for fault in HOSTILE])
+def test_numbers_of_strangers_cost_nothing(made: Produced, tmp_path: Path, damage: Damage, message: str) -> None:
+    root = copied(made, "swiglu", tmp_path)
+    damage(root)
+    with pytest.raises(CkptError, match=message) as raised:
+        ckptkit.open(root)
+    assert raised.value.exit_code == 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
