@@ -75,7 +75,7 @@ class Checkpoint:
             return cls(path, tuple(sorted(found, key=lambda part: not part.is_model)))
         rest = path / TRAINING
         if not (path.is_dir() and rest.is_dir()):
-            return cls(path, (Part("", path, reader),))
+            return cls(path, (Part("", path, reader), *(parts_in(path) if reader.is_sharded else ())))
         beside = detect_format(rest)
         more = (Part(TRAINING, rest, beside),) if beside else ()
         return cls(path, (Part("", path, reader), *more), () if beside else (rest,))
@@ -301,6 +301,14 @@ def words_for_unread(path: Path, reader: Reader | None) -> str | None:
     if not path.is_dir() or (reader is not None and any(map(reader.owns, names_in(path)))):
         return None
     return trainers.say_unread(name for place in (path, *inner_folders(path)) for name in names_in(place))
+
+
+def parts_in(path: Path) -> Iterator[Part]:
+    """Yield the parts of a checkpoint that lie in directories called like an optimizer's, beside files of the model."""
+    for folder in inner_folders(path):
+        reader = detect_format(folder) if trainers.is_other_part(folder.name) else None
+        if reader is not None:
+            yield Part(folder.name, folder, reader)
 
 
 def ranks_in(place: Path) -> Iterator[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from ckptkit.checkpoints.flat_parameters import unflatten_parameters
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.trainers import is_other_part
@@ -42,7 +43,7 @@ class Part:
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
         with translate_os_errors(self.path):
-            layout = self.reader.read(self.path)
+            layout = unflatten_parameters(self.reader.read(self.path), self.path)
         if self.manifest is None:
             return layout
         sums = self.manifest.tensors
