@@ -13,6 +13,7 @@ from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap
 from ckptkit.tensors.dtypes import DType
 
 KeyPath = tuple[str | int, ...]
+Grid = tuple[Shape, ...]  # for each axis of a tensor the extents that it is split in, row-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Chunk(NamedTuple):
     """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
 
     Row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
-    recorded over those bytes, None where none was. While `wrapper` is set the bytes are still inside an
+    recorded over those bytes, None where none was; of a box that was cut out of a chunk it is over that chunk's, which
+    are the `run`: their offset and length. While `wrapper` is set the bytes are still inside an
     envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it, and no plan is
     made before.
     """
@@ -53,6 +55,12 @@ class Chunk(NamedTuple):
     strides: Shape | None = None
     crc32: int | None = None
     wrapper: str | None = None
+    run: tuple[int, int] | None = None
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Return offset and length of the bytes that the checksum is over."""
+        return self.run or (self.offset, self.length)
 
     @property
     def start(self) -> Shape:
@@ -76,10 +84,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and the chunks that tile it. Where a chunk's dtype is another, its numbers are to be converted."""
+    """A tensor and the chunks that tile it. Where a chunk's dtype is another, its numbers are to be converted.
+
+    With a `grid` the chunks are boxes of the tensor with its axes split so.
+    """
 
     spec: Spec
     chunks: tuple[Chunk, ...]
+    grid: Grid | None = None
+
+    @property
+    def shape_of_chunks(self) -> Shape:
+        """Return the shape that the chunks are boxes of."""
+        return self.spec.shape if self.grid is None else sum(self.grid, ())
 
 
 class Blob(NamedTuple):
@@ -140,7 +157,8 @@ class Layout:
     `keys` gives, for a name that a producer flattened from a nested dict, the recorded way to it
     (`("model", "layers.0.weight")`); other names are their own one-step way. `world_size` is the number of ranks that
     wrote it, where that shows. `descriptions` are the files that say all this, and hold no data. `keeper` is what must
-    not go before the layout does: the temporary file that some of the bytes were unpacked into.
+    not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
+    copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are.
     """
 
     root: Path
@@ -151,6 +169,7 @@ class Layout:
     world_size: int | None = None
     descriptions: tuple[str, ...] = ()
     keeper: object = field(default=None, repr=False, compare=False)
+    twins: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -192,7 +211,7 @@ def check_cover(layout: Layout, report: Report = refuse) -> None:
 
 def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
     """Return the fault in how the chunks tile a tensor, if there is one."""
-    shape = tensor.spec.shape
+    shape = tensor.shape_of_chunks
     boxes = [chunk.box for chunk in tensor.chunks]
     outside = find_outside(shape, boxes)
     if outside is not None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
+from ckptkit.axes import regrid
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Blob, Chunk, Layout, Place, StoredTensor
 from ckptkit.tensors.box import Box, BoxIndex, whole
@@ -158,7 +159,11 @@ def check_source(name: str, wanted: StoredTensor, layout: Layout) -> None:
 
 def join(name: str, wanted: StoredTensor, sources: Sequence[Layout]) -> Iterator[Target]:
     """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it is made of."""
-    found = [layout.tensors[name].chunks for layout in sources]
+    tensors = [layout.tensors[name] for layout in sources]
+    grid = next((tensor.grid for tensor in tensors if tensor.grid), None)
+    if grid is not None:
+        wanted, *tensors = (regrid(tensor, grid) for tensor in (wanted, *tensors))
+    found = [tensor.chunks for tensor in tensors]
     indices = [BoxIndex([chunk.box for chunk in chunks]) for chunks in found]
     for chunk in wanted.chunks:
         if not chunk.box.numel:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.files.crc32 import Checksums
-from ckptkit.layout import Piece, Place
+from ckptkit.layout import Chunk, Piece, Place
 
 SourcePlace = tuple[int, str, int]  # a source's number in the plan, a file and an offset in it
 
@@ -34,7 +34,13 @@ class Ledger:
     def add_read(self, number: int, pieces: Iterable[Piece]) -> None:
         """Enter what was read of the source of this number."""
         for piece in pieces:
-            self.read.add((number, piece.chunk.path, piece.chunk.offset), piece.start, piece.length, piece.crc)
+            path, offset, start = place_in_run(piece.chunk, piece.start)
+            self.read.add((number, path, offset), start, piece.length, piece.crc)
+
+    def add_written(self, chunk: Chunk, start: int, length: int, crc: int) -> None:
+        """Enter what was written of a destination chunk: bytes from `start`."""
+        path, offset, start = place_in_run(chunk, start)
+        self.written.add((path, offset), start, length, crc)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries as lists of place, start, length and CRC-32, and the names."""
@@ -54,3 +60,9 @@ class Ledger:
             ledger.written.add((str(path), offset), start, length, crc)
         ledger.noted.update(map(str, value["noted"]))
         return ledger
+
+
+def place_in_run(chunk: Chunk, start: int) -> tuple[str, int, int]:
+    """Return file and offset of the bytes that a chunk was cut out of, and where in them its byte `start` is."""
+    offset, _ = chunk.bytes
+    return chunk.path, offset, chunk.offset - offset + start

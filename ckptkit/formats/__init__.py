@@ -68,6 +68,24 @@ FORMATS = {
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
     ),
+    "megatron": Known(
+        "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
+    ),
+    "consolidated": Known(
+        "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
+    ),
+    "llmc": Known("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
+    "universal": Known(
+        "ckptkit.formats.deepspeed.universal:Universal",
+        "DeepSpeed universal checkpoint",
+        r"zero|latest_universal",
+        is_written=True,
+    ),
+    "deepspeed": Known(
+        "ckptkit.formats.deepspeed.format:DeepSpeed",
+        "DeepSpeed",
+        r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
+    ),
     "ranks": Known(
         "ckptkit.formats.ranks.format:Ranks",
         "torch.save, a file for each rank",

@@ -169,23 +169,13 @@ def save_verl(run: Path) -> Path:
 
 
 def save_deepspeed(run: Path) -> Path:
-    """What ZeRO leaves, by name: what is in the files does not matter."""
+    """What ZeRO leaves, by name; nothing of use is in the files."""
     root = run / "global_step500"
     root.mkdir(parents=True)
     for rank in range(2):
         torch.save({"optimizer_state_dict": {}}, root / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     torch.save({"module": {"w": torch.ones(2)}}, root / "mp_rank_00_model_states.pt")
     (run / "latest").write_text("global_step500")
-    return root
-
-
-def save_megatron(run: Path) -> Path:
-    """A directory for each of two ranks of tensors, as before DCP."""
-    root = run / "iter_0000020"
-    for rank in range(2):
-        (root / f"mp_rank_0{rank}").mkdir(parents=True)
-        torch.save({"model": {"w": torch.ones(2)}}, root / f"mp_rank_0{rank}" / "model_optim_rng.pt")
-    (run / "latest_checkpointed_iteration.txt").write_text("20")
     return root
 
 
@@ -201,8 +191,6 @@ def save_accelerate(run: Path) -> Path:
 
 UNREAD = {
     "verl": save_verl,
-    "DeepSpeed": save_deepspeed,
-    "Megatron": save_megatron,
     "Accelerate, by transformers' Trainer": save_accelerate,
 }
 
@@ -236,7 +224,7 @@ def test_a_run_with_something_to_read_is_read(tmp_path: Path) -> None:
     ]
     sound, unread = ckptkit.verify(tmp_path / "run")
     assert (sound.problems, unread.path) == ((), root)
-    assert "as DeepSpeed saves" in unread.problems[0].message
+    assert "no partition of ZeRO" in unread.problems[0].message
 
 
 def test_one_rank_alone_has_the_whole_model(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ in it, or a directory `mp_rank_TT_PPP` for each rank of tensors and pipeline.
 from __future__ import annotations
 
 from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.layout import KeyPath
 
 _RANK = "mp_rank_[0-9]{2}(?:_[0-9]{3})*"
-_ONE_OF_SEVERAL = rf"(?!mp_rank_00(?:_000)*$){_RANK}"  # a rank that is alone has the whole model
+_LAYER = r"(?:.*\.)?(?:decoder|encoder)\.layers\..*linear_(?:qkv|proj|fc1|fc2)\..*"
 
 
 def wrote(seen: Evidence) -> str | None:
@@ -18,10 +19,16 @@ def wrote(seen: Evidence) -> str | None:
     return "Megatron" if is_sharded or seen.has_file(_RANK) else None
 
 
+def rank_of_key(key: KeyPath) -> int | None:
+    """Return the rank whose own state lies at a key path, as the legacy format is read."""
+    return key[1] if key[0] == "rank_state" and len(key) > 1 and isinstance(key[1], int) else None
+
+
 MEGATRON = Trainer(
     name="megatron",
     wrote=wrote,
     steps=("iter_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
-    unread={_ONE_OF_SEVERAL: "a directory for each rank of tensors and pipeline, as Megatron saves"},
+    own_names={_LAYER: "Megatron's"},
+    rank_of_key=rank_of_key,
 )

@@ -47,7 +47,10 @@ class Side:
 
     def renamed(self, new_name: NewName) -> Self:
         """Return it with other names for parameters, wherever these occur."""
-        keys = {name: rename_in(self.layout.key(name), new_name, name in self.weights) for name in self.layout.names}
+        own = {self.layout.key(name)[-1] for name in self.weights}
+        keys = {
+            name: rename_in(self.layout.key(name), new_name, name in self.weights, own) for name in self.layout.names
+        }
         weights = frozenset(new_name(name) for name in self.weights)
         return replace(self, layout=with_keys(self.layout, keys, new_name), weights=weights)
 

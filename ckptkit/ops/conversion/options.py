@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, TypeVar
 
+from ckptkit.checkpoints.optimizer_keys import IDS, NAMES
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, Writer, get_writer
 from ckptkit.ops.selection import Edits
@@ -17,6 +18,7 @@ from ckptkit.settings import About, settings_of
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
+MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
 RANK = "rank"  # the part of a process that torchrun started
 
 _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
@@ -26,8 +28,9 @@ _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes
 class ConvertOptions:
     """The options of a conversion. `of` makes one of what users give, and checks it.
 
-    `weights` are those of the mean of several checkpoints, one for each; with `only_sharded`, parts of a checkpoint
-    that are the same for any number of ranks stay as they are, if it has others.
+    Without `optimizer_keys` an optimizer stays as it is, but for one in a file that becomes shards: it is named where
+    that is certain. `weights` are those of the mean of several checkpoints, one for each; with `only_sharded`, parts of
+    a checkpoint that are the same for any number of ranks stay as they are, if it has others.
     """
 
     to: str
@@ -35,6 +38,9 @@ class ConvertOptions:
         None
     )
     under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
+    optimizer_keys: Annotated[
+        str | None, About("Call the optimizer's parameters by names, or number them by ids.", "names|ids")
+    ] = None
     weights: tuple[float, ...] = ()
     only_sharded: bool = False
     dtype: Annotated[
@@ -48,6 +54,9 @@ class ConvertOptions:
     include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
+    weights_from: Annotated[
+        str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
+    ] = MASTER
     strict: Annotated[bool, About("A tensor that config.json does not call for is an error.")] = False
     overwrite: Annotated[bool, About("Replace OUT if it exists.")] = False
     dry_run: Annotated[bool, About("Say what would be done, and write nothing.")] = field(
@@ -81,6 +90,8 @@ class ConvertOptions:
         require_least(self)
         if self.to not in FORMATS:
             raise Usage(f"there is no format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
+        if self.weights_from not in (MASTER, MODULE):
+            raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
         self.edits.check_rules()
         if self.part not in (None, RANK):
             parse_part(self.part)
@@ -90,6 +101,10 @@ class ConvertOptions:
         if self.under and writer.is_model_only:
             hint = "rename them with --rename '^=>KEY.'"
             raise Usage("the weights of a Hugging Face model lie under no key", hint=hint)
+        if self.optimizer_keys not in (None, NAMES, IDS):
+            raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
+        if self.optimizer_keys and writer.is_model_only:
+            raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
         if (self.base is not None or self.strict) and not writer.is_model_only:
             hint = f"leave {'--strict' if self.base is None else '--base'} out"
             raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
@@ -119,6 +134,7 @@ class Keywords(TypedDict, total=False):
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]
+    weights_from: str
     strict: bool
     overwrite: bool
     dry_run: bool
