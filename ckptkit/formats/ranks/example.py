@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptkit.errors import Unsupported
 from ckptkit.files.file import names_in
-from ckptkit.formats.ranks.held import RankFile, read_rank_file
 from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
 from ckptkit.formats.torchfile.dtensors import Placed, is_dtensor
 from ckptkit.formats.torchfile.flatten import pairs_of
+from ckptkit.formats.torchfile.held import RankFile, read_rank_file
 from ckptkit.formats.torchfile.inert_pickle import PersistentId, Record, walk
 from ckptkit.formats.torchfile.sharded_tensors import Sharded
 from ckptkit.formats.torchfile.write_dtensors import Grid
