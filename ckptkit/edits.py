@@ -16,6 +16,7 @@ def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
         layout,
         tensors={name: tensor for name, tensor in layout.tensors.items() if keep(name)},
         blobs={name: blob for name, blob in layout.blobs.items() if keep(name)},
+        twins={name: twin for name, twin in layout.twins.items() if keep(name)},
     )
 
 
@@ -28,7 +29,7 @@ def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
             raise clash(layout, came_from[new], name, new)
         came_from[new] = name
     tensors = {new: layout.tensors[old] for new, old in came_from.items()}
-    return replace(layout, tensors=tensors, blobs={}, keys={})
+    return replace(layout, tensors=tensors, blobs={}, keys={}, twins={})
 
 
 def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
@@ -50,6 +51,7 @@ def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
         tensors={new: layout.tensors[old] for new, old in came_from.items() if old in layout.tensors},
         blobs={new: layout.blobs[old] for new, old in came_from.items() if old in layout.blobs},
         keys=keys,
+        twins={new: layout.twins[old] for new, old in came_from.items() if old in layout.twins},
     )
 
 
@@ -66,6 +68,19 @@ def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
 def nest(layout: Layout, above: KeyPath) -> Layout:
     """Return the same tensors and blobs, all under one key of the nested dict."""
     return rekey(layout, {name: (*above, *layout.key(name)) for name in layout.names})
+
+
+def take_twins(layout: Layout) -> Layout:
+    """Return the tensors that have rounded copies as these are, and the others as they were."""
+    return replace(layout, tensors={**layout.tensors, **layout.twins}, twins={})
+
+
+def twins_as_rounded(layout: Layout) -> tuple[Layout, Layout]:
+    """Return the tensors that have copies, in the dtypes of these, and the copies: they have to be the same."""
+    copied = {name: layout.tensors[name] for name in layout.twins if name in layout.tensors}
+    tensors = replace(layout, tensors=copied, blobs={}, twins={})
+    copies = replace(tensors, tensors={name: layout.twins[name] for name in copied})
+    return cast(tensors, lambda name, _: copies.tensors[name].spec.dtype), copies
 
 
 def clash(layout: Layout, one: str, other: str, new: str) -> Mismatch:

@@ -157,7 +157,8 @@ class Layout:
     `keys` gives, for a name that a producer flattened from a nested dict, the recorded way to it
     (`("model", "layers.0.weight")`); other names are their own one-step way. `world_size` is the number of ranks that
     wrote it, where that shows. `descriptions` are the files that say all this, and hold no data. `keeper` is what must
-    not go before the layout does: the temporary file that some of the bytes were unpacked into.
+    not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
+    copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are.
     """
 
     root: Path
@@ -168,6 +169,7 @@ class Layout:
     world_size: int | None = None
     descriptions: tuple[str, ...] = ()
     keeper: object = field(default=None, repr=False, compare=False)
+    twins: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def specs(self) -> dict[str, Spec]:

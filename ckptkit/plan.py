@@ -201,7 +201,8 @@ def as_bytes(stored: Blob | Chunk) -> Chunk:
     """Return the bytes of a chunk or blob in the order in which they lie, as a chunk of bytes."""
     box = whole((stored.length,))
     uint8 = DTYPES["uint8"]
-    return Chunk(box, stored.path, stored.offset, stored.length, uint8, crc32=stored.crc32, wrapper=stored.wrapper)
+    run = stored.run if isinstance(stored, Chunk) else None
+    return Chunk(box, stored.path, stored.offset, stored.length, uint8, None, stored.crc32, stored.wrapper, run)
 
 
 def in_order(targets: Iterable[Target]) -> tuple[Target, ...]:

@@ -129,11 +129,12 @@ TRAINERS = {path.stem for path in (PACKAGE / "checkpoints" / "trainers").glob("*
 PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
-    "formats": {"llmc", "megatron"},  # the list of them
+    "formats": {"deepspeed", "llmc", "megatron"},  # the table
     "formats.dcp.flat_names": {"megatron"},
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "formats.megatron*": {"megatron"},
+    "formats.deepspeed*": {"deepspeed"},
 }
 
 # The words with which docstrings begin: of modules and functions a verb, of classes a noun, of properties either.

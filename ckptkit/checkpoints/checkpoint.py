@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +19,11 @@ from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.weights import Weights, find_weights
-from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import children, entry_of, folders
 from ckptkit.files.path import list_ahead, to_local, to_path
-from ckptkit.formats import Reader, describe_formats, detect_format
+from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file
 from ckptkit.formats.torchfile.values import load_value
 from ckptkit.layout import KeyPath, Layout
 
@@ -66,6 +66,9 @@ class Checkpoint:
     @classmethod
     def at(cls, path: Path) -> Self:
         """Return what lies at `path` itself, be it complete or a checkpoint at all."""
+        wholes = wholes_in(path)
+        if wholes is not None:
+            return cls(path, wholes)
         reader = None if is_run_of_files(path) else detect_format(path)
         if words_for_unread(path, reader) is not None:
             return cls(path, ())
@@ -78,8 +81,11 @@ class Checkpoint:
 
     @property
     def is_direct(self) -> bool:
-        """Return whether files of a checkpoint lie at the path itself, and not only in directories below it."""
-        return any(not part.place for part in self.parts)
+        """Return whether it lies at the path itself, or in a directory there that holds all of it.
+
+        Other directories in a path hold parts of a checkpoint, or checkpoints of their own.
+        """
+        return any(not part.place or trainers.is_whole(part.place) for part in self.parts)
 
     @property
     def places(self) -> list[Path]:
@@ -199,6 +205,16 @@ class Checkpoint:
                 unread.append(f"{part.path.name}: {error.message}")
         return replace(self, parts=tuple(kept)), tuple(unread)
 
+    def with_twins(self) -> Checkpoint:
+        """Return the checkpoint with rounded copies in the place of the tensors that have them.
+
+        Raises `Mismatch` if there are none.
+        """
+        if not any(part.layout.twins for part in self.parts):
+            hint = "only some formats have one: ZeRO 1 and 2, not 3"
+            raise Mismatch("there is no second copy of the weights here", path=self.path, hint=hint)
+        return replace(self, parts=tuple(replace(part, takes_twins=True) for part in self.parts))
+
     def problems(self) -> list[CkptError]:
         """Return what keeps it from being read, as far as names and sizes tell; [] for a complete checkpoint."""
         if not self.parts:
@@ -271,7 +287,8 @@ def is_epoch(path: Path) -> bool:
 
 def named_in(root: Path) -> list[Checkpoint]:
     """Return what is named like a checkpoint in the run at `root`, complete or not, oldest first; [] for no run."""
-    there = [path for path in entries_in(root) if may_be_step(path)]
+    is_step = step_of(root) is not None
+    there = [path for path in entries_in(root) if may_be_step(path) and not (is_step and trainers.is_whole(path.name))]
     list_ahead(there)
     found = [one for one in map(Checkpoint.at, there) if one.own_step is not None]
     return sorted(found, key=lambda one: (one.own_step or 0, one.name))
@@ -330,11 +347,15 @@ def part_in(folder: Path) -> Part | None:
 
 
 def is_run_of_files(path: Path) -> bool:
-    """Return whether a directory, of no step itself, has checkpoints that are files and are named by their steps."""
+    """Return whether a directory, of no step itself, has checkpoints that are files and are named by their steps.
+
+    With a file in it that a format knows by its name it is a checkpoint, whatever else lies there.
+    """
     if not path.is_dir() or step_of(path) is not None:
         return False
-    names = [Path(name) for name in names_in(path)]
-    return any(name.suffix in _ONE_FILE and step_of(Path(name.stem)) is not None for name in names)
+    names = names_in(path)
+    files = [Path(name) for name in names if name.endswith(_ONE_FILE)]
+    return any(step_of(Path(file.stem)) is not None for file in files) and not is_known_file(names)
 
 
 def parts_beside(path: Path) -> dict[Path, Part | None]:
@@ -353,6 +374,17 @@ def parts_beside(path: Path) -> dict[Path, Part | None]:
             reader = detect_format(place)
             found[place] = Part(name, place, reader, key) if reader else None
     return found
+
+
+def wholes_in(path: Path) -> tuple[Part, ...] | None:
+    """Return the directories in a checkpoint's that hold all of it, but for what lies beside them; None without any.
+
+    The step in the name of the directory that they lie in tells them from the checkpoints of a run.
+    """
+    if step_of(path) is None or not path.is_dir():
+        return None
+    found = [(folder, detect_format(folder)) for folder in folders(path) if trainers.is_whole(folder.name)]
+    return tuple(Part(folder.name, folder, reader) for folder, reader in found if reader) or None
 
 
 def words_for_unread(path: Path, reader: Reader | None) -> str | None:
@@ -377,12 +409,13 @@ def names_near(path: Path) -> Iterator[str]:
     return (name for place in (path, *inner_folders(path)) for name in names_in(place))
 
 
-def ranks_in(place: Path) -> Iterator[int]:
+def ranks_in(place: Path) -> Iterator[Hashable]:
     """Return the ranks that have files of their own in a directory, by the names of these."""
-    reader = detect_format(place)
-    for name in names_in(place):
-        rank = reader.rank_of(name) if reader else None
-        yield from ranks_of([name]) if rank is None else [rank]
+    names, reader = names_in(place), detect_format(place)
+    if reader and (ranks := reader.ranks_in(names)):
+        yield from ranks
+    else:
+        yield from ranks_of(names)
 
 
 def ranks_of(names: Iterable[str]) -> Iterator[int]:

@@ -49,6 +49,21 @@ def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[o
     return key
 
 
+def way_in_optimizer(key: KeyPath) -> KeyPath | None:
+    """Return where an entry lies in an optimizer's state dict as torch nests it; None for what is of no optimizer.
+
+    Groups flattened by torch are given by the name of each parameter, not by number.
+    """
+    last = key[-1]
+    if isinstance(last, str) and last.startswith(_FLATTENED):
+        kind, _, rest = last.partition(".")
+        name, _, what = rest.rpartition(".")
+        return (kind, name, what)
+    if len(key) > 2 and key[-3] in ("state", "param_groups"):
+        return key[-3:]
+    return None
+
+
 def is_list_of_parameters(key: KeyPath) -> bool:
     """Return True for the way to the parameters of an optimizer's group."""
     return len(key) > 2 and key[-3] == "param_groups" and key[-1] == "params"

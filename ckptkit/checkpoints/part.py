@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from ckptkit import edits
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.trainers import is_other_part
@@ -24,13 +25,14 @@ class Part:
     """A directory or file of a checkpoint in one format. `place` is its name in the checkpoint, "" for all of it.
 
     With `under` it is a file beside the model's, and its entries belong under these keys, joined by dots; under none if
-    that is "".
+    that is "". One that `takes_twins` has the rounded copies in the place of the tensors that have them.
     """
 
     place: str
     path: Path
     reader: Reader
     under: str | None = None
+    takes_twins: bool = False
 
     @property
     def is_model(self) -> bool:
@@ -53,6 +55,8 @@ class Part:
             layout = self.reader.read(self.path)
         if self.under:
             layout = nest(layout, tuple(self.under.split(".")))
+        if self.takes_twins:
+            layout = edits.take_twins(layout)
         if self.manifest is None:
             return layout
         sums = self.manifest.tensors
@@ -80,6 +84,7 @@ class Part:
             tensors={name: self._move_tensor(tensor) for name, tensor in layout.tensors.items()},
             blobs={name: self._move_blob(blob) for name, blob in layout.blobs.items()},
             descriptions=tuple(map(self._move, layout.descriptions)),
+            twins={name: self._move_tensor(tensor) for name, tensor in layout.twins.items()},
         )
 
     def _move(self, file: str) -> str:
@@ -115,6 +120,7 @@ def join_layouts(root: Path, parts: Sequence[Part], layouts: Sequence[Layout]) -
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, Blob] = {}
     keys: dict[str, KeyPath] = {}
+    twins: dict[str, StoredTensor] = {}
     for part, layout in zip(parts, layouts, strict=True):
         given = keys.keys() & set(layout.names)
         names = {own: f"{part.place}.{own}" if own in given else own for own in layout.names}
@@ -123,6 +129,7 @@ def join_layouts(root: Path, parts: Sequence[Part], layouts: Sequence[Layout]) -
         is_bare = part is parts[0] and all(len(layout.key(own)) == 1 for own in layout.names)
         above = (MODEL,) if is_bare and any(other.under for other in parts) else ()
         keys |= {name: (*above, *layout.key(own)) for own, name in names.items()}
+        twins |= {names[own]: twin for own, twin in layout.twins.items()}
     return Layout(
         root=root,
         format=layouts[0].format,
@@ -131,4 +138,5 @@ def join_layouts(root: Path, parts: Sequence[Part], layouts: Sequence[Layout]) -
         keys=keys,
         world_size=max((layout.world_size or 0 for layout in layouts), default=0) or None,
         descriptions=tuple(path for layout in layouts for path in layout.descriptions),
+        twins=twins,
     )

@@ -28,6 +28,7 @@ __all__ = [
     "find_format",
     "get_format",
     "get_writer",
+    "is_known_file",
     "locate",
     "title_of",
     "unpack",
@@ -69,6 +70,23 @@ FORMATS = {
         "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
     ),
     "llmc": Known("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
+    "universal": Known(
+        "ckptkit.formats.deepspeed.universal:Universal",
+        "DeepSpeed universal checkpoint",
+        r"zero|latest_universal",
+        is_written=True,
+    ),
+    "deepspeed": Known(
+        "ckptkit.formats.deepspeed.format:DeepSpeed",
+        "DeepSpeed",
+        r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
+    ),
+    "ranks": Known(
+        "ckptkit.formats.ranks.format:Ranks",
+        "torch.save, a file for each rank",
+        r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
+        is_written=True,
+    ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 
@@ -114,6 +132,13 @@ def detect_format(path: Path) -> Reader | None:
         names = names_in(path) if path.is_dir() else [path.name]
         likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
         return next((reader for reader in likely if reader.detect(path)), None)
+
+
+def is_known_file(names: Iterable[str]) -> bool:
+    """Return whether some format knows a file of any of these names as a part of its checkpoint."""
+    names = list(names)
+    likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
+    return any(reader.owns(name) for reader in likely for name in names)
 
 
 def any_matches(pattern: str, names: Iterable[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -28,6 +28,10 @@ class Reader(Protocol):
     def rank_of(self, name: str) -> int | None:  # noqa: ARG002 - most names tell none
         """Return the rank that wrote a file of this name, None where names do not tell."""
         return None
+
+    def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
+        """Return the ranks that have written files of these names, each by whatever tells it from the others."""
+        return {rank for name in names if (rank := self.rank_of(name)) is not None}
 
     def detect(self, path: Path) -> bool:
         """Return True if `path` looks like mine. Cheap: file names, never data."""
@@ -70,10 +74,12 @@ class Reader(Protocol):
 class Writer(Reader, Protocol):
     """A format that can also be written: by its reader, once its files have been made.
 
-    `suffixes` are those of a file that is a checkpoint by itself, if one can be.
+    `suffixes` are those of a file that is a checkpoint by itself, if one can be. With `needs_names` a model has to lie
+    under `model`, and its optimizer by the names of parameters under `optimizer`, as torch's own state dicts have it.
     """
 
     suffixes: tuple[str, ...] = ()
+    needs_names: bool = False
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """Return the files for the tensors and blobs of `wanted`: final names and sizes, all but the data."""

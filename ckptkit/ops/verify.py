@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.sums import sum_files
+from ckptkit.edits import twins_as_rounded
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.file import file_size, is_there
@@ -174,6 +175,8 @@ def verify_part(
             manifest = read_known(path, problems) if with_manifest else None
             own = OwnFiles(reader, path, layout, manifest)
             found = skim(own, problems) if fast else read_all(own, problems, jobs, progress)
+            if layout.twins and not (fast or problems.list()):
+                found = compare_twins(found, layout, problems, jobs)
             origin.check()
     except CkptError as error:
         problems.add(error.blame(path=path))
@@ -207,6 +210,22 @@ def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told
     result = summary(own, sizes, content)
     unchecked = min(sum(unread), content)
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
+
+
+def compare_twins(found: Verified, layout: Layout, problems: Problems, jobs: int | None) -> Verified:
+    """Hold the rounded copies of tensors against these, converted; note the first that differs, if any does."""
+    from ckptkit.engine.compare import compare
+
+    compared = compare(*map(locate, twins_as_rounded(layout)), jobs=jobs)
+    if not compared.different:
+        return replace(found, notes=(*found.notes, f"{len(layout.twins)} tensors are the same in their rounded copies"))
+    name = compared.different[0]
+    twin, distance = layout.twins[name], compared.distances[name]
+    others = f", and so do {len(compared.different) - 1} more tensors" if len(compared.different) > 1 else ""
+    message = f"{distance.different} of {twin.spec.numel} elements differ from its copy in {twin.spec.dtype}{others}"
+    path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
+    problems.add(Corrupt(message, path=path, tensor=name, hint="are all files of one save?"))
+    return found
 
 
 def read_known(path: Path, problems: Problems) -> Manifest | None:

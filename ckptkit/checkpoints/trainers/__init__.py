@@ -78,6 +78,11 @@ def owner_of_key(key: KeyPath) -> int | None:
     return next((rank for rank in owners if rank is not None), None)
 
 
+def is_whole(name: str) -> bool:
+    """Return whether a directory of this name in a checkpoint holds all of it."""
+    return any(matches("wholes", name))
+
+
 def is_other_part(name: str) -> bool:
     """Return whether a directory of this name in a checkpoint holds anything but the model."""
     return name.startswith("optim") or is_beside_model(name)

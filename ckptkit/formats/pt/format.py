@@ -15,6 +15,7 @@ from ckptkit.errors import CkptError, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.protocols import Writer
+from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import flatten
 from ckptkit.formats.torchfile.read_archive import read_directory
 from ckptkit.formats.torchfile.state_files import HEAD, entries_of, is_torch_save, opened, read_state_file
@@ -29,7 +30,7 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # what trainers leave beside the model, and is none
 _BESIDE = re.compile(
     r"(optim|distrib_optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict|meta\."
-    r"|(latest_)?train_state|common\.pt$)"
+    r"|(latest_)?train_state|(common|data)\.pt$)"
 )
 
 
@@ -79,15 +80,8 @@ class Pt(Writer):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the file: its storages, its pickle and what torch puts beside them."""
-        places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
-        for path in sorted({path for path, _ in places} | {blob.path for blob in layout.blobs.values()}):
-            try:
-                with opened(layout.root / path) as (read, length):
-                    for entry in entries_of(read, length).values():
-                        name = places.get((path, entry.offset), "")
-                        yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)
-            except CkptError as error:
-                report(error.blame(path=layout.root / path))
+        paths = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks}
+        return extents_of(layout, paths | {blob.path for blob in layout.blobs.values()}, report)
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:  # noqa: ARG002
         """Return the one file, with room for the data of all tensors; tensors with the same chunks share theirs.

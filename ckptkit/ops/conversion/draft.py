@@ -57,6 +57,11 @@ class Draft:
         """Return the layout whose names and dtypes the result has: that of the first source."""
         return self.sources[0]
 
+    @property
+    def is_nested(self) -> bool:
+        """Return whether files lie in directories below its place, which no manifest describes."""
+        return any(len(Path(file.name).parts) > 1 for file in self.files)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:

@@ -36,6 +36,7 @@ def create(conversion: Conversion, room: Path, share: Share = WHOLE) -> list[Pla
         root = room / draft.place
         make_folder(root)
         for file in draft.files:
+            make_folder((root / file.name).parent)
             create_file(root / file.name, file.nbytes, file.parts, anew=False)
         plans.append(plan(draft, root, conversion.options.weights, share))
     return plans
@@ -99,7 +100,7 @@ def seal(conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied]
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
         write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
         draft.writer.check(plan.dst)
-        if not conversion.is_file:
+        if not (conversion.is_file or draft.is_nested):
             write_manifest(draft, plan, done, conversion.names_in(draft.place))
 
 

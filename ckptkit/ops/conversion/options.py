@@ -18,6 +18,7 @@ from ckptkit.settings import About, settings_of
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
+MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
 RANK = "rank"  # the part of a process that torchrun started
 
 _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
@@ -53,6 +54,9 @@ class ConvertOptions:
     include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
+    weights_from: Annotated[
+        str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
+    ] = MASTER
     strict: Annotated[bool, About("A tensor that config.json does not call for is an error.")] = False
     overwrite: Annotated[bool, About("Replace OUT if it exists.")] = False
     dry_run: Annotated[bool, About("Say what would be done, and write nothing.")] = field(
@@ -86,6 +90,8 @@ class ConvertOptions:
         require_least(self)
         if self.to not in FORMATS:
             raise Usage(f"there is no format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
+        if self.weights_from not in (MASTER, MODULE):
+            raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
         self.edits.check_rules()
         if self.part not in (None, RANK):
             parse_part(self.part)
@@ -128,6 +134,7 @@ class Keywords(TypedDict, total=False):
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]
+    weights_from: str
     strict: bool
     overwrite: bool
     dry_run: bool

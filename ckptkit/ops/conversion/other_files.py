@@ -53,5 +53,5 @@ def read_files(layout: Layout) -> set[str]:
 
 def own_files(layout: Layout) -> list[Path]:
     """Return the files that a part consists of, and others of its format, which an earlier save has left there."""
-    used, reader = read_files(layout), get_format(layout.format)
+    used, reader = {Path(name).parts[0] for name in read_files(layout)}, get_format(layout.format)
     return [file for file in layout.root.iterdir() if file.name in used or reader.owns(file.name)]

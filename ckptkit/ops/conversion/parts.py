@@ -17,7 +17,7 @@ from ckptkit.checkpoints.trainers import say_opaque
 from ckptkit.checkpoints.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
-from ckptkit.formats import get_format
+from ckptkit.formats import detect_format, get_format
 from ckptkit.layout import Layout
 from ckptkit.ops.conversion.destination import entry_at
 from ckptkit.ops.conversion.draft import Conversion, Draft
@@ -92,7 +92,8 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
         raise Usage(f"the checkpoint is of {len(drafts)} parts ({names}), the destination one file", hint=hint)
     if conversion.is_file or not checkpoint.path.is_dir():
         return conversion
-    return with_other_files(conversion, checkpoint.path, layouts, world_size)
+    conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
+    return conversion if any(not part.place for part in checkpoint.parts) else without_copy(conversion, checkpoint.path)
 
 
 def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Part]]:
@@ -156,3 +157,14 @@ def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layou
         notes += remarks
         found = {name: path for name, path in found.items() if name not in dropped}
     return replace(conversion, carried=found, notes=notes)
+
+
+def without_copy(conversion: Conversion, root: Path) -> Conversion:
+    """Return the conversion without a model that lies beside the parts, and would be taken for all there is."""
+    reader = detect_format(root)
+    copies = sorted(name for name in conversion.carried if reader and reader.owns(name))
+    if not copies:
+        return conversion
+    notes = [*conversion.notes, *(f"left out `{name}`: another copy of the weights" for name in copies)]
+    kept = {name: path for name, path in conversion.carried.items() if name not in copies}
+    return replace(conversion, carried=kept, notes=notes)

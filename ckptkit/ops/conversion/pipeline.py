@@ -23,11 +23,12 @@ from ckptkit.files.file import file_size, is_there
 from ckptkit.files.path import to_local
 from ckptkit.files.staging import Stage, check_destination
 from ckptkit.files.trees import sync_tree
+from ckptkit.ops.conversion.by_names import draft_by_names
 from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion
 from ckptkit.ops.conversion.made_files import create, seal
 from ckptkit.ops.conversion.model import draft_model
-from ckptkit.ops.conversion.options import RANK, ConvertOptions, parse_part
+from ckptkit.ops.conversion.options import MODULE, RANK, ConvertOptions, parse_part
 from ckptkit.ops.conversion.parts import draft_parts
 from ckptkit.ops.conversion.report import Converted, Written, complete, report
 from ckptkit.ops.conversion.torchrun import rank_and_ranks, wait_for_ranks
@@ -64,11 +65,15 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     writer = options.writer
     check_destination(dst, options.overwrite, is_file=dst.suffix in writer.suffixes)
     checkpoints = [Checkpoint.open(source) for source in sources]
+    if options.weights_from == MODULE:
+        checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
     is_model = writer.is_model_only or bool(options.weights)
     parts = [checkpoint.model_part for checkpoint in checkpoints] if is_model else []
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
-    return draft_model(parts, dst, options) if is_model else draft_parts(checkpoints[0], dst, options)
+    if is_model:
+        return draft_model(parts, dst, options)
+    return (draft_by_names if writer.needs_names else draft_parts)(checkpoints[0], dst, options)
 
 
 def write(conversion: Conversion) -> Written | None:

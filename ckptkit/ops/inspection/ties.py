@@ -14,9 +14,10 @@ Tie = tuple[str, ...]  # names of one tensor
 def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping[str, str]) -> list[Tie]:
     """Return the names with the same bytes in the same places; and the head that `config` ties to the embedding.
 
-    `weights` gives the name that the checkpoint has for each of the model's; the head itself may be left out of it.
+    `weights` gives the name that the checkpoint has for each of the model's; the head itself may be left out of it. A
+    number by itself is no tie: the steps of a whole group may be one.
     """
-    stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes}
+    stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
     alike = group(stored, lambda tensor: (tensor.spec, place_of(tensor.chunks[0])))
     ties = [tuple(tie) for some in alike for tie in group(some, lambda tensor: tuple(map(place_of, tensor.chunks)))]
     embedding = find_embedding(weights) if config and is_tied(config) else None

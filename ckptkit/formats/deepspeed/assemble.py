@@ -1,0 +1,113 @@
+"""Join a directory of DeepSpeed's to one layout: parameters by name, the optimizer by name, and all the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt
+from ckptkit.formats.deepspeed.gathering import Gathering, Settings
+from ckptkit.formats.deepspeed.layers import layers_of, put_layer
+from ckptkit.formats.deepspeed.modules import put_module, put_parameter
+from ckptkit.formats.deepspeed.names import Files
+from ckptkit.formats.deepspeed.parts import PartOfModel, read_part
+from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
+from ckptkit.formats.deepspeed.zero import parameters_of
+from ckptkit.formats.torchfile.flatten import Flattening
+from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.layout import Layout, StoredTensor
+
+NAME = "deepspeed"
+
+
+def assemble(root: Path, files: Files) -> Layout:
+    """Return the layout of the files in directory `root`."""
+    gathering = Gathering()
+    parts = [read_part(root, files, part) for part in files.parts]
+    masters: dict[str, StoredTensor] = {}
+    for part in parts:
+        put_part(gathering, part, masters, root)
+    for number, name in layers_of(files):
+        put_layer(gathering, root, name, number, masters)
+    put_groups(gathering, parts)
+    put_others(gathering, parts[0])
+    flat = gathering.flat
+    return Layout(
+        root,
+        NAME,
+        flat.tensors,
+        flat.blobs,
+        flat.keys,
+        world_size=ranks_of(parts[0]) * len(parts),
+        descriptions=tuple(sorted(names_of(files))),
+        twins=gathering.twins,
+    )
+
+
+def names_of(files: Files) -> set[str]:
+    """Return the names of the files that are read."""
+    return {*files.models.values(), *files.optimizers.values(), *files.layers.values()}
+
+
+def put_part(gathering: Gathering, part: PartOfModel, masters: dict[str, StoredTensor], root: Path) -> None:
+    """Put the parameters of a part of the model, and enter their masters by name."""
+    model = part.models[0]
+    try:
+        if not part.partitions:
+            put_unpartitioned(gathering, model)
+            return
+        if model.shapes is None:
+            raise Corrupt("`param_shapes` is missing: which parameters ZeRO has partitioned, and their shapes")
+        own: dict[str, StoredTensor] = {}
+        for parameter in parameters_of(model.shapes, part.partitions, root):
+            if parameter.name in own:
+                raise Corrupt("two groups have this parameter", tensor=parameter.name)
+            own[parameter.name] = parameter.master
+            if parameter.name not in masters:  # tied ones are in several stages of a pipeline
+                put_parameter(gathering, parameter, part.partitions[0].flattening)
+        masters |= own
+        put_module(gathering, part, masters)
+    except CkptError as error:
+        raise error.blame(path=root / model.path) from None
+
+
+def put_groups(gathering: Gathering, parts: list[PartOfModel]) -> None:
+    """Put the groups of parameters. Stages of a pipeline have the same groups, each with its own parameters."""
+    found: list[tuple[Flattening, Settings, list[str]]] = []
+    for part in parts:
+        if not part.partitions:
+            continue
+        first = part.partitions[0]
+        for i, settings in enumerate(first.settings):
+            named = zip(first.groups, part.models[0].shapes or (), strict=True)
+            names = [name for group, shapes in named if group.settings == i for name in shapes]
+            if i < len(found) and are_alike(found[i][1], settings):
+                found[i][2].extend(name for name in names if name not in found[i][2])
+            else:
+                found.append((first.flattening, settings, names))
+    for i, (flattening, settings, names) in enumerate(found):
+        gathering.put_group(flattening, i, settings, names)
+
+
+def are_alike(one: Settings, other: Settings) -> bool:
+    """Return whether two groups have the same hyperparameters."""
+    first, second = ({key: value for key, value in group.items() if key != "params"} for group in (one, other))
+    return dump(first) == dump(second)
+
+
+def put_others(gathering: Gathering, part: PartOfModel) -> None:
+    """Put all that is neither of the model nor of the optimizer: the client's state, schedulers, loss scale."""
+    model = part.models[0]
+    for key, value in model.others.items():
+        gathering.put_other(model.flattening, key, value)
+    if part.partitions:
+        for key, value in part.partitions[0].others.items():
+            if key not in model.others:
+                gathering.put_other(part.partitions[0].flattening, key, value)
+
+
+def ranks_of(part: PartOfModel) -> int:
+    """Return how many ranks have saved a part of the model."""
+    if part.partitions:
+        return len(part.partitions)
+    count = part.models[0].saved.get("dp_world_size")
+    return count if type(count) is int and count > 0 else 1

@@ -1,0 +1,86 @@
+"""Read the directories that DeepSpeed saves: the states of models and optimizers in a file of torch.save for each rank.
+
+Source: deepspeed/runtime/engine.py. The pickles say which tensors make up the ranks' flat buffers; every parameter is
+given as the ranges of these files that it lies in. Nothing of DeepSpeed's is imported, and no tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.files.file import names_in
+from ckptkit.formats.deepspeed.assemble import NAME, assemble, names_of
+from ckptkit.formats.deepspeed.names import Files, is_ours, is_part_alone, rank_and_part, rank_of
+from ckptkit.formats.deepspeed.parts import read_part
+from ckptkit.formats.protocols import Reader
+from ckptkit.formats.torchfile.extents import extents_of
+from ckptkit.formats.torchfile.state_files import entries_of, is_torch_save, opened
+from ckptkit.layout import Extent, Layout
+
+
+class DeepSpeed(Reader):
+    """The format of DeepSpeed: a directory with a file of each rank, or a file of one rank, which is refused."""
+
+    name = NAME
+    known_by = "DeepSpeed's `*_model_states.pt`"
+    is_sharded = True
+
+    def owns(self, name: str) -> bool:
+        """Return True for the names that DeepSpeed gives."""
+        return is_ours(name)
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the data-parallel rank in a name."""
+        return rank_of(name)
+
+    def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
+        """Return the ranks with files: of a pipeline each stage has its own of data parallelism."""
+        return set(filter(None, map(rank_and_part, names)))
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a directory with a file of DeepSpeed's, or a file that is of no use without others."""
+        if path.is_dir():
+            return any(map(is_ours, names_in(path)))
+        return is_part_alone(path.name) and is_torch_save(path)
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report each file that is missing or breaks off."""
+        files = files_at(path)
+        for name in sorted(names_of(files)):
+            try:
+                with opened(path / name) as (read, length):
+                    entries_of(read, length)
+            except CkptError as error:
+                report(error.blame(path=path / name))
+        for part in files.parts:
+            read_part(path, files, part)
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - without a file nothing is known
+        """Return the layout of a directory: under `model` the fp32 masters, and what was never partitioned.
+
+        The optimizer lies under `optimizer`, by name; the 16-bit copies of the masters are `twins`.
+        """
+        return assemble(path, files_at(path))
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return every entry of every file."""
+        return extents_of(layout, layout.descriptions, report)
+
+
+def files_at(path: Path) -> Files:
+    """Return the files at `path`. Raises `Unsupported` for a file of one rank, and for what cannot be put together."""
+    if not path.is_dir():
+        hint = f"name the directory, {path.parent}"
+        message = "a file of one rank: of most tensors it has a part, or none; the others are in the files beside it"
+        raise Unsupported(message, path=path, hint=hint)
+    files = Files.of(names_in(path), path)
+    if files.is_offloaded:
+        raise Unsupported("tensors that were offloaded lie in files of the swapper", path=path)
+    if files.experts:
+        message = "experts in files of their own, numbered by layer"
+        raise Unsupported(message, path=path / files.experts[0], hint="ckptkit cannot read DeepSpeed's MoE yet")
+    if not (files.models or files.optimizers):
+        raise Corrupt("layers of a pipeline without `mp_rank_*_model_states.pt`", path=path)
+    return files

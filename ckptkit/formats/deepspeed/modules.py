@@ -1,0 +1,85 @@
+"""Put a model together: trained parameters with their rounded copies, buffers, frozen and tied ones. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ckptkit.errors import Corrupt
+from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering
+from ckptkit.formats.deepspeed.model_states import ModelStates
+from ckptkit.formats.deepspeed.parts import PartOfModel
+from ckptkit.formats.deepspeed.pieces import join, runs_of_each, share_of
+from ckptkit.formats.deepspeed.zero import Parameter
+from ckptkit.formats.torchfile.flatten import Flattening
+from ckptkit.formats.torchfile.read_archive import as_tensor, is_tensor
+from ckptkit.layout import StoredTensor
+from ckptkit.tensors.box import Shape
+
+
+def put_parameter(gathering: Gathering, parameter: Parameter, flattening: Flattening) -> None:
+    """Put a parameter, and what the optimizer has for it."""
+    gathering.put((MODEL, parameter.name), parameter.master)
+    for what, moment in parameter.moments.items():
+        gathering.put((*STATE, parameter.name, what), moment)
+    gathering.put_state(flattening, [parameter.name], parameter.values)
+
+
+def put_module(gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor]) -> None:
+    """Put what is in the model and is no trained parameter, and the rounded copy beside each that is."""
+    model = part.models[0]
+    tied = {alias: masters[name] for alias, name in model.aliases.items() if name in masters and alias not in masters}
+    for alias, master in tied.items():
+        gathering.put((MODEL, alias), master)
+    known = {**masters, **tied}
+    for name, value in (model.module or {}).items():
+        if name in known:
+            put_copy(gathering, model, str(name), value, known[str(name)])
+        elif name not in model.frozen or not is_empty(value):
+            put_value(gathering, model, str(name), value)
+    for name, shape in model.frozen.items():
+        if name not in known and ".".join((MODEL, name)) not in gathering.flat.keys:
+            gathering.put((MODEL, name), frozen(part, name, shape))
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a value is a tensor without elements."""
+    return is_tensor(value) and 0 in as_tensor(value).shape
+
+
+def put_copy(gathering: Gathering, model: ModelStates, name: str, value: Any, master: StoredTensor) -> None:
+    """Put the rounded copy of a parameter beside it; in ZeRO 3 there is none."""
+    if not is_tensor(value):
+        raise Corrupt("no tensor in `module`, where ZeRO has a parameter of this name", tensor=name)
+    copy = model.flattening.stored(value)
+    if copy.spec.shape == master.spec.shape:
+        gathering.put_twin((MODEL, name), copy)
+    elif copy.spec.shape != (0,):
+        message = f"`module` has {list(copy.spec.shape)}, `param_shapes` {list(master.spec.shape)}"
+        raise Corrupt(message, tensor=name)
+
+
+def put_value(gathering: Gathering, model: ModelStates, name: str, value: Any) -> None:
+    """Put a buffer, a frozen parameter or whatever else a module has saved."""
+    if is_tensor(value) and as_tensor(value).shape == (0,) and name not in model.buffers:
+        raise Corrupt("an empty tensor, and nothing here says where its data is", tensor=name)
+    gathering.flatten(model.flattening, value, (MODEL, name))
+
+
+def frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
+    """Return a frozen parameter, from its fragments: one for each rank, or the only one."""
+    buffers = []
+    for model in part.models:
+        if not is_tensor(model.fragments.get(name)):
+            raise Corrupt("a frozen parameter without its data", tensor=name)
+        fragment = model.flattening.stored(model.fragments[name])
+        (chunk,) = fragment.chunks
+        if len(part.models) == 1 and fragment.spec.shape == shape:
+            return fragment
+        needed = share_of(prod(shape), len(part.models))
+        if fragment.spec.shape != (needed,) or chunk.strides is not None:
+            message = f"`{model.path}` has {list(fragment.spec.shape)} of a frozen parameter, should have [{needed}]"
+            raise Corrupt(message, tensor=name)
+        buffers.append(chunk)
+    return join(shape, runs_of_each(0, prod(shape), len(buffers)), buffers)

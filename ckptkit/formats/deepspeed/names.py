@@ -1,0 +1,114 @@
+"""Tell DeepSpeed's files by their names: which state they hold, and of which rank.
+
+Source: deepspeed/runtime/engine.py, `_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`;
+deepspeed/runtime/pipe/module.py, `ckpt_layer_path`. In `zero_pp_rank_D_mp_rank_MM_*` D is the data-parallel rank; MM is
+the tensor-parallel rank, or the stage of a pipeline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptkit.errors import Corrupt
+
+Rank = tuple[int, int]  # of the model (its part), and of data parallelism
+
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{2,9})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{2,9})_optim_states\.pt")
+_LAYER = re.compile(r"layer_([0-9]{2,9})-(?:model_([0-9]{2,9})-)?model_states\.pt")
+_EXPERT = re.compile(
+    r"(?:layer_-?[0-9]{1,9}_)?expert_[0-9]{1,9}_mp_rank_[0-9]{2,9}_model_states\.pt"
+    r"|expp_rank_[0-9]{1,9}_mp_rank_[0-9]{2,9}_optim_states\.pt"
+)
+_ALL = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT)
+OFFLOADED = "offloaded_tensors"  # a directory with the files of the swapper
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a file of this name is DeepSpeed's."""
+    return any(pattern.fullmatch(name) for pattern in _ALL)
+
+
+def is_part_alone(name: str) -> bool:
+    """Return whether a file of this name is of no use without others: one of each rank's, or of each layer's."""
+    match = _MODEL.fullmatch(name)
+    return is_ours(name) and not (match and match[1] is None)
+
+
+def rank_of(name: str) -> int | None:
+    """Return the data-parallel rank that wrote a file of this name, None where names do not tell."""
+    rank = rank_and_part(name)
+    return rank[1] if rank else None
+
+
+def rank_and_part(name: str) -> Rank | None:
+    """Return the part of the model and the data-parallel rank in a file's name, None where one is lacking."""
+    match = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
+    return (int(match[2]), int(match[1])) if match and match[1] is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a directory by what they hold. In `models`, a data-parallel rank of -1 stands for all of them."""
+
+    models: dict[Rank, str] = field(default_factory=dict)
+    optimizers: dict[Rank, str] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+    is_offloaded: bool = False
+
+    @classmethod
+    def of(cls, names: Iterable[str], root: Path) -> Files:
+        """Return the files among `names`. Raises `Corrupt` where two of them say that they are the same rank's."""
+        names = sorted(names)
+        models: dict[Rank, str] = {}
+        optimizers: dict[Rank, str] = {}
+        layers: dict[tuple[int, int], str] = {}
+        for name in names:
+            if match := _MODEL.fullmatch(name):
+                note(models, (int(match[2]), -1 if match[1] is None else int(match[1])), name, root)
+            elif match := _OPTIMIZER.fullmatch(name):
+                note(optimizers, (int(match[2]), int(match[1])), name, root)
+            elif match := _LAYER.fullmatch(name):
+                note(layers, (int(match[1]), int(match[2] or 0)), name, root)
+        experts = tuple(filter(_EXPERT.fullmatch, names))
+        return cls(models, optimizers, layers, experts, OFFLOADED in names)
+
+    @property
+    def parts(self) -> list[int]:
+        """Return the numbers of the model's parts: stages of a pipeline, or ranks of tensor parallelism."""
+        return sorted({part for part, _ in (*self.models, *self.optimizers)})
+
+    def model_files(self, part: int) -> dict[int, str]:
+        """Return the files with a part of the model by data-parallel rank, -1 where all ranks have the same."""
+        return {rank: name for (of, rank), name in sorted(self.models.items()) if of == part}
+
+    def optimizer_files(self, part: int) -> dict[int, str]:
+        """Return the files with the optimizer of a part of the model by data-parallel rank."""
+        return {rank: name for (of, rank), name in sorted(self.optimizers.items()) if of == part}
+
+
+def note(files: dict[Rank, str], rank: Rank, name: str, root: Path) -> None:
+    """Enter the file of a rank. Raises `Corrupt` if there is another of that rank."""
+    if rank in files:
+        message = f"`{files[rank]}` is of the same rank: files of two runs lie here"
+        raise Corrupt(message, path=root / name, hint="keep those of one run")
+    files[rank] = name
+
+
+def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str) -> None:
+    """Raise `Corrupt` unless there is a file for each of `count` ranks and for no other, naming one at fault."""
+    extra = [name for rank, name in files.items() if rank >= count]
+    if extra:
+        others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        message = f"`{said_by}` is of {count} ranks, and this is of none of them{others}: of an older, larger run"
+        raise Corrupt(message, path=root / extra[0], hint="move the files of the older run elsewhere")
+    missing = next((rank for rank in range(len(files) + 1) if rank not in files), count)
+    if missing < count:
+        known = next(iter(files.items()))
+        name = known[1].replace(f"zero_pp_rank_{known[0]}_", f"zero_pp_rank_{missing}_")
+        message = f"the file of rank {missing} is missing: `{said_by}` is of {count} ranks, here are {len(files)}"
+        raise Corrupt(message, path=root / name, hint="a shard was lost or never copied here")

@@ -1,0 +1,187 @@
+"""Read a universal checkpoint. Made of ZeRO 1 or 2 its tensors have shapes; of ZeRO 3 they are flat, without a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path, PurePosixPath
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsafe
+from ckptkit.files.file import names_in
+from ckptkit.files.folders import folders
+from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering, Settings
+from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
+from ckptkit.formats.deepspeed.modules import put_copy
+from ckptkit.formats.deepspeed.names import Files
+from ckptkit.formats.deepspeed.parts import blame
+from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
+from ckptkit.formats.torchfile.flatten import Flattening, pairs_of
+from ckptkit.formats.torchfile.read_archive import as_tensor, is_tensor
+from ckptkit.formats.torchfile.state_files import StateFile, read_state_file
+from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.tensors.box import Shape, whole
+
+NAME = "universal"
+ZERO = "zero"
+MASTER = "fp32"
+STEP = "step"
+OPTIMIZER = "optimizer_state.pt"
+POINTER = "latest_universal"
+_INNER = "optimizer_state_dict"  # from ZeRO 3
+_USED = frozenset(
+    [
+        *("param_groups", _INNER, "fp32_flat_groups", "group_paddings", "param_alignment_paddings", "partition_count"),
+        *("base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings", "ds_version"),
+    ]
+)
+
+
+def read_universal(root: Path, tag: str) -> Layout:
+    """Return the layout of the directory `tag` in `root`, or of `root` itself if that is empty."""
+    models = [blame(root, name, read_model_states) for name in model_files(root, tag)]
+    shapes = [dict(group) for group in models[0].shapes or ()]
+    for model in models[1:]:
+        for known, group in zip(shapes, model.shapes or (), strict=False):
+            known.update(group)
+    gathering = Gathering()
+    described = {model.path for model in models}
+    trained: dict[str, StoredTensor] = {}
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        for what, path in files_of(root, tag, name):
+            described.add(path)
+            put_file(gathering, read_state_file(root, path), root, name, what, shape)
+        if f"{MODEL}.{name}" not in gathering.flat.tensors:
+            raise missing(root, tag, name)
+        trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
+    for model in models:
+        put_rest(gathering, model, trained)
+    described |= set(put_untrained(gathering, root, tag, trained))
+    path = join(tag, ZERO, OPTIMIZER)
+    put_optimizer(gathering, read_state_file(root, path), root, shapes)
+    for key, value in models[0].others.items():
+        if key not in gathering.flat.keys:
+            gathering.put_other(models[0].flattening, key, value)
+    flat = gathering.flat
+    files = tuple(sorted(described | {path} | ({POINTER} if tag else set())))
+    return Layout(root, NAME, flat.tensors, flat.blobs, flat.keys, descriptions=files, twins=gathering.twins)
+
+
+def join(*names: str) -> str:
+    """Return a file's name as it is seen from the root."""
+    return str(PurePosixPath(*names))
+
+
+def model_files(root: Path, tag: str) -> list[str]:
+    """Return a file of model states for each part of the model: that of all ranks, or else of the first."""
+    files = Files.of(names_in(root / tag), root / tag)
+    if not files.models:
+        raise Corrupt("its `*_model_states.pt` is missing: it has the names and shapes", path=root / tag)
+    return [join(tag, next(iter(files.model_files(part).values()))) for part in files.parts if files.model_files(part)]
+
+
+def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield what there is of a parameter, and in which file."""
+    folder = root / tag / ZERO / name
+    if "/" in name or folder.is_symlink() or (root / tag / ZERO).is_symlink():
+        raise Unsafe(f"the checkpoint has `{name!a}` outside of its directory", path=root / tag)
+    if not folder.is_dir():
+        raise missing(root, tag, name)
+    for file in sorted(names_in(folder)):
+        if file.endswith(".pt"):
+            yield file.removesuffix(".pt"), join(tag, ZERO, name, file)
+
+
+def missing(root: Path, tag: str, name: str) -> Corrupt:
+    """Return the error for a parameter of which there is no file."""
+    path = root / tag / ZERO / name / f"{MASTER}.pt"
+    return Corrupt("the file is missing", path=path, tensor=name, hint="a file was lost or never copied here")
+
+
+def put_file(gathering: Gathering, file: StateFile, root: Path, name: str, what: str, shape: Shape) -> None:
+    """Put the one tensor of a file: a parameter's master, moment or step."""
+    way = (MODEL, name) if what == MASTER else (*STATE, name, what)
+    try:
+        flattening = Flattening(file.entries, file.name)
+        value = as_dict(file.value, file.name).get("param") if pairs_of(file.value) is not None else file.value
+        if not is_tensor(value):
+            gathering.put(way, flattening.blob(value))
+        else:
+            gathering.put(way, shaped(flattening.stored(value), shape, is_free=what == STEP))
+    except CkptError as error:
+        raise error.blame(path=root / file.name, tensor=name) from None
+
+
+def shaped(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> StoredTensor:
+    """Return a tensor with the shape that is known of it, if it lies flat. Raises `Corrupt` if it has another."""
+    if stored.spec.shape == shape or is_free:
+        return stored
+    (chunk,) = stored.chunks
+    if stored.spec.shape != (prod(shape),) or chunk.strides is not None:
+        raise Corrupt(f"a tensor of shape {list(stored.spec.shape)}, and `param_shapes` has {list(shape)}")
+    return StoredTensor(Spec(stored.spec.dtype, shape), (chunk._replace(box=whole(shape)),))
+
+
+def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, StoredTensor]) -> None:
+    """Put what a file of model states has besides trained parameters, their copies, and tied names."""
+    for alias, name in model.aliases.items():
+        if name in trained and alias not in trained:
+            gathering.put((MODEL, alias), trained[name])
+    for entry, value in (model.module or {}).items():
+        known = trained.get(str(entry)) or trained.get(model.aliases.get(str(entry), ""))
+        if known is not None:
+            put_copy(gathering, model, str(entry), value, known)
+        elif not (is_tensor(value) and as_tensor(value).shape == (0,) and entry not in model.buffers):
+            gathering.flatten(model.flattening, value, (MODEL, str(entry)))
+
+
+def put_untrained(gathering: Gathering, root: Path, tag: str, trained: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Put what has a file and is neither trained nor in the model states; yield the names of these files."""
+    for folder in folders(root / tag / ZERO):
+        if folder.name in trained or f"{MODEL}.{folder.name}" in gathering.flat.keys:
+            continue
+        for what, path in files_of(root, tag, folder.name):
+            if what == MASTER:
+                file = read_state_file(root, path)
+                value = dict_or_none(file.value, path).get("param")
+                if not is_tensor(value):
+                    raise Corrupt("no tensor under `param`, and no shape is known", path=root / path)
+                gathering.put((MODEL, folder.name), Flattening(file.entries, path).stored(value))
+                yield path
+
+
+def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Sequence[Mapping[str, Shape]]) -> None:
+    """Put what all parameters have in common: groups, the steps where these have no files, the loss scale."""
+    flattening = Flattening(file.entries, file.name)
+    try:
+        saved = as_dict(file.value, file.name)
+        inner = dict_or_none(saved.get(_INNER), _INNER)
+        groups = as_kind(saved.get("param_groups", inner.get("param_groups")), list, "param_groups")
+        states = dict_or_none(inner.get("state"), "state")
+        for i, group in enumerate(groups):
+            settings: Settings = as_dict(group, "param_groups")
+            numbers = [as_count(number, "params") for number in as_kind(settings.get("params"), list, "params")]
+            if any(number >= len(shapes) for number in numbers):
+                raise Corrupt(f"the parameter groups list buffers {numbers[:8]}, and {len(shapes)} are named")
+            gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
+        for number, named in enumerate(shapes):
+            step = as_dict(states[number], "state").get(STEP) if number in states else None
+            lacking = [name for name in named if ".".join((*STATE, name, STEP)) not in gathering.flat.keys]
+            if step is not None:
+                gathering.put_state(flattening, lacking, {STEP: step})
+        for entry, value in saved.items():
+            if entry not in _USED:
+                gathering.put_other(flattening, entry, value)
+    except CkptError as error:
+        raise error.blame(path=root / file.name) from None
+
+
+def check_files(root: Path, tag: str, report: Report) -> None:
+    """Report each parameter without a file, by the names in the model states."""
+    for path in model_files(root, tag):
+        for group in blame(root, path, read_model_states).shapes or ():
+            for name in group:
+                try:
+                    if MASTER not in dict(files_of(root, tag, name)):
+                        report(missing(root, tag, name))
+                except CkptError as error:
+                    report(error)

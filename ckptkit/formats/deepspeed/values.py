@@ -1,0 +1,70 @@
+"""Take values of the expected kinds out of what was pickled; anything else is the files' fault. Opens no file."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ckptkit.errors import Corrupt
+from ckptkit.formats.torchfile.flatten import describe, pairs_of
+from ckptkit.formats.torchfile.inert_pickle import Record
+from ckptkit.formats.torchfile.read_archive import as_shape, is_tensor
+from ckptkit.tensors.box import Shape
+
+Kind = TypeVar("Kind")
+
+_MOST_AXES = 64  # of a tensor, as in torch
+
+
+def as_dict(value: Any, what: str) -> dict[str | int, Any]:
+    """Return the members of what would be a dict, by text or number."""
+    pairs = pairs_of(value)
+    if pairs is None or not all(isinstance(key, (str, int)) for key, _ in pairs):
+        raise Corrupt(f"`{what}` is {describe(value)}, not a dict by name or number")
+    return dict(pairs)
+
+
+def dict_or_none(value: Any, what: str) -> dict[str | int, Any]:
+    """Return the members of what would be a dict; none where nothing was saved."""
+    return {} if value is None else as_dict(value, what)
+
+
+def as_kind(value: Any, kind: type[Kind], what: str) -> Kind:
+    """Return a value of this very kind."""
+    if type(value) is not kind:
+        raise Corrupt(f"`{what}` is {describe(value)}, not `{kind.__name__}`")
+    return value
+
+
+def as_count(value: Any, what: str) -> int:
+    """Return a number that is 0 or more."""
+    if as_kind(value, int, what) < 0:
+        raise Corrupt(f"`{what}` is {value}")
+    return int(value)
+
+
+def shapes_in(value: Any, what: str) -> dict[str, Shape]:
+    """Return the shapes by name, in their order, in what would be a dict of `torch.Size`."""
+    found: dict[str, Shape] = {}
+    for name, shape in dict_or_none(value, what).items():
+        try:
+            found[as_kind(name, str, what)] = checked = as_shape(shape)
+            if len(checked) > _MOST_AXES:
+                raise ValueError("shape")
+        except ValueError as error:
+            raise Corrupt(f"`{what}` has {describe(shape)} in the place of a shape", tensor=str(name)) from error
+    return found
+
+
+def without_classes(value: Any) -> Any:
+    """Return what is in an object of DeepSpeed's, as plain values: its attributes, or the value of an enumeration.
+
+    So whoever loads them needs none of its classes.
+    """
+    if not isinstance(value, Record) or is_tensor(value) or pairs_of(value) is not None:
+        return value
+    if value.state is None and len(value.args) == 1:
+        return value.args[0]
+    try:
+        return value.attributes()
+    except (TypeError, ValueError):
+        return value

@@ -1,0 +1,128 @@
+"""Join the ranks' partitions of ZeRO to parameters by name, each with its master and its moments. Opens no file.
+
+ZeRO 1 and 2: the ranks' buffers of a group make up one row, in which the parameters follow one another in the order of
+`param_shapes`; the row is padded at its end, and the masters are saved without that padding. ZeRO 3: of each parameter
+every rank has as much, and in the buffer of a sub-group these parts follow one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.deepspeed.partitions import Group, Partition
+from ckptkit.formats.deepspeed.pieces import Run, join, runs_in_row, runs_of_each, share_of
+from ckptkit.layout import Chunk, StoredTensor
+from ckptkit.tensors.box import Shape
+
+_HINT = "are these files of one save, and all of them?"
+_ALIGNMENT = 2  # elements, times the number of ranks: what a row is padded to a multiple of
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trained parameter: its fp32 master, what the optimizer has for it, and the number of its parameter group.
+
+    `values` are what its whole group has in common, of the first rank's file.
+    """
+
+    name: str
+    master: StoredTensor
+    moments: Mapping[str, StoredTensor]
+    values: Mapping[str, Any]
+    settings: int
+
+
+def parameters_of(
+    shapes: Sequence[Mapping[str, Shape]], partitions: Sequence[Partition], root: Path
+) -> Iterator[Parameter]:
+    """Yield the parameters, by the names and shapes of each group, of which each rank has a partition."""
+    first = partitions[0]
+    for partition in partitions:
+        if len(partition.groups) != len(shapes) or partition.cuts_each != first.cuts_each:
+            message = f"{len(partition.groups)} groups of parameters, and {len(shapes)} are named"
+            raise Corrupt(message, path=root / partition.path, hint=_HINT)
+    for number, named in enumerate(shapes):
+        groups = [partition.groups[number] for partition in partitions]
+        check_alike(groups, partitions, root)
+        yield from (cut_each if first.cuts_each else cut_row)(named, groups, root)
+
+
+def check_alike(groups: Sequence[Group], partitions: Sequence[Partition], root: Path) -> None:
+    """Raise `Corrupt` unless every rank has the same of a group, in as many parts as there are files."""
+    first = groups[0]
+    for group, partition in zip(groups, partitions, strict=True):
+        path = root / partition.path
+        if group.ranks != len(groups):
+            message = f"a group of parameters is cut for {group.ranks} ranks, and {len(groups)} have files here"
+            raise Unsupported(message, path=path, hint="experts among ranks of their own are not read yet")
+        if group.moments.keys() != first.moments.keys() or group.values.keys() != first.values.keys():
+            message = f"the optimizer's state is not that of `{partitions[0].path}`: {sorted(group.moments)}"
+            raise Corrupt(message, path=path, hint=_HINT)
+        if (group.paddings, group.settings) != (first.paddings, first.settings):
+            raise Corrupt(f"its parameters are not cut as those of `{partitions[0].path}`", path=path, hint=_HINT)
+        for name, buffer in {"fp32": group.masters, **group.moments}.items():
+            if buffer.dtype != first.moments.get(name, first.masters).dtype:
+                raise Corrupt(f"`{name}` is of another dtype than in `{partitions[0].path}`", path=path)
+
+
+def cut_row(named: Mapping[str, Shape], groups: Sequence[Group], root: Path) -> Iterator[Parameter]:
+    """Yield the parameters of a group of ZeRO 1 or 2."""
+    paddings = groups[0].paddings or (0,) * len(named)
+    if len(paddings) != len(named):
+        message = f"`param_alignment_paddings` is of {len(paddings)} parameters, and {len(named)} are named"
+        raise Corrupt(message, path=root / groups[0].masters.path)
+    size = groups[0].masters.box.numel
+    at = end = 0
+    for (name, shape), padding in zip(named.items(), paddings, strict=True):
+        end = at + prod(shape)
+        yield parameter(name, shape, groups, list(runs_in_row(at, prod(shape), size, len(groups))))
+        at = end + padding
+    for buffers in buffers_of(groups):
+        check_row(buffers, end, root)
+
+
+def check_row(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
+    """Raise `Corrupt` unless buffers make up a row of `needed` elements, and of no more than the padding at its end."""
+    size, total = buffers[0].box.numel, sum(buffer.box.numel for buffer in buffers)
+    for buffer in buffers[1:]:
+        numel = buffer.box.numel
+        if numel > size or (numel < size and buffer is not buffers[-1]):
+            message = f"a buffer of {numel} elements, where `{buffers[0].path}` has one of {size}"
+            raise Corrupt(message, path=root / buffer.path, hint=_HINT)
+    if not needed <= total < needed + _ALIGNMENT * len(buffers):
+        message = f"the named parameters have {needed} elements, the buffers of {len(buffers)} ranks {total}"
+        raise Corrupt(message, path=root / buffers[0].path, hint=_HINT)
+
+
+def cut_each(named: Mapping[str, Shape], groups: Sequence[Group], root: Path) -> Iterator[Parameter]:
+    """Yield the parameters of a sub-group of ZeRO 3."""
+    ranks = len(groups)
+    needed = sum(share_of(prod(shape), ranks) for shape in named.values())
+    for buffer in (buffer for buffers in buffers_of(groups) for buffer in buffers):
+        if buffer.box.numel != needed:
+            message = f"one of {ranks} ranks has {needed} elements of the named parameters, here are {buffer.box.numel}"
+            hint = f"{_HINT} Shards among fewer ranks than there are, as MiCS has them, are not read"
+            raise Corrupt(message, path=root / buffer.path, hint=hint)
+    at = 0
+    for name, shape in named.items():
+        yield parameter(name, shape, groups, list(runs_of_each(at, prod(shape), ranks)))
+        at += share_of(prod(shape), ranks)
+
+
+def buffers_of(groups: Sequence[Group]) -> Iterator[list[Chunk]]:
+    """Yield the ranks' buffers of a group with the masters, then with each moment."""
+    yield [group.masters for group in groups]
+    for name in groups[0].moments:
+        yield [group.moments[name] for group in groups]
+
+
+def parameter(name: str, shape: Shape, groups: Sequence[Group], runs: Sequence[Run]) -> Parameter:
+    """Return the parameter that lies in runs of the ranks' buffers."""
+    first = groups[0]
+    masters, *moments = (join(shape, runs, buffers) for buffers in buffers_of(groups))
+    return Parameter(name, masters, dict(zip(first.moments, moments, strict=True)), first.values, first.settings)
