@@ -50,7 +50,7 @@ LAYERS = (
         "formats.torchfile",
         *READERS,
     ),
-    ("formats.torchfile.read_archive", "formats.torchfile.write_pickle"),
+    ("formats.torchfile.read_archive", "formats.torchfile.write_pickle", "formats.safetensors_headers"),
     ("formats.torchfile.*",),
     tuple(f"{reader}.*" for reader in READERS),
     ("formats",),

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from ckptkit import edits
+from ckptkit.checkpoints.flat_parameters import unflatten_parameters
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.trainers import is_other_part
@@ -52,7 +53,7 @@ class Part:
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
         with translate_os_errors(self.path):
-            layout = self.reader.read(self.path)
+            layout = unflatten_parameters(self.reader.read(self.path), self.path)
         if self.under:
             layout = nest(layout, tuple(self.under.split(".")))
         if self.takes_twins:

@@ -57,6 +57,12 @@ FORMATS = {
         r"(__\d+)?\.metadata|.*__\d+_\d+\.distcp",
         is_written=True,
     ),
+    "torch_checkpointing": Known(
+        "ckptkit.formats.torch_checkpointing.format:TorchCheckpointing", "torch_checkpointing", r"metadata\.pkl"
+    ),
+    "torchsnapshot": Known(
+        "ckptkit.formats.torchsnapshot.format:TorchSnapshot", "torchsnapshot", r"\.snapshot_metadata"
+    ),
     "hf": Known(
         "ckptkit.formats.hf.format:HuggingFace",
         "Hugging Face safetensors",

@@ -315,3 +315,28 @@ def uninterrupted(_: Path) -> Truth:
     optimizer = adamw(model)
     train(model, optimizer)
     return {"losses": torch.tensor(train(model, optimizer, MORE))}
+
+
+# -- flat parameters ---------------------------------------------------------------------------------------------------
+
+
+def flat_parameters(root: Path) -> Truth:
+    """Accelerate's LOCAL_STATE_DICT: flat parameters, with and without alignment, beside the optimizer's DCP."""
+    return _on_ranks(3, _flat_parameters, root)
+
+
+def _flat_parameters(root: Path) -> Truth:
+    import torch.distributed.checkpoint as dcp
+
+    truth: Truth = {}
+    for place, orig in (("units", False), ("orig", True)):
+        model = wrapped(use_orig_params=orig)
+        optimizer = adamw(model)
+        train(model, optimizer)
+        (root / place).mkdir(parents=True, exist_ok=True)
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            torch.save(model.state_dict(), root / place / f"pytorch_model_fsdp_rank{dist.get_rank()}.bin")
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            dcp.save({"optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=root / place / "optimizer_0")
+        truth |= truth_of_wrapped(place, model, optimizer)
+    return truth

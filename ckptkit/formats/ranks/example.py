@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptkit.errors import Unsupported
 from ckptkit.files.file import names_in
-from ckptkit.formats.ranks.held import RankFile, read_rank_file
 from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
 from ckptkit.formats.torchfile.dtensors import Placed, is_dtensor
 from ckptkit.formats.torchfile.flatten import pairs_of
+from ckptkit.formats.torchfile.held import RankFile, read_rank_file
 from ckptkit.formats.torchfile.inert_pickle import PersistentId, Record, walk
 from ckptkit.formats.torchfile.sharded_tensors import Sharded
 from ckptkit.formats.torchfile.write_dtensors import Grid
@@ -20,6 +20,9 @@ from ckptkit.layout import Layout
 from ckptkit.tensors.placements import Placement, Shard
 
 _ROWS = Shard(0)
+
+
+ALONE = Grid((1,))  # the mesh of a single rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Example:
 
     naming: Naming = WITH_WORLD
     label: str = ""
-    grid: Grid = Grid((1,))
+    grid: Grid = ALONE
     spread: Mapping[str, tuple[Placement, ...] | None] = field(default_factory=dict)
     calls: Mapping[str, Record] = field(default_factory=dict)
     is_told: bool = False

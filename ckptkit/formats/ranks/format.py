@@ -14,13 +14,14 @@ from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.ranks.example import example_of
-from ckptkit.formats.ranks.held import RankFile, read_rank_file
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, RankFiles, find_files, is_there, rank_in
 from ckptkit.formats.ranks.optimizer import join_files, join_optimizer
 from ckptkit.formats.ranks.rest import join_rest
 from ckptkit.formats.ranks.seal import seal_files
+from ckptkit.formats.ranks.views import without_views
 from ckptkit.formats.ranks.write_files import arrange_files
 from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.held import RankFile, read_rank_file
 from ckptkit.formats.torchfile.locate import collector_paused
 from ckptkit.formats.torchfile.state_files import entries_of, opened
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
@@ -67,7 +68,7 @@ class Ranks(Writer):
                 flat = join_all(path, found)
             except CkptError as error:
                 raise error.blame(path=path) from None
-            descriptions = (CONFIG,) if (path / CONFIG).exists() else ()
+            descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(found.names))
             layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, found.world, descriptions)
             check_cover(layout, report)
         return layout
@@ -122,7 +123,7 @@ def check_config(path: Path, found: RankFiles) -> None:
 
 def join_all(path: Path, found: RankFiles) -> Flat:
     """Return model, optimizer and the rest of all ranks."""
-    model = read_files(path, found, MODEL, (MODEL,))
+    model = without_views(read_files(path, found, MODEL, (MODEL,)))
     flats = [join_files(model)]
     if OPTIMIZER in found.files:
         flats.append(join_optimizer(read_files(path, found, OPTIMIZER, (OPTIMIZER,)), model))

@@ -13,9 +13,9 @@ from math import prod
 from typing import Any
 
 from ckptkit.errors import Corrupt
-from ckptkit.formats.ranks.held import Held, RankFile
 from ckptkit.formats.torchfile.dtensors import Placed
 from ckptkit.formats.torchfile.flatten import pairs_of
+from ckptkit.formats.torchfile.held import Held, RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.tensors.box import Shape
 from ckptkit.tensors.flat_ranges import boxes_of_range

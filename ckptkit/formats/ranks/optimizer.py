@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptkit.formats.ranks import numbered
-from ckptkit.formats.ranks.held import RankFile
-from ckptkit.formats.ranks.join import join_blobs, join_tensors
 from ckptkit.formats.ranks.numbered import Parameter, is_moment
 from ckptkit.formats.ranks.units import join_units, match_units
 from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.held import RankFile
+from ckptkit.formats.torchfile.join import join_blobs, join_tensors
 from ckptkit.formats.torchfile.values import with_value
 from ckptkit.layout import StoredTensor
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.files.file import Opened, read_at
-from ckptkit.formats.ranks.held import RankFile
+from ckptkit.formats.torchfile.held import RankFile
 from ckptkit.formats.torchfile.read_archive import Entry
 from ckptkit.formats.torchfile.state_files import entries_of, opened
 from ckptkit.layout import Chunk, Part, Place

@@ -2,8 +2,8 @@
 
 Source: torch/distributed/fsdp/_flat_param.py, with `use_orig_params=False`. The root's flat parameter comes first,
 then those of the modules wrapped in it; in each the parameters follow one another as the model has them, and each rank
-has an equal piece of it, padded at the end. Which modules were wrapped is in no file. It is certain if the members of one list
-of layers fit, in number and sizes, and those of no other do.
+has an equal piece of it, padded at the end. Which modules were wrapped is in no file. It is certain if the members of
+one list of layers fit, in number and sizes, and those of no other do.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ckptkit.formats.ranks.held import RankFile
 from ckptkit.formats.ranks.numbered import AT, Parameter, cut, is_moment
 from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.held import RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 
 _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`

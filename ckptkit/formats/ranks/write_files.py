@@ -13,10 +13,10 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.ranks.example import Example
-from ckptkit.formats.ranks.join import OWN
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD
 from ckptkit.formats.ranks.numbered import AT
 from ckptkit.formats.torchfile.inert_pickle import Record
+from ckptkit.formats.torchfile.join import OWN
 from ckptkit.formats.torchfile.meshes import unravel
 from ckptkit.formats.torchfile.storages import Storages
 from ckptkit.formats.torchfile.unflatten import unflatten

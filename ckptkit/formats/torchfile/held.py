@@ -53,10 +53,10 @@ class _Holding(Flattening):
         """Return a tensor with the chunks that this rank holds of it."""
         if is_dtensor(value):
             placed = self.specs.open(value)
-            return Held(placed.spec, tuple(chunks_of(placed, self.entries, self.path)), placed)
+            return Held(placed.spec, tuple(chunks_of(placed, self.entries, self.path)), spread=placed)
         if is_sharded_tensor(value):
             sharded = open_sharded(value)
-            return Held(sharded.spec, tuple(chunks_of_shards(sharded, self.entries, self.path)), sharded)
+            return Held(sharded.spec, tuple(chunks_of_shards(sharded, self.entries, self.path)), spread=sharded)
         plain = super().stored(value)
         return Held(plain.spec, plain.chunks)
 
@@ -71,16 +71,22 @@ class _Holding(Flattening):
         return [int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size)]
 
 
-def read_rank_file(root: Path, name: str, rank: int, above: KeyPath) -> RankFile:
-    """Return what is in the file of a rank, with key paths that begin with `above`. Every error names the file."""
+def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict: bool = True) -> RankFile:
+    """Return what is in the file of a rank, with key paths that begin with `above`. Every error names the file.
+
+    That must be a dict, unless `is_dict` is false: then it may be one entry, at `above` itself.
+    """
     state = read_state_file(root, name)
     try:
         holding = _Holding(root, rank, state.entries, name)
         if pairs_of(state.value) != []:
             children = holding.children(state.value)
-            if children is None:
+            if children is None and is_dict:
                 raise Unsupported(f"the file holds {describe(state.value)}, not a state dict")
-            holding.add_all(children, above)
+            if children is None:
+                holding.add_entry(state.value, above)
+            else:
+                holding.add_all(children, above)
     except CkptError as error:
         raise error.blame(path=root / name) from None
     return RankFile(rank, name, holding.flat, state.value)

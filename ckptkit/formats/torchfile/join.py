@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.ranks.held import Held, RankFile
 from ckptkit.formats.torchfile.dtensors import Placed
+from ckptkit.formats.torchfile.held import Held, RankFile
 from ckptkit.formats.torchfile.sharded_tensors import Sharded
 from ckptkit.layout import Blob, Chunk, KeyPath, StoredTensor
 from ckptkit.tensors.box import Box
