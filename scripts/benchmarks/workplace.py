@@ -24,10 +24,10 @@ def workplace() -> Iterator[Path]:
         shutil.rmtree(home)
 
 
-def make(ranks: int, what: str, root: Path) -> None:
-    """Let plain torch write a checkpoint on `ranks` processes of one thread each."""
+def make(ranks: int, what: str, root: Path, module: str = "scripts.benchmarks.inputs") -> None:
+    """Let plain torch, or another library, write a checkpoint on `ranks` processes of one thread each."""
     torchrun = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node {ranks} -m"
-    run(f"{torchrun} scripts.benchmarks.inputs {what} {{out}}", root, root)
+    run(f"{torchrun} {module} {what} {{out}}", root, root)
 
 
 def ckptkit(*args: object) -> None:

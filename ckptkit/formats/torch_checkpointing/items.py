@@ -73,7 +73,7 @@ def part_of(held: Held, how: Spread, rank: int) -> Held:
     shape, strides = held.spec.shape, chunk.strides or row_major(held.spec.shape)
     record = TensorRecord("", chunk.dtype, 0, shape, strides)
     placed = Placed(Spec(chunk.dtype, how.shape), how.seen_by(rank), how.placements, None, record)
-    return Held(placed.spec, tuple(cut(chunk, placed)), placed)
+    return Held(placed.spec, tuple(cut(chunk, placed)), spread=placed)
 
 
 def cut(chunk: Chunk, placed: Placed) -> list[Chunk]:

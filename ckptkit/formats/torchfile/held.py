@@ -53,10 +53,10 @@ class _Holding(Flattening):
         """Return a tensor with the chunks that this rank holds of it."""
         if is_dtensor(value):
             placed = self.specs.open(value)
-            return Held(placed.spec, tuple(chunks_of(placed, self.entries, self.path)), placed)
+            return Held(placed.spec, tuple(chunks_of(placed, self.entries, self.path)), spread=placed)
         if is_sharded_tensor(value):
             sharded = open_sharded(value)
-            return Held(sharded.spec, tuple(chunks_of_shards(sharded, self.entries, self.path)), sharded)
+            return Held(sharded.spec, tuple(chunks_of_shards(sharded, self.entries, self.path)), spread=sharded)
         plain = super().stored(value)
         return Held(plain.spec, plain.chunks)
 
