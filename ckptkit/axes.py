@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.layout import Chunk, Grid, Spec, StoredTensor
+from ckptkit.layout import Chunk, Spec, Splits, StoredTensor
 from ckptkit.tensors.blocks import row_major
 from ckptkit.tensors.box import Box, Shape, intersect
 from ckptkit.tensors.flat_ranges import boxes_of_range
@@ -22,7 +22,7 @@ _MOST_CHUNKS = 1 << 20  # of one tensor
 
 def cut(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
     """Return the elements `start:stop` of an axis. Raises `Mismatch` if the axis has fewer."""
-    tensor, shape = ungrid(tensor), tensor.spec.shape
+    tensor, shape = unsplit(tensor), tensor.spec.shape
     if not 0 <= start <= stop <= shape[axis]:
         raise Mismatch(f"elements {start}:{stop} of axis {axis} are wanted of shape {list(shape)}")
     corner = tuple(start if d == axis else 0 for d in range(len(shape)))
@@ -38,7 +38,7 @@ def cut(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
 
 def concatenate(tensors: Sequence[StoredTensor], axis: int) -> StoredTensor:
     """Return tensors one after the other along an axis. Raises `Mismatch` unless they agree in dtype and all else."""
-    tensors = [ungrid(tensor) for tensor in tensors]
+    tensors = [unsplit(tensor) for tensor in tensors]
     first = tensors[0].spec
     rest = {(t.spec.dtype, replace_at(t.spec.shape, axis, 1, ())) for t in tensors}
     if len(rest) != 1:
@@ -58,7 +58,7 @@ def stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
 
 def insert(tensor: StoredTensor) -> StoredTensor:
     """Return the tensor with a new first axis, of one element."""
-    tensor = ungrid(tensor)
+    tensor = unsplit(tensor)
     chunks = (
         chunk._replace(
             box=Box((0, *chunk.start), (1, *chunk.size)),
@@ -84,7 +84,7 @@ def take(tensor: StoredTensor, axis: int, index: int) -> StoredTensor:
 
 def permute(tensor: StoredTensor, order: Sequence[int]) -> StoredTensor:
     """Return the tensor with its axes in another order, as numpy's `transpose` takes it."""
-    tensor = ungrid(tensor)
+    tensor = unsplit(tensor)
 
     def moved(values: Shape) -> Shape:
         return tuple(values[axis] for axis in order)
@@ -101,7 +101,7 @@ def permute(tensor: StoredTensor, order: Sequence[int]) -> StoredTensor:
 
 def split(tensor: StoredTensor, axis: int, extents: Shape) -> StoredTensor:
     """Return the tensor with one axis split in several, row-major. Raises `Mismatch` if their product is another."""
-    tensor, shape = ungrid(tensor), tensor.spec.shape
+    tensor, shape = unsplit(tensor), tensor.spec.shape
     if prod(extents) != shape[axis]:
         raise Mismatch(f"axis {axis} of shape {list(shape)} cannot be split in {list(extents)}")
     chunks = (part for chunk in tensor.chunks for part in split_chunk(chunk, axis, extents))
@@ -111,38 +111,38 @@ def split(tensor: StoredTensor, axis: int, extents: Shape) -> StoredTensor:
 def merge(tensor: StoredTensor, axis: int, count: int) -> StoredTensor:
     """Return the tensor with `count` axes from one on merged in one, row-major.
 
-    Its chunks may not be boxes then; they remain ones of the tensor with these axes apart, which is its grid.
+    Its chunks may not be boxes then; they remain ones of the tensor with these axes apart, as `splits` says.
     """
-    tensor, shape = ungrid(tensor), tensor.spec.shape
+    tensor, shape = unsplit(tensor), tensor.spec.shape
     spec = Spec(tensor.spec.dtype, replace_at(shape, axis, count, (prod(shape[axis : axis + count]),)))
     merged = [merge_chunk(chunk, shape, axis, count) for chunk in tensor.chunks]
     if all(merged):
         return StoredTensor(spec, tuple(chunk for chunk in merged if chunk is not None))
     alone = tuple((extent,) for extent in shape)
-    grid: Grid = (*alone[:axis], shape[axis : axis + count], *alone[axis + count :])
-    return StoredTensor(spec, tensor.chunks, grid)
+    splits: Splits = (*alone[:axis], shape[axis : axis + count], *alone[axis + count :])
+    return StoredTensor(spec, tensor.chunks, splits)
 
 
-def regrid(tensor: StoredTensor, grid: Grid) -> StoredTensor:
-    """Return the same tensor with chunks that are boxes of a grid."""
-    if tensor.grid == grid:
+def resplit(tensor: StoredTensor, splits: Splits) -> StoredTensor:
+    """Return the same tensor with chunks that are boxes of it with its axes split so."""
+    if tensor.splits == splits:
         return tensor
-    found = ungrid(tensor)
-    for axis in reversed(range(len(grid))):
-        if len(grid[axis]) > 1:
-            found = split(found, axis, grid[axis])
-    return StoredTensor(tensor.spec, found.chunks, grid)
+    found = unsplit(tensor)
+    for axis in reversed(range(len(splits))):
+        if len(splits[axis]) > 1:
+            found = split(found, axis, splits[axis])
+    return StoredTensor(tensor.spec, found.chunks, splits)
 
 
-def ungrid(tensor: StoredTensor) -> StoredTensor:
-    """Return the same tensor with chunks that are boxes of itself: of a grid that may be one for each row.
+def unsplit(tensor: StoredTensor) -> StoredTensor:
+    """Return the same tensor with chunks that are boxes of its own axes, which may be one for each row.
 
     Raises `Unsupported` if there would be a million.
     """
-    if tensor.grid is None:
+    if tensor.splits is None:
         return tensor
-    chunks, shape = list(tensor.chunks), sum(tensor.grid, ())
-    for axis, extents in enumerate(tensor.grid):
+    chunks, shape = list(tensor.chunks), sum(tensor.splits, ())
+    for axis, extents in enumerate(tensor.splits):
         apart = [part for chunk in chunks for part in parts_that_merge(chunk, shape, axis, len(extents))]
         if len(apart) > _MOST_CHUNKS:
             raise Unsupported(f"{len(apart)} pieces of one tensor: its rows come in another order twice")

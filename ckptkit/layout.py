@@ -13,7 +13,7 @@ from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap
 from ckptkit.tensors.dtypes import DType
 
 KeyPath = tuple[str | int, ...]
-Grid = tuple[Shape, ...]  # for each axis of a tensor the extents that it is split in, row-major
+Splits = tuple[Shape, ...]  # for each axis of a tensor the extents that it is split in, row-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,17 @@ class Piece(NamedTuple):
 class StoredTensor:
     """A tensor and the chunks that tile it. Where a chunk's dtype is another, its numbers are to be converted.
 
-    With a `grid` the chunks are boxes of the tensor with its axes split so.
+    With `splits` the chunks are boxes of the tensor with its axes split so.
     """
 
     spec: Spec
     chunks: tuple[Chunk, ...]
-    grid: Grid | None = None
+    splits: Splits | None = None
 
     @property
     def shape_of_chunks(self) -> Shape:
         """Return the shape that the chunks are boxes of."""
-        return self.spec.shape if self.grid is None else sum(self.grid, ())
+        return self.spec.shape if self.splits is None else sum(self.splits, ())
 
 
 class Blob(NamedTuple):

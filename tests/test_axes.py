@@ -89,7 +89,7 @@ def test_permute(made: tuple[Numbers, StoredTensor, Numbers], order: list[int]) 
 
 @given(tensors(2), st.data())
 def test_rows_of_split_axes_in_another_order(made: tuple[Numbers, StoredTensor, Numbers], data: st.DataObject) -> None:
-    """Split the first axis, permute its parts and merge them again: with a grid, without, and with that of another."""
+    """Split the first axis, permute its parts and merge them again: with splits or without."""
     numbers, _, _ = made
     extents = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     rows = prod(extents)
@@ -103,9 +103,9 @@ def test_rows_of_split_axes_in_another_order(made: tuple[Numbers, StoredTensor, 
     expected = numbers.reshape(*extents, -1).transpose([*order, len(extents)]).reshape(numbers.shape)
     assert merged.spec.shape == numbers.shape
     assert np.array_equal(contents(merged, file), expected)
-    assert np.array_equal(contents(axes.ungrid(merged), file), expected)
-    if merged.grid is not None:
-        assert np.array_equal(contents(axes.regrid(tensor, merged.grid), file), numbers)
+    assert np.array_equal(contents(axes.unsplit(merged), file), expected)
+    if merged.splits is not None:
+        assert np.array_equal(contents(axes.resplit(tensor, merged.splits), file), numbers)
 
 
 @given(tensors(2))
@@ -125,18 +125,18 @@ def test_the_fused_projections_of_groups_come_apart_and_together() -> None:
     query = axes.merge(axes.cut(apart, 1, 0, heads), 0, 3)
     value = axes.merge(axes.cut(apart, 1, heads + 1, heads + 2), 0, 3)
     view = numbers.reshape(groups, heads + 2, width, hidden)
-    assert query.grid is None
+    assert query.splits is None
     assert np.array_equal(contents(query, file), view[:, :heads].reshape(-1, hidden))
     assert np.array_equal(contents(value, file), view[:, -1].reshape(-1, hidden))
 
 
-def test_rotary_rows_are_one_box_of_a_grid() -> None:
+def test_rotary_rows_are_one_box_of_split_axes() -> None:
     """Of 2 heads of 8 rows, in one chunk: HF has the even rows of a head first."""
     numbers = np.arange(16, dtype=np.int32).reshape(16, 1)
     tensor, file = stored(numbers, [], [0, 1])
     moved = axes.merge(axes.permute(axes.split(tensor, 0, (2, 4, 2)), (0, 2, 1, 3)), 0, 3)
     assert contents(moved, file)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
-    assert moved.grid == ((2, 2, 4), (1,))
+    assert moved.splits == ((2, 2, 4), (1,))
     assert len(moved.chunks) == 1
 
 

@@ -131,6 +131,7 @@ PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"deepspeed", "llmc", "megatron"},  # the table
     "formats.dcp.flat_names": {"megatron"},
+    "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "formats.megatron*": {"megatron"},
     "formats.deepspeed*": {"deepspeed"},

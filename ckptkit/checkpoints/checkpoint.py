@@ -23,7 +23,7 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoi
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import children, entry_of, folders
 from ckptkit.files.path import list_ahead, to_local, to_path
-from ckptkit.formats import Reader, describe_formats, detect_format
+from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file
 from ckptkit.formats.torchfile.values import load_value
 from ckptkit.layout import KeyPath, Layout
 
@@ -250,7 +250,10 @@ class Checkpoint:
     def unreadable(self) -> Unsupported | None:
         """Return the error for files of a trainer that ckptkit does not read yet; None where it has none of these."""
         words = None if self.parts else words_for_unread(self.path, None)
-        return Unsupported(f"{words}: ckptkit cannot read that yet", path=self.path) if words else None
+        if words is None:
+            return None
+        hint = trainers.hint_on_unread(names_near(self.path))
+        return Unsupported(f"{words}: ckptkit cannot read that yet", path=self.path, hint=hint)
 
 
 Source = str | os.PathLike[str] | Checkpoint  # whatever a checkpoint is asked for by
@@ -344,11 +347,15 @@ def part_in(folder: Path) -> Part | None:
 
 
 def is_run_of_files(path: Path) -> bool:
-    """Return whether a directory, of no step itself, has checkpoints that are files and are named by their steps."""
+    """Return whether a directory, of no step itself, has checkpoints that are files and are named by their steps.
+
+    With a file in it that a format knows by its name it is a checkpoint, whatever else lies there.
+    """
     if not path.is_dir() or step_of(path) is not None:
         return False
-    names = [Path(name) for name in names_in(path)]
-    return any(name.suffix in _ONE_FILE and step_of(Path(name.stem)) is not None for name in names)
+    names = names_in(path)
+    files = [Path(name) for name in names if name.endswith(_ONE_FILE)]
+    return any(step_of(Path(file.stem)) is not None for file in files) and not is_known_file(names)
 
 
 def parts_beside(path: Path) -> dict[Path, Part | None]:
@@ -381,14 +388,25 @@ def wholes_in(path: Path) -> tuple[Part, ...] | None:
 
 
 def words_for_unread(path: Path, reader: Reader | None) -> str | None:
-    """Return what lies in a directory if that is a trainer's files that no format here puts together, else None.
+    """Return what lies at a path if that is a trainer's files that no format here puts together, else None.
 
-    `reader` is the format that would claim it: if it knows a file there by its name, it reads that, whatever else lies
-    there.
+    `reader` is the format that would claim it: if it knows a file there by its name, and no trainer has that name for
+    what cannot be read, it reads that, whatever else lies there.
     """
-    if not path.is_dir() or (reader is not None and any(map(reader.owns, names_in(path)))):
+    names = names_in(path) if path.is_dir() else [path.name]
+    owned = [name for name in names if reader is not None and reader.owns(name)]
+    if not path.is_dir() and reader is not None and not owned:
+        return None  # a file of torch.save that was asked for
+    if any(trainers.say_unread([name]) is None for name in owned):
         return None
-    return trainers.say_unread(name for place in (path, *inner_folders(path)) for name in names_in(place))
+    return trainers.say_unread(names_near(path))
+
+
+def names_near(path: Path) -> Iterator[str]:
+    """Return the names in a directory, and in its directories that are no checkpoints of their own; that of a file."""
+    if not path.is_dir():
+        return iter([path.name])
+    return (name for place in (path, *inner_folders(path)) for name in names_in(place))
 
 
 def ranks_in(place: Path) -> Iterator[Hashable]:

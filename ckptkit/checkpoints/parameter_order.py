@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ckptkit.checkpoints.companions import find_config
 from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied
+from ckptkit.checkpoints.optimizer_keys import Optimizer, names_of
+from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import find_prefix, find_weights
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
@@ -19,6 +22,14 @@ from ckptkit.tensors.box import Shape
 
 _IN_ORDER = "pt"  # the format that keeps the order of a state dict
 _MOST_EXPERTS = 1024
+
+
+def find_names(model: Part, layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
+    """Return the name for each number of an optimizer in a layout, by the order of the model's parameters.
+
+    Raises `Unsupported` where it is not certain, `Mismatch` where there is no model.
+    """
+    return names_of(layout, optimizer, ordered_parameters(model.layout, find_config(model.path)))
 
 
 def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict[str, Shape]:

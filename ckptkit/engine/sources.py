@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
@@ -11,6 +12,10 @@ from ckptkit.layout import Chunk, Piece, Place
 from ckptkit.plan import Copy, Plan, Target, in_order, itself
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
+
+# Of a run that has other chunks too no more is read than was asked for, unless that is nearly all.
+_NEARLY = 8  # the part that may be missing: one in so many bytes
+_FEW = 1 << 16  # bytes that may be missing of a short one
 
 
 class Sources:
@@ -25,10 +30,15 @@ class Sources:
         runs = {source_place(copy): copy.src for copy in plan.copies}
         self._waiting = {place: chunk for place, chunk in runs.items() if chunk.crc32 is not None}
         self._read = ledger.read
-        self.unchecked_bytes = sum(chunk.bytes[1] for chunk in runs.values() if chunk.crc32 is None)
+        self._asked = count_asked(plan, runs)
         self.checked_bytes = 0
         for place, chunk in list(self._waiting.items()):
             self._compare_if_whole(place, chunk)
+
+    @property
+    def unchecked_bytes(self) -> int:
+        """Return the bytes of what is read that have not been compared with a CRC-32."""
+        return sum(self._asked.values()) - self.checked_bytes
 
     def note(self, pieces: Sequence[Iterable[Piece]]) -> None:
         """Account for what was read of each source; compare the CRC-32 of each run that is whole with this.
@@ -57,21 +67,36 @@ class Sources:
                 tensor=self._names[place],
                 hint="the file changed after it was written: restore it from a copy, or use another checkpoint",
             )
-        self.checked_bytes += length
+        self.checked_bytes += self._asked[place]
         del self._waiting[place]
 
     def unfinished(self) -> Plan:
-        """Return the plan to read what is missing of the runs that have a CRC-32 and were not read whole in order."""
+        """Return the plan to read what is missing of the runs that have a CRC-32 and were not read whole in order.
+
+        A run of which much was not asked for, since it has other chunks, is left.
+        """
         targets = (target for place, chunk in self._waiting.items() for target in self._rest(place, chunk))
         return replace(self._plan, targets=in_order(targets), combination=None)
 
     def _rest(self, place: SourcePlace, chunk: Chunk) -> Iterator[Target]:
         """Yield what was not read in order of a run."""
         offset, length = chunk.bytes
-        for start, stop in self._read.gaps(place, length):
-            box = whole((stop - start,))
-            part = Chunk(box, chunk.path, offset + start, stop - start, DTYPES["uint8"], run=chunk.bytes)
+        if length - self._asked[place] > max(length // _NEARLY, _FEW):
+            return
+        for start, missing in self._read.missing(place, length):
+            part = Chunk(whole((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.bytes)
             yield itself(self._names[place], part, place[0])
+
+
+def count_asked(plan: Plan, runs: Mapping[SourcePlace, Chunk]) -> Counter[SourcePlace]:
+    """Return the bytes of each run that are asked for: of a chunk by itself all, of one with others those read."""
+    asked: Counter[SourcePlace] = Counter()
+    for copy in plan.copies:
+        asked[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
+    for place, chunk in runs.items():
+        _, length = chunk.bytes
+        asked[place] = length if chunk.run is None else min(length, asked[place])
+    return asked
 
 
 def source_place(copy: Copy) -> SourcePlace:

@@ -58,12 +58,12 @@ class Checksums(Generic[Key]):
         start, stop, crc = self._pieces.get(key, [(0, 0, 0)])[0]
         return crc if (start, stop) == (0, length) else None
 
-    def gaps(self, key: Key, length: int) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of each part that is missing of a range of `length` bytes."""
+    def missing(self, key: Key, length: int) -> Iterator[tuple[int, int]]:
+        """Yield start and length of each part of a range of `length` bytes that has not been entered."""
         at = 0
         for start, stop, _ in [*self._pieces.get(key, ()), (length, length, 0)]:
             if at < start:
-                yield at, start
+                yield at, start - at
             at = stop
 
     def __iter__(self) -> Iterator[tuple[Key, int, int, int]]:

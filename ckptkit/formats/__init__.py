@@ -28,6 +28,7 @@ __all__ = [
     "find_format",
     "get_format",
     "get_writer",
+    "is_known_file",
     "locate",
     "title_of",
     "unpack",
@@ -137,6 +138,13 @@ def detect_format(path: Path) -> Reader | None:
         names = names_in(path) if path.is_dir() else [path.name]
         likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
         return next((reader for reader in likely if reader.detect(path)), None)
+
+
+def is_known_file(names: Iterable[str]) -> bool:
+    """Return whether some format knows a file of any of these names as a part of its checkpoint."""
+    names = list(names)
+    likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
+    return any(reader.owns(name) for reader in likely for name in names)
 
 
 def any_matches(pattern: str, names: Iterable[str]) -> bool:

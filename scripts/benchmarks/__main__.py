@@ -24,6 +24,7 @@ from scripts.benchmarks.plan import plan
 from scripts.benchmarks.reshard import reshard
 from scripts.benchmarks.scale import scale
 from scripts.benchmarks.storage import load, save
+from scripts.benchmarks.trainers import trainers
 from scripts.benchmarks.training.compare import DEFAULTS, OPTIONS, train
 from scripts.benchmarks.verify import verify
 from scripts.markdown import ROOT, paragraph, write_part
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "manage": Benchmark(manage, {"size_gb": 1.6, "runs": 3}),
     "inspect": Benchmark(inspect, {"runs": 5}),
     "plan": Benchmark(plan, {"runs": 5}),
+    "trainers": Benchmark(trainers, {"size_gb": 1.2, "runs": 3}),
     "scale": Benchmark(scale),
     "train": Benchmark(train),
 }

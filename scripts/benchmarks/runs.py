@@ -23,7 +23,8 @@ class Contender:
     """A program to be timed: a shell command about `{src}` and `{out}`.
 
     `floor` names the contender that it is compared with; one that has a floor must leave its output behind, unless it
-    `only_reads`. One that `tells` what it took is believed: it knows which part of its work counts.
+    `only_reads`: at `least` so much of its input's size. One that `tells` what it took is believed: it knows which part
+    of its work counts.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Contender:
     floor: str | None = None
     only_reads: bool = False
     tells: bool = False
+    least: float = 0.45
 
 
 @dataclass
@@ -109,7 +111,7 @@ def run_once(contender: Contender, out: Path, mode: str) -> Ended:
     ended = run(contender.command, contender.src, out)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     must_write = contender.floor and not contender.only_reads
-    if must_write and written < 0.45 * sum(path.stat().st_size for path in contender.src.iterdir()):
+    if must_write and written < contender.least * sum(path.stat().st_size for path in contender.src.iterdir()):
         raise SystemExit(f"{contender.name} wrote only {written} bytes")
     shutil.rmtree(out)
     return Ended(ended.told["seconds"], ended.told["peak"]) if contender.tells else ended

@@ -21,9 +21,11 @@ from tests.faults.cases import Case
 from tests.faults.damage import Damage, write
 from tests.faults.forged import forge
 from tests.faults.originals import ANYTHING, MODEL, original, weights
+from tests.faults.subjects import OURS
 from tests.faults.trials import Bad, canary_of, case_of
 from tests.faults.zips import be_archive
 
+ZERO = "mp_rank_00_model_states.pt"  # of a trainer's, beside which another file says nothing
 MEMORY = 512 << 20  # bytes
 SECONDS = 10.0  # a bomb would take minutes
 
@@ -174,6 +176,8 @@ def bombs() -> Iterator[Bad]:
         yield Bad(name, "dcp", write(METADATA, bomb), (METADATA,), **limits)
         archive = be_archive({"data.pkl": bomb, "byteorder": b"little", "version": b"3\n"})
         yield Bad(name, "pt", write("state.pt", archive), ("state.pt",), **limits)
+        yield Bad(name, "pt", write(ZERO, archive), (ZERO,), **limits, subjects=OURS)
+        yield Bad(f"{name}, beside a model", "hf", write("optimizer.pt", archive), ("optimizer.pt",), **limits)
 
 
 CASES: tuple[Case, ...] = (

@@ -19,10 +19,16 @@ from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
 from ckptkit.formats.dcp.format import Dcp
+from ckptkit.formats.deepspeed.gathering import Gathering
+from ckptkit.formats.deepspeed.model_states import read_model_states
+from ckptkit.formats.deepspeed.partitions import read_partition
+from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
+from ckptkit.formats.deepspeed.zero import parameters_of
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.formats.pt.format import Pt
 from ckptkit.formats.torchfile import inert_pickle, legacy, read_archive
 from ckptkit.formats.torchfile.flatten import flatten
+from ckptkit.formats.torchfile.state_files import StateFile
 from ckptkit.formats.torchfile.unflatten import unflatten
 
 Seeds = Callable[[], list[bytes]]
@@ -94,6 +100,26 @@ def parse_state(data: bytes, _: Path) -> object:
     return unflatten((*flat.tensors, *flat.blobs), flat.keys.__getitem__, lambda name: name)
 
 
+def as_file(data: bytes) -> StateFile:
+    """A file of torch.save with a pickle, and storages as large as may be asked for."""
+    value, _end = inert_pickle.load(data, inert_pickle.ANY_NAME)
+    storages = {f"data/{i}": read_archive.Entry(64 * i, 1 << 20, 0) for i in range(16)}
+    return StateFile("file.pt", value, {"data.pkl": read_archive.Entry(0, len(data), 0), **storages})
+
+
+def parse_partition(data: bytes, place: Path) -> object:
+    """What a rank of ZeRO has of the optimizer, and the parameters in it."""
+    partition = read_partition(as_file(data))
+    return list(parameters_of([{"up": (3, 4), "bias": (4,)}] * len(partition.groups), [partition], place))
+
+
+def parse_model_states(data: bytes, _: Path) -> object:
+    """Model states of DeepSpeed, with or without ZeRO."""
+    model = read_model_states(as_file(data))
+    put_unpartitioned(Gathering(), model)
+    return model
+
+
 def in_file(name: str, parse: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
     """A parser of a directory in which one file has these bytes."""
 
@@ -148,7 +174,11 @@ def files() -> Mapping[str, bytes]:
     torch.save({"model": {"a.b": torch.zeros(3)}, "step": 1, "lists": [{"lr": 0.1}, (1, 2)]}, state)
     old = io.BytesIO()
     torch.save({"a": torch.zeros(3), "n": [1]}, old, _use_new_zipfile_serialization=False)
+    zero = {name: io.BytesIO() for name in states_of_zero()}
+    for name, value in states_of_zero().items():
+        torch.save(value, zero[name])
     return {
+        **{name: file.getvalue() for name, file in zero.items()},
         "tensor": tensor.getvalue(),
         "state": state.getvalue(),
         "old": old.getvalue(),
@@ -174,6 +204,48 @@ def pickled() -> list[bytes]:
         with zipfile.ZipFile(io.BytesIO(files()[name])) as opened:
             found += [opened.read(entry) for entry in opened.infolist() if entry.filename.endswith("data.pkl")]
     return found
+
+
+def of_zero(*names: str) -> Seeds:
+    """What is pickled in files like those of ZeRO."""
+    return lambda: [pickle_in(files()[name]) for name in names]
+
+
+def pickle_in(archive: bytes) -> bytes:
+    """The pickle in an archive."""
+    import zipfile
+
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        return next(opened.read(name) for name in opened.namelist() if name.endswith("data.pkl"))
+
+
+def states_of_zero() -> dict[str, dict[str, Any]]:
+    """Small states like those that ZeRO 2 and 3, and DeepSpeed without it, save."""
+    import torch
+
+    flat = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(16), "exp_avg_sq": torch.zeros(16)}
+    group = {"lr": 0.1, "params": [0]}
+    base = {"state": {0: flat}, "param_groups": [group]}
+    second = {
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": [torch.zeros(16)],
+        "partition_count": [1],
+    }
+    third = {"optimizer_state_dict": base, "fp32_flat_groups": [torch.zeros(16)], "partition_count": 1}
+    shapes = {"up": torch.Size([3, 4]), "bias": torch.Size([4])}
+    module = {"up": torch.zeros(3, 4), "bias": torch.zeros(4)}
+    states = {i: {"exp_avg": torch.zeros_like(value)} for i, value in enumerate(module.values())}
+    torchs = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    alone = {"optimizer_state_dict": torchs, "fp32_groups": [list(module.values())]}
+    return {
+        "zero2": {"optimizer_state_dict": {**second, "single_partition_of_fp32_groups": [torch.zeros(16)]}},
+        "zero3": {"optimizer_state_dict": third},
+        "model": {"module": module, "param_shapes": [shapes], "shared_params": {"a": "up"}, "buffer_names": []},
+        "zero0": {
+            "module": module,
+            "optimizer": {"optimizer_state_dict": alone, "fp32_groups": [list(module.values())]},
+        },
+    }
 
 
 def as_json(*values: Any) -> Seeds:
@@ -224,6 +296,8 @@ PARSERS = (
         sound("index"),
         beside=tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
     ),
+    Parser("ZeRO's optimizer", parse_partition, of_zero("zero2", "zero3")),
+    Parser("DeepSpeed's model", parse_model_states, of_zero("model", "zero0")),
     Parser("journal", in_file("journal.jsonl", parse_journal), lambda: [f"{json.dumps(_UNIT)}\n".encode()]),
     Parser(
         "manifest", in_file("ckptkit.json", manifest.read_manifest), lambda: [manifest.Manifest({"a": _SUM}).to_bytes()]

@@ -11,6 +11,8 @@ import queue
 import threading
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +162,53 @@ def _load_whole(root: Path, variant: str) -> Iterator[tuple[str, Tensor]]:
     for (name, _), state in zip(model.named_parameters(), loaded["optimizer"]["state"].values(), strict=True):
         for moment in ("exp_avg", "exp_avg_sq"):
             yield f"{variant}:{name}:{moment}", state[moment]
+
+
+def model_space(root: Path) -> Truth:
+    """Moments that lie flattened in a grid, as core 0.12 wrote them: 2 layers x 2 ranks of tensors, over 2 of data."""
+    return _on_ranks(2, _save_model_space, root)
+
+
+def _save_model_space(root: Path) -> Mapping[str, Any]:
+    import torch.distributed.checkpoint as dcp
+
+    state: dict[str, Any] = {}
+    truth: dict[str, Tensor] = {}
+    for name, shape, part in (
+        ("fc1.weight", (2, 8, 6), (1, 4, 6)),
+        ("fc2.weight", (2, 6, 8), (1, 6, 4)),
+        ("b", (7,), (7,)),
+    ):
+        parameter, moment = torch.randn(shape), torch.randn(shape)
+        truth |= {name: parameter, f"optimizer.state.exp_avg.{name}": moment}
+        grid = [n // m for n, m in zip(shape, part, strict=True)]
+        pieces: dict[tuple[int, ...], tuple[int, Tensor]] = {}
+        for place in product(*map(range, grid)):
+            index = tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, part, strict=True))
+            flat = moment[index].reshape(-1)
+            cut = len(flat) // 2 - 1
+            pieces |= {(*place, 0): (0, flat[:cut]), (*place, cut): (1, flat[cut:])}
+        state[name] = parameter
+        state[f"optimizer.state.exp_avg.{name}"] = _flat_shards((*grid, moment.numel() // prod(grid)), pieces)
+    dcp.save(state, checkpoint_id=root, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    return truth
+
+
+def _flat_shards(shape: tuple[int, ...], pieces: Mapping[tuple[int, ...], tuple[int, Tensor]]) -> Any:
+    """A ShardedTensor of `shape`, of which each rank has runs along the last axis, by where they begin."""
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharding_spec import ShardMetadata
+
+    sizes = {at: [1] * (len(shape) - 1) + [len(flat)] for at, (_, flat) in pieces.items()}
+    metadata = [ShardMetadata(list(at), sizes[at], f"rank:{rank}/cpu") for at, (rank, _) in pieces.items()]
+    mine = [
+        Shard.from_tensor_and_offsets(flat.reshape(sizes[at]).clone(), list(at), rank)
+        for at, (rank, flat) in pieces.items()
+        if rank == dist.get_rank()
+    ]
+    properties = TensorProperties(dtype=torch.float32)
+    whole = ShardedTensorMetadata(metadata, torch.Size(shape), properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, whole)
 
 
 def _save_stages(root: Path, variant: str, virtual: int | None) -> dict[str, Tensor]:

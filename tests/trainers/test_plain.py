@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,6 +78,8 @@ def test_a_trainer_goes_on_with_shards(produce: Produce, tmp_path: Path) -> None
     assert any("names for its 102 parameters" in note for note in done.notes)
     assert {"scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= done.files.keys()
     assert "optimizer.pt" not in done.files
+    found = ckptkit.diff(made.root, tmp_path / "dcp")
+    assert (found.is_equal, found.tensors, found.notes) == (True, len(made.truth), found.notes[:0])
 
 
 def test_torch_loads_the_shards_of_a_trainer(produce: Produce, tmp_path: Path) -> None:
@@ -267,3 +270,105 @@ def test_an_optimizer_without_its_model_keeps_its_numbers(tmp_path: Path) -> Non
 def test_a_step_that_is_no_number_is_none(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "iter_num": "many"}, tmp_path / "state.pt")
     assert Checkpoint.open(tmp_path).step is None
+
+
+# -- the order of a model's parameters, by its config -----------------------------------------------------------------
+
+
+def save_hugging_face(root: Path, model_type: str, **options: Any) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    """A model as transformers saves it, with the optimizer of its parameters after a step beside it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(model_type, vocab_size=32, **options)
+    model = AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.arange(8)[None]).logits.square().sum().backward()
+    optimizer.step()
+    model.save_pretrained(root)
+    torch.save(optimizer.state_dict(), root / "optimizer.pt")
+    return model, optimizer
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 11}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen2": {**SIZES, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 16, "n_layer": 11, "n_head": 2, "n_positions": 8},  # which only transformers knows
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_config_tells_the_order(tmp_path: Path, model_type: str) -> None:
+    model, optimizer = save_hugging_face(tmp_path / "checkpoint-1", model_type, **MODELS[model_type])
+    ckptkit.convert(tmp_path / "checkpoint-1", tmp_path / "dcp", to="dcp", optimizer_keys="names")
+    found = {name: tensor for name, tensor in read(tmp_path / "dcp").items() if name.startswith("optimizer.")}
+    truth = produced_plain.live_state(model, optimizer)
+    assert_is(found, {name: tensor for name, tensor in truth.items() if name.startswith("optimizer.")})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 10**9}, "more layers than there are tensors"),
+        ({"n_layer": 10}, "calls for other tensors"),
+        ({"architectures": ["pipeline"]}, "builds no `pipeline`"),
+        ({"architectures": None}, "builds no `None`"),
+        ({"model_type": "unheard-of"}, "builds no"),
+        ({"n_embd": "wide"}, "builds no"),
+    ],
+)
+def test_a_config_that_does_not_fit_names_nothing(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    save_hugging_face(tmp_path / "checkpoint-1", "gpt2", **MODELS["gpt2"])
+    config = tmp_path / "checkpoint-1" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(Unsupported, match=message):
+        ckptkit.convert(tmp_path / "checkpoint-1", tmp_path / "dcp", to="dcp", optimizer_keys="names")
+
+
+def test_the_order_of_a_distributed_checkpoint_is_no_evidence(tmp_path: Path) -> None:
+    """Ranks share out what they all have, and metadata lists it rank by rank."""
+    save(tmp_path / "saved.pt")
+    ckptkit.convert(tmp_path / "saved.pt", tmp_path / "dcp", to="dcp", optimizer_keys="ids")
+    assert ckptkit.inspect(tmp_path / "dcp").optimizer_keys == "ids"
+    with pytest.raises(Unsupported, match="nothing tells the order"):
+        ckptkit.convert(tmp_path / "dcp", tmp_path / "no", to="dcp", optimizer_keys="names")
+
+
+def test_names_that_contradict_their_groups_get_no_numbers(tmp_path: Path) -> None:
+    state = {"a": {"exp_avg": torch.ones(2)}, "b": {"exp_avg": torch.ones(2)}}
+    for params, message in ((["a", "a", "b"], "twice"), (["a"], "in none of its groups")):
+        torch.save({"optimizer": {"state": state, "param_groups": [{"params": params}]}}, tmp_path / "x.pt")
+        with pytest.raises(Corrupt, match=message):
+            ckptkit.convert(tmp_path / "x.pt", tmp_path / "no", to="pt", optimizer_keys="ids")
+
+
+@pytest.mark.parametrize("params", [[None], "ab", [1.5], [True]])
+def test_groups_that_list_no_parameters_are_damaged(tmp_path: Path, params: Any) -> None:
+    torch.save({"optimizer": {"state": {}, "param_groups": [{"params": params}]}}, tmp_path / "x.pt")
+    with pytest.raises(Corrupt, match="no list of parameters"):
+        ckptkit.convert(tmp_path / "x.pt", tmp_path / "no", to="pt", optimizer_keys="ids")
+
+
+def test_adafactors_factors_show_the_shape(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    states = {
+        i: {{"row_var": "exp_avg_sq_row", "col_var": "exp_avg_sq_col"}.get(k, k): v for k, v in state.items()}
+        for i, state in optimizer.state_dict()["state"].items()
+    }
+    for state in states.values():  # transformers' has no axis of one
+        state.update({k: v.squeeze() for k, v in state.items() if k.startswith("exp_avg_sq_")})
+    groups = optimizer.state_dict()["param_groups"]
+    torch.save({"model": model.state_dict(), "optimizer": {"state": states, "param_groups": groups}}, tmp_path / "x.pt")
+    ckptkit.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", optimizer_keys="names")
+    assert "optimizer.state.1.weight.exp_avg_sq_row" in read(tmp_path / "dcp")
+
+
+def test_a_file_with_a_step_beside_a_model_makes_it_no_run(tmp_path: Path) -> None:
+    save_hugging_face(tmp_path, "llama", **MODELS["llama"])
+    save(tmp_path / "step-5.pt")
+    assert [part.place for part in Checkpoint.open(tmp_path).parts] == ["", "optimizer.pt"]
+    assert Checkpoint.open(tmp_path / "step-5.pt").step == 5

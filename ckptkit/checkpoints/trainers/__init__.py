@@ -21,6 +21,7 @@ from ckptkit.checkpoints.trainers.nanogpt import NANOGPT
 from ckptkit.checkpoints.trainers.nanotron import NANOTRON
 from ckptkit.checkpoints.trainers.nemo import NEMO
 from ckptkit.checkpoints.trainers.olmo import OLMO
+from ckptkit.checkpoints.trainers.orbax import ORBAX
 from ckptkit.checkpoints.trainers.peft import PEFT
 from ckptkit.checkpoints.trainers.plain import PLAIN
 from ckptkit.checkpoints.trainers.torchtitan import TORCHTITAN
@@ -28,13 +29,14 @@ from ckptkit.checkpoints.trainers.torchtune import TORCHTUNE
 from ckptkit.checkpoints.trainers.trainer import Evidence, MetricsFile, Trainer
 from ckptkit.checkpoints.trainers.transformers import TRANSFORMERS
 from ckptkit.checkpoints.trainers.verl import VERL
+from ckptkit.checkpoints.trainers.vllm import VLLM
 from ckptkit.layout import KeyPath
 
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 TRAINERS: tuple[Trainer, ...] = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 
 
@@ -138,13 +140,27 @@ def metrics_files() -> dict[str, MetricsFile]:
 
 def say_unread(names: Iterable[str]) -> str | None:
     """Return what files of these names are, if some trainer's that ckptkit does not read is among them."""
-    known = [(re.compile(pattern), words) for trainer in TRAINERS for pattern, words in trainer.unread.items()]
-    return next((words for name in sorted(names) for pattern, words in known if pattern.fullmatch(name)), None)
+    return look_up("unread", sorted(names))
+
+
+def hint_on_unread(names: Iterable[str]) -> str | None:
+    """Return what to do about files of these names that ckptkit does not read, None if there is nothing to say."""
+    return look_up("hints", sorted(names))
 
 
 def say_own_names(names: Iterable[str]) -> str | None:
     """Return whose own names tensors of these names have, None if nothing tells that no engine knows them."""
-    known = [(re.compile(pattern), words) for trainer in TRAINERS for pattern, words in trainer.own_names.items()]
+    return look_up("own_names", names)
+
+
+def say_opaque(names: Iterable[str]) -> str | None:
+    """Return what tensors among these names are that can only be carried as they are, None if there are none."""
+    return look_up("opaque", names)
+
+
+def look_up(table: str, names: Iterable[str]) -> str | None:
+    """Return what the tables of this name say of the first name that a pattern in any of them matches whole."""
+    known = [(re.compile(key), words) for trainer in TRAINERS for key, words in getattr(trainer, table).items()]
     return next((words for name in names for pattern, words in known if pattern.fullmatch(name)), None)
 
 

@@ -70,10 +70,12 @@ class Trainer:
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
     metrics: Mapping[str, MetricsFile] = field(default_factory=dict)
-    # what files and directories are that ckptkit does not read
+    # what files and directories are that ckptkit does not read, and by the same patterns what to do about it
     unread: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
 
-    # of entries: the rank whose own state lies at a key path; and whose own the names of tensors are, by pattern, that
-    # no inference engine knows
+    # of entries: the rank whose own state lies at a key path; by pattern of names, whose own those are that no
+    # inference engine knows, and what tensors are that can only be carried as they are
     rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
     own_names: Mapping[str, str] = field(default_factory=dict)
+    opaque: Mapping[str, str] = field(default_factory=dict)

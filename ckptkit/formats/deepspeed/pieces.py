@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.tensors.box import Shape
+from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.flat_ranges import boxes_of_range
 
 
@@ -56,9 +56,15 @@ def join(shape: Shape, runs: Iterable[Run], buffers: Sequence[Chunk]) -> StoredT
     spec = Spec(buffers[0].dtype, shape)
     itemsize = spec.dtype.itemsize
     chunks = tuple(
-        Chunk(box, buffer.path, buffer.offset + (run.start + begin) * itemsize, box.numel * itemsize, spec.dtype)
+        part_of(buffers[run.rank], box, (run.start + begin) * itemsize)
         for run in runs
-        for buffer in (buffers[run.rank],)
         for box, begin in boxes_of_range(shape, run.at, run.at + run.numel)
     )
     return StoredTensor(spec, chunks)
+
+
+def part_of(buffer: Chunk, box: Box, start: int) -> Chunk:
+    """Return the chunk with a box of a tensor, from byte `start` of a buffer, by which it is checked."""
+    length = box.numel * buffer.dtype.itemsize
+    place = (buffer.path, buffer.offset + start, length)
+    return Chunk(box, *place, buffer.dtype, crc32=buffer.crc32, run=buffer.bytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -93,7 +94,8 @@ def find_states(path: Path) -> list[str]:
     if not is_there(root / f"DONE_{match[1]}"):
         raise Corrupt(f"no `DONE_{match[1]}`: the save did not finish", path=path, hint="use an older checkpoint")
     ranks = read_state(root / found[min(found)]).ranks
-    missing = [f"state_{match[1]}_{rank:05d}.bin" for rank in range(ranks) if rank not in found][:8]
+    absent = islice((rank for rank in range(ranks) if rank not in found), 8)
+    missing = [f"state_{match[1]}_{rank:05d}.bin" for rank in absent]
     if missing or len(found) > ranks:
         beside = f"missing: {', '.join(missing)}" if missing else f"there are {len(found)}"
         raise Corrupt(f"the states of {ranks} ranks belong to this model; {beside}", path=path)

@@ -120,8 +120,8 @@ def check_same_job(job: Job) -> None:
     first = next(iter(job.ranks.values()))
     for saved in job.ranks.values():
         for what, one, other in (
-            ("iteration", first.entries.get("iteration"), saved.entries.get("iteration")),
-            ("checkpoint version", first.entries.get("checkpoint_version"), saved.entries.get("checkpoint_version")),
+            ("iteration", first.number("iteration"), saved.number("iteration")),
+            ("checkpoint version", first.number("checkpoint_version"), saved.number("checkpoint_version")),
             ("number of ranks", first.sizes, saved.sizes),
         ):
             if one != other:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,13 +82,16 @@ def place(root: Path, directories: Iterable[Directory], sizes: Sizes | None, has
     if len(lengths) > 1:
         raise Corrupt("directories of ranks of several jobs lie here: their names differ in length", path=root)
     sizes = sizes or Sizes(*(1 + max(numbers) for numbers in zip(*found, strict=True)))
-    wanted = {Rank(*numbers) for numbers in product(*map(range, sizes))}
-    missing = sorted(wanted - found.keys())
+    more = sorted(rank for rank in found if not all(number < size for number, size in zip(rank, sizes, strict=True)))
+    missing = prod(sizes) - (len(found) - len(more))
     if missing:
-        names = ", ".join(name_of(rank, next(iter(lengths)), has_stages) for rank in missing[:8])
+        tensors, stages, experts = map(range, sizes)  # as many as somebody's file says
+        ranks = (Rank(i, j, k) for i in tensors for j in stages for k in experts)
+        first = islice((rank for rank in ranks if rank not in found), 8)
+        length = max(*lengths, 1 + (sizes.stages > 1) + (sizes.experts > 1))
+        names = ", ".join(name_of(rank, length, has_stages) for rank in first)
         hint = "files of other nodes were never copied here, or were lost"
-        raise Corrupt(f"{len(missing)} of {len(wanted)} ranks are missing: {names}", path=root, hint=hint)
-    more = sorted(found.keys() - wanted)
+        raise Corrupt(f"{missing} of {prod(sizes)} ranks are missing: {names}", path=root, hint=hint)
     if more:
         names = ", ".join(found[rank] for rank in more[:8])
         shape = f"{sizes.tensor} x {sizes.stages} x {sizes.experts}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.megatron.grid import Sizes
@@ -18,6 +18,7 @@ from ckptkit.layout import Spec, StoredTensor
 
 _MODEL = re.compile(r"model([0-9]{0,3})")
 OPTIMIZER = "optimizer"
+_LARGEST = 1 << 60
 _STATE = "_extra_state"  # of Transformer Engine's layers: each rank has its own
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
@@ -48,13 +49,18 @@ class Saved:
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
-        """Return the arguments of the job by name, {} where there are none."""
+        """Return those of the arguments of the job that are numbers or switches, by name; {} where there are none."""
         found = self.entries.get("args")
         try:
             pairs = found.attributes().items() if isinstance(found, Record) else pairs_of(found) or ()
         except (TypeError, ValueError):
             pairs = ()
-        return {str(name): value for name, value in pairs}
+        return {str(name): value for name, value in pairs if is_number(value)}
+
+    def number(self, key: str) -> int | float | None:
+        """Return a number that it holds, None if there is none under this key."""
+        found = self.entries.get(key)
+        return found if is_number(found) else None
 
     @property
     def sizes(self) -> Sizes | None:
@@ -114,6 +120,11 @@ def check_arguments(saved: Saved, sizes: Sizes) -> None:
         raise Unsupported(message, path=path)
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether something in a pickle is a number or a switch, and no longer than one of any use."""
+    return type(value) in (bool, int, float) and abs(value) < _LARGEST  # type: ignore[arg-type]
+
+
 def is_own_state(name: str) -> bool:
     """Return whether an entry of a model is no weight but the state of one rank's layer."""
     return name.endswith(_STATE)
@@ -121,8 +132,8 @@ def is_own_state(name: str) -> bool:
 
 def check_version(saved: Saved, ranks: int) -> None:
     """Raise `Unsupported` for files so old that the queries, keys and values of several ranks are mixed otherwise."""
-    version = saved.entries.get("checkpoint_version", 0)
-    if ranks > 1 and not (isinstance(version, int | float) and version >= 2):
+    version = saved.number("checkpoint_version") or 0
+    if ranks > 1 and version < 2:
         message = f"checkpoint version {version}: the queries, keys and values of {ranks} ranks lie in an order of old"
         hint = "load and save it with a Megatron-LM that reads it"
         raise Unsupported(message, path=saved.root / saved.path, hint=hint)

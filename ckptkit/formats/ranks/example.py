@@ -22,6 +22,9 @@ from ckptkit.tensors.placements import Placement, Shard
 _ROWS = Shard(0)
 
 
+ALONE = Grid((1,))  # the mesh of a single rank
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """How to write: the names of files, the mesh, and by name of a model's tensor how it lies, None if on each rank.
@@ -31,7 +34,7 @@ class Example:
 
     naming: Naming = WITH_WORLD
     label: str = ""
-    grid: Grid = Grid((1,))
+    grid: Grid = ALONE
     spread: Mapping[str, tuple[Placement, ...] | None] = field(default_factory=dict)
     calls: Mapping[str, Record] = field(default_factory=dict)
     is_told: bool = False

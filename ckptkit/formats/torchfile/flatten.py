@@ -105,6 +105,8 @@ class Flattening:
             raise
         dtype, shape = found.tensor.dtype, found.tensor.shape
         chunk = Chunk(whole(shape), self.path, found.offset, found.length, dtype, found.strides, found.crc32)
+        if found.storage is not None:
+            chunk = chunk._replace(crc32=found.storage.crc32, run=(found.storage.offset, found.storage.length))
         return StoredTensor(Spec(dtype, shape), (chunk,))
 
     def blob(self, value: Any) -> Blob:

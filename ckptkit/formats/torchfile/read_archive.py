@@ -135,13 +135,17 @@ class TensorRecord:
 
 
 class Located(NamedTuple):
-    """The place of a tensor's bytes: `length` of them at `offset` of the archive, in the order `strides` gives."""
+    """The place of a tensor's bytes: `length` of them at `offset` of the archive, in the order `strides` gives.
+
+    One that has only a part of its storage is checked with that, if it has a CRC-32.
+    """
 
     tensor: TensorRecord
     offset: int
     length: int
     strides: Shape | None
     crc32: int | None
+    storage: Entry | None = None
 
 
 def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, Entry]]:
@@ -171,6 +175,7 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
         length=nbytes,
         strides=None if tensor.is_row_major else tensor.strides,
         crc32=storage.crc32 if is_whole and storage.crc32 else None,
+        storage=None if is_whole or not storage.crc32 else storage,
     )
 
 

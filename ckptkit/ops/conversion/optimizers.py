@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.companions import find_config
 from ckptkit.checkpoints.optimizer_keys import (
     IDS,
     NAMES,
     Optimizer,
     find_optimizers,
-    names_of,
     numbers_of,
     rekeyed,
 )
-from ckptkit.checkpoints.parameter_order import ordered_parameters
+from ckptkit.checkpoints.parameter_order import find_names
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout
@@ -71,10 +69,8 @@ def key(
 
 def name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, notes: list[str], *, must: bool) -> list[Keyed]:
     """Return an optimizer with names for its numbers; nothing if these are not certain, unless they `must` be."""
-    model = checkpoint.model_part
     try:
-        parameters = ordered_parameters(model.layout, find_config(model.path))
-        members = names_of(layout, optimizer, parameters)
+        members = find_names(checkpoint.model_part, layout, optimizer)
     except (Mismatch, Unsupported) as error:
         if must:
             raise

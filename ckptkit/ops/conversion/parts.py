@@ -13,6 +13,7 @@ from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part, join_layouts
+from ckptkit.checkpoints.trainers import say_opaque
 from ckptkit.checkpoints.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
@@ -112,6 +113,8 @@ def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[P
 def choose(piece: Piece, options: ConvertOptions, world_size: int, notes: list[str]) -> Layout:
     """Return what is to be written of a piece, and add to `notes` what there is to say of it."""
     chosen = edits.select(piece.layout, options.edits.admit)
+    opaque = say_opaque(chosen.tensors)
+    notes += [opaque] if opaque else []
     notes += [f"`{name}` is tied, and was written too" for name in chosen.tensors.keys() & piece.restored]
     if not options.writer.is_sharded:
         return chosen

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import detect_format, locate
@@ -199,6 +200,32 @@ def test_offloaded_tensors_and_experts_are_refused(copy: Any) -> None:
     (root / OFFLOADED).rmdir()
     shutil.copy(next(root.glob("*_model_states.pt")), root / "layer_0_expert_0_mp_rank_00_model_states.pt")
     assert "experts" in refused(root, Unsupported).message
+
+
+@pytest.mark.parametrize("kind", ["zero2-fp32", "zero3", "bf16-optimizer"])
+def test_a_flipped_bit_of_a_master_is_found_on_the_way(kind: str, copy: Any, tmp_path: Path) -> None:
+    """The one checksum is over all that a rank has of a group: of many parameters, and of padding."""
+    root = copy(kind)
+    ckptkit.consolidate(root, tmp_path / "sound")
+    chunk = open_layout(root).tensors["model.head.weight"].chunks[-1]
+    with (root / chunk.path).open("r+b") as file:
+        file.seek(chunk.offset)
+        byte = file.read(1)[0]
+        file.seek(chunk.offset)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(Corrupt, match="damaged") as raised:
+        ckptkit.consolidate(root, tmp_path / "out")
+    assert raised.value.path == root / chunk.path
+    assert not (tmp_path / "out").exists()
+    assert not ckptkit.verify(root)[0].is_ok
+
+
+def test_all_bytes_are_compared(copy: Any, tmp_path: Path) -> None:
+    for kind in ("zero2-fp32", "zero3"):
+        root = copy(kind)
+        done = ckptkit.convert(root, tmp_path / kind, to="dcp")
+        assert done.unchecked_bytes == 0
+        shutil.rmtree(root)
 
 
 def test_a_truncated_file_is_named(copy: Any) -> None:

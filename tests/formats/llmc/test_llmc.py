@@ -141,6 +141,7 @@ FAULTS: list[tuple[str, Damage, str]] = [
     ("other step", lambda root: rewrite(root / f"{STATE}1.bin", 10, 7), "at step 7"),
     ("other rank", lambda root: rewrite(root / f"{STATE}1.bin", 3, 0), "it is of rank 0 of 2"),
     ("other number of ranks", lambda root: rewrite(root / f"{STATE}0.bin", 2, 3), "of 3 ranks"),
+    ("many ranks", lambda root: rewrite(root / f"{STATE}0.bin", 2, 2**27), "missing: "),
     ("no state", lambda root: rewrite(root / f"{STATE}0.bin", 0, 1), "no header of an optimizer's state"),
 ]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,108 @@ def test_it_becomes_dcp_for_more_ranks(made: Produced, tmp_path: Path) -> None:
     assert all(name.startswith("rank_state.") for name in (*found.only_in_a, *found.only_in_b))
 
 
+# -- shapes of jobs that two processes cannot be -----------------------------------------------------------------------
+
+
+def save_rank(root: Path, name: str, model: dict[str, Tensor], optimizer: object = None, **args: int) -> None:
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
+    state = {"model": model, "args": Namespace(**{**sizes, **args}), "checkpoint_version": 3.0, "iteration": 3}
+    (root / name).mkdir(parents=True)
+    torch.save(state if optimizer is None else {**state, "optimizer": optimizer}, root / name / "model_optim_rng.pt")
+
+
+def of_expert_rank(model: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What one of two ranks has that share four experts."""
+    found = {}
+    for name, tensor in model.items():
+        match = re.fullmatch(r"(.*local_experts\.)(\d)(\..*)", name)
+        if match is None:
+            found[name] = tensor
+        elif int(match[2]) // 2 == rank:
+            found[f"{match[1]}{int(match[2]) % 2}{match[3]}"] = tensor
+    return found
+
+
+def test_ranks_of_experts_are_numbered_through(made: Produced, tmp_path: Path) -> None:
+    model = whole(made, "moe")
+    for rank in range(2):
+        save_rank(tmp_path, f"mp_rank_00_{rank:03d}", of_expert_rank(model, rank), expert_model_parallel_size=2)
+    assert_same(below(ckptkit.open(tmp_path), "model."), model)
+
+
+def test_ranks_of_experts_and_stages_and_tensors(made: Produced, tmp_path: Path) -> None:
+    """2 x 2 x 2 ranks: gates and rows are cut as the library's layers are, here by their published shapes."""
+    model = whole(made, "moe")
+    sizes = {f"{kind}_model_parallel_size": 2 for kind in ("tensor", "pipeline", "expert")}
+    for tensor, stage, expert in product(range(2), repeat=3):
+        here = {}
+        for name, value in of_expert_rank(model, expert).items():
+            layer = re.match(r"decoder\.layers\.(\d)\.", name)
+            if (int(layer[1]) if layer else int(name.startswith(("decoder.final", "output")))) != stage:
+                continue
+            if "linear_fc1" in name:
+                value = torch.cat([half.chunk(2)[tensor] for half in value.chunk(2)])  # noqa: PLW2901
+            elif "linear_fc2" in name or "linear_proj" in name:
+                value = value.chunk(2, dim=1)[tensor].clone()  # noqa: PLW2901
+            elif "linear_qkv" in name or "embeddings" in name or "output_layer" in name:
+                value = value.chunk(2)[tensor].clone()  # noqa: PLW2901
+            here[re.sub(r"(decoder\.layers\.)\d", r"\g<1>0", name)] = value
+        save_rank(tmp_path, f"mp_rank_{tensor:02d}_{stage:03d}_{expert:03d}", here, **sizes)
+    found = below(ckptkit.open(tmp_path), "model.")
+    assert_same(found, model)
+
+
+def test_groups_with_and_without_decay_and_masters_in_32_bits(tmp_path: Path) -> None:
+    """The optimizer of a job in 16 bits: numbers go through the groups, masters lie by group."""
+    model = {
+        "a.weight": torch.ones(2, 3),
+        "a.bias": torch.ones(2),
+        "norm.weight": torch.ones(3),
+        "b.weight": torch.ones(4, 2),
+    }
+    order = [["a.weight", "b.weight"], ["a.bias", "norm.weight"]]
+    moments = {name: torch.randn_like(value) for name, value in model.items()}
+    masters = [[torch.randn_like(model[name]) for name in names] for names in order]
+    flat = [name for names in order for name in names]
+    inner = {
+        "state": {i: {"exp_avg": moments[name]} for i, name in enumerate(flat)},
+        "param_groups": [
+            {"params": [0, 1], "wd_mult": 1.0, "lr": 0.5, "step": 7},
+            {"params": [2, 3], "wd_mult": 0.0, "lr": 0.5, "step": 7},
+        ],
+    }
+    optimizer = {"optimizer": inner, "fp32_from_fp16_params": masters, "grad_scaler": {"scale": 2.0}}
+    save_rank(tmp_path, "mp_rank_00", {name: value.bfloat16() for name, value in model.items()}, optimizer)
+    found = below(ckptkit.open(tmp_path), "optimizer.state.")
+    expected = {f"{name}.exp_avg": value for name, value in moments.items()}
+    for names, values in zip(order, masters, strict=True):
+        expected |= {f"{name}.fp32_param": value for name, value in zip(names, values, strict=True)}
+    assert_same(found, expected)
+    blobs = ckptkit.inspect(tmp_path).layout.blobs
+    assert {"optimizer.grad_scaler.scale", "optimizer.param_groups.1.params", "optimizer.param_groups.0.step"} <= set(
+        blobs
+    )
+    ckptkit.convert(tmp_path, tmp_path / "out.pt", to="pt")
+    groups = torch.load(tmp_path / "out.pt", weights_only=False)["optimizer"]["param_groups"]
+    assert [group["params"] for group in groups] == order
+
+
+def test_buffers_of_a_shared_optimizer_are_carried_as_they_are(made: Produced, tmp_path: Path) -> None:
+    root = copied(made, "swiglu", tmp_path)
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        edit(
+            root / rank / "model_optim_rng.pt",
+            lambda state: state.update(optimizer={"optimizer": {"param_groups": []}}),
+        )
+        torch.save(
+            {0: {"f": {"exp_avg": torch.arange(6.0)}}, "buckets_coalesced": True}, root / rank / "distrib_optim.pt"
+        )
+    opened = ckptkit.open(root)
+    assert torch.equal(opened["rank_state.1.distrib_optim.0.f.exp_avg"].torch(), torch.arange(6.0))
+    assert_same(below(opened, "model."), whole(made, "swiglu"))
+    assert consolidate(root, tmp_path / "out").tensors == len(whole(made, "swiglu"))
+
+
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Path], Any]
@@ -172,6 +277,41 @@ def test_ranks_that_do_not_fit_are_an_error(
         consolidate(root, tmp_path / "out")
     assert raised.value.exit_code == 3
     assert not (tmp_path / "out").exists()
+
+
+def add_layer(number: int) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: state["model"].update({f"decoder.layers.{number}.w": torch.ones(2)})
+
+
+HOSTILE: list[tuple[str, Damage, str]] = [
+    ("ranks by name", lambda root: (root / "mp_rank_00").rename(root / "mp_rank_9999_9999_9999"), "several jobs"),
+    ("a rank by name", lambda root: (root / "mp_rank_00").rename(root / "mp_rank_9999"), "ranks are missing"),
+    (
+        "ranks in the file",
+        of_rank("mp_rank_00", set_args(tensor_model_parallel_size=2**31, pipeline_model_parallel_size=2**20)),
+        "ranks are missing: mp_rank_00_001, mp_rank_00_002",
+    ),
+    ("no ranks", of_rank("mp_rank_00", set_args(tensor_model_parallel_size=0)), "impossible numbers of ranks"),
+    ("a long number", of_rank("mp_rank_00", set_args(pipeline_model_parallel_size=10**500)), "number of ranks is"),
+    ("a long iteration", of_rank("mp_rank_00", lambda state: state.update(iteration=10**500)), "its iteration is 3"),
+    ("a longer one", of_rank("mp_rank_00", lambda state: state.update(iteration=10**5000)), "pickle opcode"),
+    (
+        "a layer's number",
+        lambda root: [of_rank(rank.name, add_layer(10**12))(root) for rank in root.iterdir()],
+        "a layer or expert with the number 1000000000000",
+    ),
+    ("no dict", lambda root: torch.save([1, 2], root / "mp_rank_00/model_optim_rng.pt"), "it holds no dict"),
+    ("no archive", lambda root: (root / "mp_rank_00/model_optim_rng.pt").write_bytes(b"PK"), "too few for an archive"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), [fault[1:] for fault in HOSTILE], ids=[fault[0] for fault in HOSTILE])
+def test_numbers_of_strangers_cost_nothing(made: Produced, tmp_path: Path, damage: Damage, message: str) -> None:
+    root = copied(made, "swiglu", tmp_path)
+    damage(root)
+    with pytest.raises(CkptError, match=message) as raised:
+        ckptkit.open(root)
+    assert raised.value.exit_code == 3
 
 
 @pytest.mark.parametrize(
