@@ -87,6 +87,9 @@ FORMATS = {
         "DeepSpeed",
         r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
     ),
+    "fairscale": Known(
+        "ckptkit.formats.fairscale.format:Fairscale", "fairscale's shards, a file for each", r".*-shard[0-9]+\.pt"
+    ),
     "ranks": Known(
         "ckptkit.formats.ranks.format:Ranks",
         "torch.save, a file for each rank",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scripts.benchmarks.rank_files import contenders, save_rank_files
 from scripts.benchmarks.runs import Contender, measure, table
 from scripts.benchmarks.workplace import make, size_of, workplace
 from scripts.markdown import paragraph
@@ -24,23 +25,27 @@ def trainers(size_gb: float, runs: int) -> None:
     """Measure turning checkpoints of trainers into a model, and into others, beside the trainers' own tools."""
     with workplace() as home:
         two, three = (save_zero(home, size_gb, stage) for stage in (2, 3))
+        by_rank = save_rank_files(home, size_gb)
         results = measure(
             [
                 *pair("ZeRO 2", "zero_to_fp32", TO_FP32, "consolidate {src} {out}/model", two, WEIGHTS),
                 *pair("ZeRO 3", "zero_to_fp32", TO_FP32, "consolidate {src} {out}/model", three, WEIGHTS),
                 *pair("ZeRO 2", "ds_to_universal", TO_UNIVERSAL, "convert {src} {out}/model --to universal", two),
                 *pair("ZeRO 3", "ds_to_universal", TO_UNIVERSAL, "convert {src} {out}/model --to universal", three),
+                *contenders(by_rank),
             ],
             home / "out",
             runs=runs,
             modes=("warm",),
         )
         sizes = " and ".join(map(size_of, (two, three)))
+        files = size_of(by_rank)
     print(
         paragraph(
-            f"""{sizes} of 2 ranks; medians of {runs} runs, taken in turns. In brackets: times what the trainer's own
-            tool took, which compares no checksum and does not sync. Peak RSS of the largest process. Both write
-            safetensors in fp32, or a universal checkpoint."""
+            f"""{sizes} of 2 ranks, and {files} in a file for each of 4 ranks; medians of {runs} runs, taken in turns. In
+            brackets: times what the trainer's own tool took, which compares no checksum and does not sync. Peak RSS of
+            the largest process. Both write safetensors in fp32, or a universal checkpoint. The merger of files by rank
+            loads all of them and joins each tensor, as verl's does, but keeps fp32."""
         )
     )
     print(table(results))

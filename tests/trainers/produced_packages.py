@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 
 from tests.producers import Truth, _on_ranks
-from tests.trainers.produced_ranks import adamw, sharded, train, truth_of, truth_of_wrapped, wrapped
+from tests.trainers.produced_ranks import CPU, Model, adamw, sharded, train, truth_of, truth_of_wrapped, wrapped
 
 
 def by_torch_checkpointing(root: Path) -> Truth:
@@ -85,3 +85,22 @@ def _by_torchsnapshot(root: Path) -> Truth:
     both: list[Any] = [None, None]
     dist.all_gather_object(both, own)
     return truth | {"progress.half": half, "progress.tall": tall, "own 0": both[0], "own 1": both[1]}
+
+
+def by_fairscale(root: Path) -> Truth:
+    """Fairscale's local state with its metadata, as fairseq saves it, of a module in a module."""
+    return _on_ranks(3, _by_fairscale, root)
+
+
+def _by_fairscale(root: Path) -> Truth:
+    from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+    model = Model()
+    truth = {f"model.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = FullyShardedDataParallel(layer, compute_device=CPU)
+    outer = FullyShardedDataParallel(model, compute_device=CPU)
+    root.mkdir(exist_ok=True)
+    state = {"model": outer.local_state_dict(), "shard_metadata": outer.local_metadata_dict(), "num_updates": 7}
+    torch.save(state, root / f"checkpoint_best-shard{dist.get_rank()}.pt")
+    return truth

@@ -27,7 +27,7 @@ ALONE = Grid((1,))  # the mesh of a single rank
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """How to write: the names of files, the mesh, and by name of a model's tensor how it lies, None if on each rank.
+    """A way to write: the names of files, the mesh, and by name of a model's tensor how it lies, None if on each rank.
 
     `calls` are the DTensors themselves, to be taken after. `is_told` if what is spread and what is not shows at all.
     """

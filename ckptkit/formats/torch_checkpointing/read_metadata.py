@@ -35,7 +35,7 @@ TORCH, SAFETENSORS, JSON, RAW = (
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a tensor of `shape` lies on a mesh of ranks."""
+    """A tensor's `shape`, and the way it lies on a mesh of ranks."""
 
     shape: Shape
     mesh: Shape

@@ -99,7 +99,7 @@ def value_of(entry: Entry) -> Any:
 
 
 class Places:
-    """Where entries lie in the files of a snapshot at `root`, each compared with the size of its file."""
+    """The places of entries in the files of a snapshot at `root`, each compared with the size of its file."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

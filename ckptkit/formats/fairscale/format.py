@@ -1,0 +1,117 @@
+"""Read directories with a file of torch.save for each shard, which describes the flat parameters in it.
+
+Source: fairscale's `local_state_dict` and `local_metadata_dict`, as fairseq saves them: `NAME-shardN.pt`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.files.file import names_in
+from ckptkit.formats.fairscale.shards import METADATA, cut_flat, plain, read_flats
+from ckptkit.formats.protocols import Reader
+from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.held import RankFile, read_rank_file
+from ckptkit.formats.torchfile.join import join_blobs, join_tensors
+from ckptkit.formats.torchfile.state_files import entries_of, opened
+from ckptkit.layout import Extent, Layout, check_cover
+
+_SHARD = re.compile(r"(?P<name>.+)-shard(?P<rank>[0-9]{1,7})\.pt")
+MODEL = "model"
+
+
+class Fairscale(Reader):
+    """The format of a directory with the shards of one checkpoint of fairscale."""
+
+    name = "fairscale"
+    known_by = "fairscale's `NAME-shardN.pt`"
+    is_sharded = True
+
+    def owns(self, name: str) -> bool:
+        """Return True for a shard."""
+        return bool(_SHARD.fullmatch(name))
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank that wrote a shard."""
+        match = _SHARD.fullmatch(name)
+        return int(match["rank"]) if match else None
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a directory with shards."""
+        return path.is_dir() and any(map(_SHARD.fullmatch, names_in(path)))
+
+    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
+        """Raise `Corrupt` for a shard that is missing, `Unsupported` for those of several checkpoints."""
+        find(path)
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of the checkpoint in directory `path`, the model under `model`; it is all of it."""
+        found = find(path)
+        try:
+            flat = join([read_rank_file(path, name, rank, ()) for rank, name in found.items()])
+        except CkptError as error:
+            raise error.blame(path=path) from None
+        layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, len(found), tuple(found.values()))
+        check_cover(layout, report)
+        return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return every entry of every shard: its storages, its pickle and what torch puts beside them."""
+        for name in find(layout.root).values():
+            try:
+                with opened(layout.root / name) as (read, length):
+                    for entry in entries_of(read, length).values():
+                        yield Extent(name, entry.offset, entry.length, entry.crc32 or None, "")
+            except CkptError as error:
+                report(error.blame(path=layout.root / name))
+
+
+def find(path: Path) -> dict[int, str]:
+    """Return the shards of one checkpoint by rank."""
+    matches = [match for name in sorted(names_in(path)) if (match := _SHARD.fullmatch(name))]
+    names = sorted({match["name"] for match in matches})
+    if len(names) != 1:
+        hint = "move each one's to a directory of its own"
+        raise Unsupported(f"shards of {len(names)} checkpoints: {', '.join(names[:8])}", path=path, hint=hint)
+    found = {int(match["rank"]): match[0] for match in matches}
+    missing = [rank for rank in range(1 + max(found)) if rank not in found]
+    if missing:
+        message = f"`{names[0]}-shard{missing[0]}.pt` is missing"
+        raise Corrupt(message, path=path, hint="files of other nodes were never copied here, or were lost")
+    return dict(sorted(found.items()))
+
+
+def join(files: list[RankFile]) -> Flat:
+    """Return the model of all ranks; optimizers and the rest are each rank's own, and are left where they are."""
+    described = [read_flats(file.value) for file in files]
+    flats = {f"{MODEL}.{name}" for name in described[0]}
+    for file, flat in zip(files, described, strict=True):
+        absent = sorted(name for name in flats if name not in file.tensors)
+        if flat.keys() != described[0].keys() or absent:
+            raise Corrupt("ranks have different flat parameters", tensor=next(iter(absent), None))
+    rest = Flat()
+    whole = [replace(file, flat=only_model(file.flat, flats)) for file in files]
+    for name, tensor in join_tensors(whole).items():
+        key = (MODEL, plain(".".join(map(str, files[0].flat.keys[name][1:]))))
+        rest.tensors[".".join(key)], rest.keys[".".join(key)] = tensor, key
+    for name in described[0]:
+        for own, tensor in cut_flat(f"{MODEL}.{name}", [flat[name] for flat in described], files):
+            rest.tensors[f"{MODEL}.{own}"], rest.keys[f"{MODEL}.{own}"] = tensor, (MODEL, own)
+    blobs, keys = join_blobs([replace(file, flat=others(file.flat)) for file in files])
+    return Flat(rest.tensors, blobs, rest.keys | keys)
+
+
+def only_model(flat: Flat, flats: set[str]) -> Flat:
+    """Return the tensors of the model that are not flat parameters."""
+    tensors = {n: t for n, t in flat.tensors.items() if flat.keys[n][0] == MODEL and n not in flats}
+    return Flat(tensors, {}, flat.keys)
+
+
+def others(flat: Flat) -> Flat:
+    """Return the entries that are neither tensors nor descriptions of flat parameters."""
+    blobs = {name: blob for name, blob in flat.blobs.items() if flat.keys[name][0] not in (METADATA, MODEL)}
+    return Flat({}, blobs, flat.keys)

@@ -1,0 +1,93 @@
+"""Cut the flat parameters of all ranks into those that they are made of. Opens no file.
+
+Source: fairscale/nn/data_parallel/fully_sharded_data_parallel.py, `local_metadata_dict` and
+`consolidate_shard_weights`: each rank has an equal piece of a flat parameter, the last ones with padding at the end,
+and says of each unit the names, shapes and sizes of what follows one another in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.torchfile.flatten import pairs_of
+from ckptkit.formats.torchfile.held import RankFile
+from ckptkit.formats.torchfile.read_archive import as_shape
+from ckptkit.layout import Chunk, StoredTensor
+from ckptkit.tensors.box import Shape
+from ckptkit.tensors.flat_ranges import boxes_of_range
+
+METADATA = "shard_metadata"
+_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A flat parameter as one rank describes it: what it is made of, in order, and the padding at its own end."""
+
+    members: tuple[tuple[str, Shape], ...]
+    padding: int
+
+
+def read_flats(value: Any) -> dict[str, Flat]:
+    """Return the flat parameters that a rank's file describes, by their names in its state dict."""
+    try:
+        found = dict(pairs_of(dict(pairs_of(value) or ())[METADATA]) or ())
+        flats: dict[str, Flat] = {}
+        for unit in found["param_metadata"]:
+            if unit.get("shared_param_info"):
+                raise Unsupported("flat parameters of which some are shared between modules")
+            above = unit["fsdp_path"] + "." if unit["fsdp_path"] else ""
+            for name, described in pairs_of(unit["params"]) or ():
+                flats[above + name] = read_flat(above, described)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"`{METADATA}` makes no sense") from error
+    return flats
+
+
+def read_flat(above: str, described: Mapping[str, Any]) -> Flat:
+    """Return one flat parameter of the unit whose names begin with `above`."""
+    names, padding = described["names"], described["padding"]
+    shapes = [as_shape(shape) for shape in described["shapes"]]
+    if list(map(prod, shapes)) != list(described["numels"]) or type(padding) is not int or padding < 0:
+        raise ValueError("numels")
+    return Flat(tuple((plain(above + name), shape) for name, shape in zip(names, shapes, strict=True)), padding)
+
+
+def plain(name: str) -> str:
+    """Return the model's own name of a tensor, without the wrappers'."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def cut_flat(name: str, described: Sequence[Flat], files: Sequence[RankFile]) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the members of a flat parameter, of which each rank has a piece and a description."""
+    members = described[0].members
+    if any(flat.members != members for flat in described):
+        raise Corrupt("ranks say different things of what is in a flat parameter", hint="are these files of one run?")
+    held = [file.tensors[name] for file in files]
+    sizes = [one.spec.numel - flat.padding for one, flat in zip(held, described, strict=True)]
+    total = sum(prod(shape) for _, shape in members)
+    if min(sizes) < 0 or sum(sizes) != total:
+        message = f"the ranks have {sum(sizes)} numbers of a flat parameter, what is in it needs {total}"
+        raise Corrupt(message, hint="a rank's file is missing, or of another run")
+    at = 0
+    for own, shape in members:
+        chunks = tuple(chunks_of([one.chunks[0] for one in held], sizes, at, shape))
+        yield own, StoredTensor(replace(held[0].spec, shape=shape), chunks)
+        at += prod(shape)
+
+
+def chunks_of(pieces: Sequence[Chunk], sizes: Sequence[int], start: int, shape: Shape) -> Iterator[Chunk]:
+    """Yield the chunks of a tensor that begins at `start` of what pieces of these sizes, in turn, hold."""
+    stop, begin = start + prod(shape), 0
+    for piece, size in zip(pieces, sizes, strict=True):
+        low, high = max(start, begin), min(stop, begin + size)
+        for box, at in boxes_of_range(shape, low - start, high - start) if low < high else ():
+            offset = piece.offset + (low - begin + at) * piece.dtype.itemsize
+            yield Chunk(box, piece.path, offset, box.numel * piece.dtype.itemsize, piece.dtype)
+        begin += size
