@@ -354,7 +354,7 @@ def is_run(path: Path) -> bool:
     """
     if not path.is_dir() or step_of(path) is not None:
         return False
-    names = names_in(path)
+    names = [name for name in names_in(path) if not trainers.is_beside_file(name)]
     has_steps = any(name.endswith(_ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
     is_tracked = any(map(trainers.is_tracker, names)) and any(map(may_be_step_name, names))
     return (has_steps or is_tracked) and not is_known_file(names)

@@ -107,6 +107,11 @@ def key_beside(name: str, step: int | None) -> str | None:
     return None
 
 
+def is_beside_file(name: str) -> bool:
+    """Return whether a file of this name belongs to a model that is a file of the same step."""
+    return any("step" in pattern.groupindex and pattern.fullmatch(name) for pattern, _ in files_beside())
+
+
 @cache
 def files_beside() -> tuple[tuple[re.Pattern[str], str], ...]:
     """Return the patterns of files that are a part of a checkpoint, with the key for each, of every trainer in turn."""
