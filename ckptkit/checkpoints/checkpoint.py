@@ -69,7 +69,7 @@ class Checkpoint:
         wholes = wholes_in(path)
         if wholes is not None:
             return cls(path, wholes)
-        reader = None if is_run_of_files(path) else detect_format(path)
+        reader = None if is_run(path) else detect_format(path)
         if words_for_unread(path, reader) is not None:
             return cls(path, ())
         if reader is None:
@@ -346,16 +346,18 @@ def part_in(folder: Path) -> Part | None:
     return Part(folder.name, only, reader) if only is not None and reader is not None else None
 
 
-def is_run_of_files(path: Path) -> bool:
-    """Return whether a directory, of no step itself, has checkpoints that are files and are named by their steps.
+def is_run(path: Path) -> bool:
+    """Return whether a directory, of no step itself, is a run although there is a file in it that could be a model.
 
-    With a file in it that a format knows by its name it is a checkpoint, whatever else lies there.
+    Its checkpoints are files named by their steps, or there is a file that says which directory is meant. With a file
+    in it that a format knows by its name it is a checkpoint, whatever else lies there.
     """
     if not path.is_dir() or step_of(path) is not None:
         return False
     names = names_in(path)
-    files = [Path(name) for name in names if name.endswith(_ONE_FILE)]
-    return any(step_of(Path(file.stem)) is not None for file in files) and not is_known_file(names)
+    has_steps = any(name.endswith(_ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
+    is_tracked = any(map(trainers.is_tracker, names)) and any(map(may_be_step_name, names))
+    return (has_steps or is_tracked) and not is_known_file(names)
 
 
 def parts_beside(path: Path) -> dict[Path, Part | None]:

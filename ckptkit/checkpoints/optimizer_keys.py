@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit import edits
-from ckptkit.checkpoints.optimizer_order import pair
+from ckptkit.checkpoints.optimizer_order import check_numbers, pair
 from ckptkit.checkpoints.parameters import is_list_of_parameters
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.torchfile.values import load_value, with_value
@@ -77,7 +77,10 @@ def read_optimizer(layout: Layout, above: KeyPath, lists: Iterable[str]) -> Opti
     for name, value in zip(lists, values, strict=True):
         if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
             raise Corrupt("no list of parameters", path=layout.root, tensor=name)
-    return Optimizer(above, lists, tuple(map(tuple, values)))
+    found = Optimizer(above, lists, tuple(map(tuple, values)))
+    if not (found.is_numbered or found.is_named):
+        raise Corrupt("the groups of the optimizer list numbers and names", path=layout.root, tensor=found.name)
+    return found
 
 
 def names_of(layout: Layout, optimizer: Optimizer, parameters: Mapping[str, Shape]) -> dict[Any, str | int]:
@@ -86,6 +89,7 @@ def names_of(layout: Layout, optimizer: Optimizer, parameters: Mapping[str, Shap
     `parameters` are the model's, in its own order. Raises `Unsupported` where it is not certain which is which.
     """
     try:
+        check_numbers(optimizer.groups)
         states = states_of(layout, optimizer)
         shapes = {number: shape for number, found in states.items() if (shape := shape_of(found)) is not None}
         return {**pair(optimizer.groups, shapes, parameters)}
@@ -126,18 +130,22 @@ def keys_of_states(layout: Layout, optimizer: Optimizer) -> dict[str, KeyPath]:
     """Return the ways to what the optimizer holds for each parameter, by the names of entries."""
     start = (*optimizer.above, _STATE)
     keys = ((name, layout.key(name)) for name in layout.names)
-    return {name: key for name, key in keys if key[: len(start)] == start and len(key) > len(start) + 1}
+    return {name: key for name, key in keys if key[: len(start)] == start and len(key) > len(start)}
 
 
 def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape]]:
-    """Return the shapes of the tensors that the optimizer holds for each number, by what they are called."""
+    """Return the shapes of the tensors that the optimizer holds for each number, by what they are called.
+
+    Raises `Corrupt` for a state of what is in none of its groups.
+    """
     found: dict[int, dict[str, Shape]] = {}
+    numbers = {str(number): number for group in optimizer.groups for number in group}
     at = len(optimizer.above) + 1
     for name, key in keys_of_states(layout, optimizer).items():
-        if not str(key[at]).isdecimal():
-            message = "the groups of the optimizer list numbers, and this state has a name"
+        if str(key[at]) not in numbers:
+            message = "the optimizer has a state of this parameter, which is in none of its groups"
             raise Corrupt(message, path=layout.root, tensor=name)
-        state = found.setdefault(int(key[at]), {})
+        state = found.setdefault(numbers[str(key[at])], {})
         if name in layout.tensors:
             state[".".join(map(str, key[at + 1 :]))] = layout.tensors[name].spec.shape
     return found

@@ -33,10 +33,13 @@ def pair(
     """Return the name of each number in the groups.
 
     `shapes` are those of the states, by number, where a state shows its parameter's; `parameters` those of the model's
-    tensors, in the order of its `state_dict()`, each once. Raises `Corrupt` for groups that contradict themselves,
-    `Unsupported` where the names are not certain.
+    tensors, in the order of its `state_dict()`, each once. Raises `Corrupt` for a number that is listed twice or in no
+    group, `Unsupported` where the names are not certain.
     """
-    check_numbers(groups, shapes)
+    check_numbers(groups)
+    strays = shapes.keys() - {number for group in groups for number in group}
+    if strays:
+        raise Corrupt(f"the optimizer has a state of parameter {min(strays)}, which is in none of its groups")
     count = sum(map(len, groups))
     trained = choose(parameters, groups, shapes)
     if len(trained) != count:
@@ -47,15 +50,12 @@ def pair(
     return deal(groups, shapes, trained)
 
 
-def check_numbers(groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape]) -> None:
-    """Raise `Corrupt` for a number that is in two places, or a state of a number that is in no group."""
+def check_numbers(groups: Sequence[Sequence[int]]) -> None:
+    """Raise `Corrupt` for a number that is listed twice."""
     times = Counter(number for group in groups for number in group)
     twice = [number for number, count in times.items() if count > 1]
     if twice:
         raise Corrupt(f"the groups of the optimizer list parameter {min(twice)} twice")
-    strays = shapes.keys() - times.keys()
-    if strays:
-        raise Corrupt(f"the optimizer has a state of parameter {min(strays)}, which is in none of its groups")
 
 
 def choose(

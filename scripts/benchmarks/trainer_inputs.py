@@ -34,6 +34,7 @@ def save_zero(root: Path, size_gb: float, stage: int) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled first
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},

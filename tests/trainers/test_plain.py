@@ -206,6 +206,14 @@ def orphan(optimizer: dict[str, Any]) -> None:
     optimizer["state"][500] = optimizer["state"][0]
 
 
+def empty_orphan(optimizer: dict[str, Any]) -> None:
+    optimizer["state"][500] = {}
+
+
+def mixed(optimizer: dict[str, Any]) -> None:
+    optimizer["param_groups"][0]["params"][0] = "transformer.wte.weight"
+
+
 def missing(optimizer: dict[str, Any]) -> None:
     del optimizer["state"][optimizer["param_groups"][1]["params"].pop()]
 
@@ -230,7 +238,9 @@ def by_layer(optimizer: dict[str, Any]) -> None:
     ("change", "kind", "message"),
     [
         (duplicate, Corrupt, "list parameter 2 twice"),
-        (orphan, Corrupt, "state of parameter 500, which is in none"),
+        (orphan, Corrupt, "a state of this parameter, which is in none"),
+        (empty_orphan, Corrupt, "a state of this parameter, which is in none"),
+        (mixed, Corrupt, "list numbers and names"),
         (missing, Unsupported, "139 parameters|of shape"),
         (other_shape, Unsupported, "of shape|has the shape"),
         (swapped_groups, Unsupported, "has the shape"),
@@ -246,6 +256,22 @@ def test_what_is_not_certain_is_not_named(tmp_path: Path, change: Any, kind: typ
         done = ckptkit.convert(saved, tmp_path / "out", to="dcp")
         assert any("keeps numbers" in note for note in done.notes)
         assert ckptkit.inspect(tmp_path / "out").optimizer_keys == "ids"
+
+
+def test_a_parameter_without_a_state_is_named_by_its_place(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    del saved["state"][3]
+    saved["state"][4] = {}
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "saved.pt")
+    ckptkit.convert(tmp_path / "saved.pt", tmp_path / "named.pt", to="pt", optimizer_keys="names")
+    named = torch.load(tmp_path / "named.pt", weights_only=True)["optimizer"]
+    assert named["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
+    assert named["state"]["2.weight"] == {}
+    assert named["state"].keys() == {"0.weight", "0.bias", "1.weight", "2.weight", "2.bias"}
 
 
 def test_a_model_without_an_optimizer_has_none_to_name(tmp_path: Path) -> None:

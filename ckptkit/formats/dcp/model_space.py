@@ -63,7 +63,9 @@ def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
             raise Corrupt(message, path=layout.root / chunk.path, tensor=name)
         corner = [i * n for i, n in zip(grid, part, strict=True)]
         for box, at in boxes_of_range(part, start, start + length):
-            moved = Box(tuple(a + b for a, b in zip(corner, box.start, strict=True)), box.size)
-            offset, nbytes = chunk.offset + at * chunk.dtype.itemsize, box.numel * chunk.dtype.itemsize
-            crc = chunk.crc32 if box.numel == length else None
-            yield chunk._replace(box=moved, offset=offset, length=nbytes, crc32=crc)
+            moved = chunk._replace(box=Box(tuple(a + b for a, b in zip(corner, box.start, strict=True)), box.size))
+            if box.numel == length:
+                yield moved
+            else:
+                offset, nbytes = chunk.offset + at * chunk.dtype.itemsize, box.numel * chunk.dtype.itemsize
+                yield moved._replace(offset=offset, length=nbytes, run=chunk.bytes)

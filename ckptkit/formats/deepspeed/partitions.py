@@ -21,6 +21,7 @@ from ckptkit.layout import Chunk
 
 _FLAT = "single_partition_of_fp32_groups"  # ZeRO 1 and 2
 _FLAT_3 = "fp32_flat_groups"
+_MOST_ENTRIES = 64  # of the state of a group; each is given by the name of each parameter
 _USED = frozenset(
     [
         *("base_optimizer_state", "optimizer_state_dict", "param_slice_mappings", _FLAT, _FLAT_3),
@@ -95,7 +96,10 @@ def read_group(
     """Return what a rank has of a group, of which `ranks` have a part each."""
     moments: dict[str, Chunk] = {}
     values: dict[str, Any] = {}
-    for key, value in dict_or_none(state, "state").items():
+    entries = dict_or_none(state, "state")
+    if len(entries) > _MOST_ENTRIES:
+        raise Unsupported(f"an optimizer that keeps {len(entries)} things of each parameter")
+    for key, value in entries.items():
         name = as_kind(key, str, "state")
         if is_tensor(value) and (found := buffer_of(flattening, value, name)) is not None:
             moments[name] = found

@@ -113,7 +113,7 @@ def section(chunk: Chunk, axis: int, i: int, size: Shape) -> Chunk:
         offset=chunk.offset + i * size[axis] * steps[axis] * itemsize,
         length=span * itemsize if prod(size) else 0,
         strides=None if is_plain else steps,
-        crc32=None,
+        run=chunk.bytes,
     )
 
 

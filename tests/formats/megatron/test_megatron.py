@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import ckptkit
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.verify import verify
@@ -78,9 +79,25 @@ def test_it_consolidates_and_verifies(made: Produced, tmp_path: Path) -> None:
     done = consolidate(made.root / "swiglu" / "legacy", tmp_path / "out")
     assert any("Megatron's own" in note for note in done.notes)
     assert_same(below(ckptkit.open(tmp_path / "out"), ""), whole(made, "swiglu"))
+    assert done.unchecked_bytes == 0
     (found,) = verify(made.root / "swiglu" / "legacy")
     assert found.is_ok
     assert found.unchecked_bytes == 0
+
+
+def test_a_flipped_bit_in_a_gated_layer_is_found_while_it_is_copied(made: Produced, tmp_path: Path) -> None:
+    root = copied(made, "swiglu", tmp_path)
+    name = "model.decoder.layers.1.mlp.linear_fc1.weight"
+    chunk = Checkpoint.open(root).layout.tensors[name].chunks[-1]
+    data = bytearray((root / chunk.path).read_bytes())
+    data[chunk.offset] ^= 1
+    (root / chunk.path).write_bytes(data)
+    with pytest.raises(CkptError, match="CRC-32") as raised:
+        consolidate(root, tmp_path / "out")
+    assert (raised.value.code, raised.value.path) == ("corrupt", root / chunk.path)
+    assert not (tmp_path / "out").exists()
+    (found,) = verify(root)
+    assert [problem.tensor for problem in found.problems] == [name]
 
 
 def test_it_becomes_dcp_for_more_ranks(made: Produced, tmp_path: Path) -> None:
