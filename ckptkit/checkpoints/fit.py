@@ -33,8 +33,8 @@ def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, l
         layout = drop_tied(layout, notes)
     shapes = expected_shapes(config)
     if shapes is None:
-        uncompared = f"names not compared with config.json: model type `{config.get('model_type')}`"
-        return layout, [*notes, uncompared, *remarks_on_names(layout)]
+        check_whose(layout, str(companions.found_in))
+        return layout, [*notes, f"names not compared with config.json: model type `{config.get('model_type')}`"]
     check_names(layout, shapes, is_tied(config), str(companions.found_in))
     extra = sorted(layout.tensors.keys() - shapes.keys())
     if extra:
@@ -50,6 +50,15 @@ def remarks_on_names(layout: Layout) -> list[str]:
     """Return a warning if the weights have names that are a trainer's own."""
     whose = say_own_names(layout.tensors)
     return [f"the names are {whose} own: loaders of Hugging Face's models do not know them"] if whose else []
+
+
+def check_whose(layout: Layout, found_in: str) -> None:
+    """Raise `Mismatch` for names that are a trainer's own: with a config.json they would look like a model's."""
+    whose = say_own_names(layout.tensors)
+    if whose:
+        message = f"the names are {whose} own, and the config.json in {found_in} is of another family"
+        hint = "move the config.json away to have them as they are, or give them its names with --rename"
+        raise Mismatch(message, path=layout.root, tensor=next(iter(layout.tensors)), hint=hint)
 
 
 def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:

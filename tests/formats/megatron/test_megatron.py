@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from argparse import Namespace
@@ -83,6 +84,17 @@ def test_it_consolidates_and_verifies(made: Produced, tmp_path: Path) -> None:
     (found,) = verify(made.root / "swiglu" / "legacy")
     assert found.is_ok
     assert found.unchecked_bytes == 0
+
+
+def test_a_config_of_a_model_makes_no_model_of_it(made: Produced, tmp_path: Path) -> None:
+    """Not even one whose names are not known here: what comes with a config.json looks like something to load."""
+    (tmp_path / "base").mkdir()
+    for config in ({"model_type": "qwen3_moe"}, {"model_type": "llama", "num_hidden_layers": 2}):
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CkptError, match="Megatron's own") as raised:
+            consolidate(made.root / "moe" / "legacy", tmp_path / "out", base=str(tmp_path / "base"))
+        assert raised.value.exit_code == 3
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_flipped_bit_in_a_gated_layer_is_found_while_it_is_copied(made: Produced, tmp_path: Path) -> None:
