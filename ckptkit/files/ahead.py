@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.files.file import File, Opened, read_at
+from ckptkit.files.file import Opened, read_at
 
 _WINDOW = 1 << 12  # bytes that a small read brings at least
 
@@ -12,18 +12,23 @@ class ReadAhead:
 
     def __init__(self, files: Opened) -> None:
         self._files = files
-        self._file: File | None = None
+        self._name = ""
         self._size = 0
         self._start = 0
         self._window = b""
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from byte `offset` of file `name`. Raises `Corrupt` if there are fewer."""
-        file = self._files[name]
-        if file is not self._file:
-            self._file, self._size, self._window = file, file.size, b""
         at = offset - self._start
-        if not 0 <= at <= len(self._window) - length:
-            self._window = read_at(file, max(length, min(_WINDOW, self._size - offset)), offset)
-            self._start, at = offset, 0
+        if name != self._name or not 0 <= at <= len(self._window) - length:
+            self._bring(name, offset, length)
+            at = 0
         return self._window[at : at + length]
+
+    def _bring(self, name: str, offset: int, length: int) -> None:
+        """Read at least `length` bytes of a file, and as many more as are worth no call of their own."""
+        file = self._files[name]
+        if name != self._name:
+            self._name, self._size, self._window = name, file.size, b""
+        self._window = read_at(file, max(length, min(_WINDOW, self._size - offset)), offset)
+        self._start = offset

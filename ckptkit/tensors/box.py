@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
-from operator import le
+from operator import add, itemgetter, le, sub
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -21,7 +21,7 @@ class Box(NamedTuple):
     @property
     def stop(self) -> Shape:
         """Return the first index past the box on every axis."""
-        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+        return tuple(map(add, self.start, self.size))
 
     @property
     def numel(self) -> int:
@@ -30,7 +30,7 @@ class Box(NamedTuple):
 
     def relative_to(self, outer: Box) -> Box:
         """Return the same elements, counted from the corner of `outer`."""
-        return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
+        return Box(tuple(map(sub, self.start, outer.start)), self.size)
 
 
 def whole(shape: Shape) -> Box:
@@ -41,8 +41,8 @@ def whole(shape: Shape) -> Box:
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the elements in both boxes, or None if there are none."""
     start = tuple(map(max, a.start, b.start))
-    size = tuple(min(x, y) - s for x, y, s in zip(a.stop, b.stop, start, strict=True))
-    return Box(start, size) if all(n > 0 for n in size) else None
+    size = tuple(map(sub, map(min, a.stop, b.stop), start))
+    return Box(start, size) if min(size, default=1) > 0 else None
 
 
 class BoxIndex:
@@ -57,14 +57,14 @@ class BoxIndex:
     def __init__(self, boxes: Sequence[Box]) -> None:
         ndim = len(boxes[0].start) if boxes else 0
         self._boxes = boxes
-        self._axis = max(range(ndim), key=lambda d: len({box.start[d] for box in boxes}), default=None)
+        starts, sizes = columns(boxes, ndim)
+        self._axis = max(range(ndim), key=lambda axis: len(set(starts[axis])), default=None)
         if self._axis is None:
             return
-        axis = self._axis
-        self._order = sorted(range(len(boxes)), key=lambda i: boxes[i].start[axis])
-        self._starts = [boxes[i].start[axis] for i in self._order]
-        stops = (boxes[i].start[axis] + boxes[i].size[axis] for i in self._order)
-        self._furthest = list(accumulate(stops, max))
+        start, size = starts[self._axis], sizes[self._axis]
+        self._order = sorted(range(len(boxes)), key=start.__getitem__)
+        self._starts = [start[i] for i in self._order]
+        self._furthest = list(accumulate((start[i] + size[i] for i in self._order), max))
 
     @property
     def is_stacked(self) -> bool:
@@ -104,10 +104,18 @@ def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
     for i, (start, size) in enumerate(boxes):
         if not len(start) == len(size) == len(shape):
             return i
-        for a, n, end in zip(start, size, shape, strict=True):
-            if a < 0 or n < 0 or a + n > end:
-                return i
+    for starts, sizes, extent in zip(*columns(boxes, len(shape)), shape, strict=True):
+        if boxes and (min(starts) < 0 or min(sizes) < 0 or max(map(add, starts, sizes)) > extent):
+            ends = zip(starts, sizes, strict=True)
+            return next(i for i, (a, n) in enumerate(ends) if a < 0 or n < 0 or a + n > extent)
     return None
+
+
+def columns(boxes: Sequence[Box], ndim: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return along each axis where boxes start, and how far they extend."""
+    starts, sizes = [box.start for box in boxes], [box.size for box in boxes]
+    axes = [itemgetter(axis) for axis in range(ndim)]
+    return [list(map(axis, starts)) for axis in axes], [list(map(axis, sizes)) for axis in axes]
 
 
 def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:

@@ -161,8 +161,9 @@ def check_files(layout: Layout, report: Report) -> None:
     Also the items of which only a part is shared with another.
     """
     items: dict[str, list[tuple[int, int, str]]] = {}
-    for (path, offset, length), name in items_of(layout).items():
-        items.setdefault(path, []).append((offset, length, name))
+    for name, place in layout.stored:
+        if place.length:
+            items.setdefault(place.path, []).append((place.offset, place.length, name))
     missing = sorted(items.keys() - set(names_in(layout.root)))
     if missing:
         report(
@@ -180,14 +181,19 @@ def check_files(layout: Layout, report: Report) -> None:
 
 
 def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
-    """Raise `Corrupt` if the file is shorter than its items, given as offset, length and name, or if two overlap."""
+    """Raise `Corrupt` if the file is shorter than its items, given as offset, length and name, or if two overlap.
+
+    They are given in order; one may have several names.
+    """
     size = file_size(path)
-    end, before = 0, ""
+    start, end, before = 0, 0, ""
     for offset, length, name in items:
+        if (offset, offset + length) == (start, end):
+            continue
         if offset < end:
             message = f"the item at {offset}:{offset + length} overlaps that of `{before}`, which ends at {end}"
             raise Corrupt(message, path=path, tensor=name, offset=offset)
-        end, before = offset + length, name
+        start, end, before = offset, offset + length, name
         if end > size:
             raise Corrupt(
                 f"the file has {size} bytes, but the metadata needs {max(sum(item[:2]) for item in items)}",

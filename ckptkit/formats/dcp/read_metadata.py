@@ -13,14 +13,17 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import check_name, read_small, recognise
 from ckptkit.formats.dcp.flat_names import infer_keys
 from ckptkit.formats.torchfile import inert_pickle
-from ckptkit.formats.torchfile.inert_pickle import Global, Record
+from ckptkit.formats.torchfile.inert_pickle import Flat, Global
 from ckptkit.formats.torchfile.locate import ENVELOPE
-from ckptkit.formats.torchfile.read_archive import as_shape
+from ckptkit.formats.torchfile.read_archive import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 _METADATA_LIMIT = 1 << 34
+_OF_INDEX = ["fqn", "index", "offset"]
+_OF_CHUNK = ["offsets", "sizes"]
+_OF_PLACE = ["relative_path", "offset", "length", "transform_descriptors"]
 
 _THERE = "torch.distributed.checkpoint"
 _NAMES = frozenset(
@@ -105,27 +108,32 @@ class Reading:
             if type(name) is not str:
                 raise Corrupt(f"a key of the state dict is no string but {type(name).__name__}", path=file)
             try:
-                self._add_entry(name, entry, places.get(name, {}))
+                self._add_entry(name, entry, places.pop(name, {}))
             except CkptError as error:
                 raise error.blame(path=file, tensor=name) from None
             except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
                 raise Corrupt("the metadata of this entry makes no sense", path=file, tensor=name) from error
         self.keys.update(key_paths(metadata, file))
 
-    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Record]]:
-        """Return `storage_data`, which says where each chunk lies, by name and by its offset, None for a byte entry."""
-        places: dict[str, dict[Shape | None, Record]] = {}
+    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Flat]]:
+        """Return `storage_data`, which says where each chunk lies, by name and by its offset, None for a byte entry.
+
+        Takes it apart, since of a large checkpoint it is most of the memory.
+        """
+        places: dict[str, dict[Shape | None, Flat]] = {}
         try:
-            for index, info in metadata["storage_data"].items():
-                item = index.attributes()
-                name, start = item["fqn"], item.get("offset")
-                places.setdefault(as_name(name), {})[None if start is None else as_shape(start)] = info
+            storage = metadata["storage_data"]
+            while storage:
+                index, info = storage.popitem()
+                name, _, start = index.fields(_OF_INDEX)
+                places.setdefault(as_name(name), {}).setdefault(None if start is None else as_shape(start), info)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Corrupt("`storage_data` makes no sense", path=file) from error
         return places
 
-    def _add_entry(self, name: str, entry: Record, places: Mapping[Shape | None, Record]) -> None:
-        kind = entry.of.name if isinstance(entry.of, Global) else ""
+    def _add_entry(self, name: str, entry: Flat, places: Mapping[Shape | None, Flat]) -> None:
+        of = type(entry)
+        kind = of.name if isinstance(of, Global) else ""
         if kind == "BytesStorageMetadata":
             path, offset, length, wrapper = self._place(places.get(None))
             transform = None if wrapper == ENVELOPE else wrapper
@@ -139,25 +147,23 @@ class Reading:
         if known != spec:
             raise Corrupt(f"the ranks disagree: one has {known}, another {spec}")
         chunks = self.chunks.setdefault(name, {})
-        for part in tensor["chunks"]:
-            chunk = part.attributes()
-            box = Box(as_shape(chunk["offsets"]), as_shape(chunk["sizes"]))
+        parts = [part.fields(_OF_CHUNK) for part in tensor["chunks"]]
+        starts, sizes = as_shapes([start for start, _ in parts]), as_shapes([size for _, size in parts])
+        for box in map(Box, starts, sizes):
             path, offset, length, wrapper = self._place(places.get(box.start))
             if box not in chunks:  # a replica: one copy is enough
                 chunks[box] = Chunk(box, path, offset, length, spec.dtype, wrapper=wrapper)
 
-    def _place(self, info: Record | None) -> tuple[str, int, int, str]:
+    def _place(self, info: Flat | None) -> tuple[str, int, int, str]:
         """Return file name, offset, length and kind of envelope of one item."""
         if info is None:
             raise Corrupt("the metadata does not say where this entry lies")
-        item = info.attributes()
-        path, offset, length = item["relative_path"], item["offset"], item["length"]
+        path, offset, length, transforms = info.fields(_OF_PLACE)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise Corrupt("the metadata gives an impossible offset or length")
         if as_name(path) not in self._files:
             check_name(path, self.root)
             self._files.add(path)
-        transforms = item.get("transform_descriptors")
         return path, offset, length, "+".join(map(as_name, transforms)) if transforms else ENVELOPE
 
     def layout(self, name: str) -> Layout:
@@ -169,7 +175,7 @@ class Reading:
 
 def attributes_of(value: Any) -> Attributes:
     """Return the attributes of an object. Raises `TypeError` for what is none."""
-    if not isinstance(value, Record):
+    if not isinstance(value, Flat):
         raise TypeError("object")
     return value.attributes()
 
@@ -181,9 +187,12 @@ def as_name(value: Any) -> str:
     return value
 
 
-def as_dtype(properties: Record) -> DType:
+def as_dtype(properties: Flat) -> DType:
     """Return the dtype in a `TensorProperties`, its state `(dtype, layout, requires_grad, memory format, pinned)`."""
-    named = properties.state[0] if isinstance(properties.state, tuple) else properties.attributes()["dtype"]
+    state = properties[0]
+    named = state[0] if isinstance(state, tuple) else properties.attributes()["dtype"]
+    if not isinstance(named, Global):
+        raise TypeError("dtype")
     dtype = DTYPES.get(named.name)
     if dtype is None:
         raise Unsupported(f"dtype `{named.name}`")

@@ -1,6 +1,6 @@
 """Read pickles without running anything. Every global is a name, every call a record; nothing they name is imported.
 
-Python's own unpickler does it, with a pickle that `opcodes` has rewritten so that it can do no harm. Where it would
+Python's own unpickler does it, with a pickle that `opcodes` rewrites so that it can do no harm. Where it would
 import something it is given a name, and a call of a name makes a record. Each opcode takes at least a byte of input and
 allocates no more than it read, so memory and time are bounded by the size of the file.
 """
@@ -15,8 +15,9 @@ from itertools import chain
 from typing import Any, Final
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.torchfile.opcodes import rewrite
+from ckptkit.formats.torchfile.opcodes import Harmless
 
+_BUFFER = 1 << 16  # bytes of the pickle that are rewritten ahead of the unpickler
 _MOST_NAMES = 10_000  # in one pickle; each is a class, of a kilobyte
 _LONGEST_NAME = 512  # characters of a name that is made of others
 
@@ -24,17 +25,20 @@ _LONGEST_NAME = 512  # characters of a name that is made of others
 class Global(type):
     """A name that the pickle would have imported. It is a class, since the unpickler asks for one.
 
-    It has no instances: a call of it gives a `Record`, and so does making an instance without a call.
+    A call of it gives a `Record`, and so does making an instance without a call, unless its instances are to be `Flat`.
     """
 
     module: str
     name: str
 
-    def __new__(cls, module: str, name: str) -> Global:
+    def __new__(cls, module: str, name: str, *, is_flat: bool = False) -> Global:
         """Return the class with this name."""
-        return super().__new__(cls, "Global", (), {"__slots__": (), "__new__": _make, "module": module, "name": name})
+        made: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
+        if is_flat:
+            return super().__new__(cls, "Global", (Flat,), made)
+        return super().__new__(cls, "Global", (), {**made, "__new__": _make})
 
-    def __init__(cls, module: str, name: str) -> None:
+    def __init__(cls, module: str, name: str, *, is_flat: bool = False) -> None:
         pass  # a class is made by `__new__`
 
     def __call__(cls, *args: Any) -> Record:
@@ -59,8 +63,7 @@ class Record:
     """A call that the pickle would have made: the callee, its arguments, and the state and contents given afterwards.
 
     `is_new` if a class would have made an instance without its `__init__`. `items` are pairs put into what would be a
-    dict, `members` what was added to a list or a set. A `state` that would be a dict may be a list, of keys and values
-    in turn.
+    dict, `members` what was added to a list or a set.
     """
 
     __slots__ = ("args", "is_new", "items", "members", "of", "state")
@@ -74,17 +77,10 @@ class Record:
         self.members: list[Any] | None = None
 
     def attributes(self) -> dict[str, Any]:
-        """Return the state by name, if it was to be a dict. Raises `TypeError` or `ValueError` if not."""
-        state = self.state
-        if type(state) is list:
-            names = state[::2]
-            "".join(
-                names
-            )  # a TypeError if anything else than text is among them, of which the hash could cost the world
-            return dict(zip(names, state[1::2], strict=True))
-        if not isinstance(state, dict):
+        """Return the state, if it was to be a dict. Raises `TypeError` if not."""
+        if not isinstance(self.state, dict):
             raise TypeError("state")
-        return state
+        return self.state
 
     def __repr__(self) -> str:
         return f"<{self.of}>"
@@ -141,13 +137,40 @@ def _make(of: Global, *args: Any) -> Record:
     return Record(of, args, is_new=True)
 
 
+class Flat(list[Any]):
+    """An instance of a class, of which there may be millions: it is a list, made and filled without a call of Python's.
+
+    Of a state that would be a dict it has the names and values in turn, and of any other the state itself.
+    """
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __setstate__ = list.append
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the state by name, if it was to be a dict. Raises `TypeError` or `ValueError` if not."""
+        if len(self) == 1 and isinstance(self[0], dict):
+            return self[0]
+        names = self[::2]
+        "".join(names)  # a TypeError if anything else than text is among them, of which the hash could cost the world
+        return dict(zip(names, self[1::2], strict=True))
+
+    def fields(self, names: list[str]) -> list[Any]:
+        """Return the attributes of these names, None for one that it lacks. Fast if it has the first, in this order."""
+        found = self[::2]
+        if found == names[: len(found)]:
+            return self[1::2] + [None] * (len(names) - len(found))
+        return list(map(self.attributes().get, names))
+
+
 class Dict(dict[Any, Any]):
     """A dict that takes a key only if its hash costs no more than it seems to."""
 
     __slots__ = ()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if type(key) is not str:
+        if not isinstance(key, (str, Flat)):
             check_key(key)
         super().__setitem__(key, value)
 
@@ -188,12 +211,12 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
     """Return the object pickled in `data` from byte `at`, and the offset past it.
 
     `names` holds each `(module, name)` that may occur; an unknown one is `Unsupported`, since a checkpoint
-    has no need of it. Anything malformed is `Corrupt`. For millions of objects there is `is_flat`: what would be their
-    state is a list of keys and values in turn, and what would be a `torch.Size` is a tuple.
+    has no need of it. Anything malformed is `Corrupt`. For millions of objects there is `is_flat`: instances of a class
+    are `Flat`, and what would be a `torch.Size` is a tuple.
     """
+    harmless = Harmless(data, at, is_flat=is_flat)
     try:
-        harmless, end = rewrite(data, at, is_flat=is_flat)
-        return _Unpickler(harmless, names, is_flat=is_flat).load(), end
+        return _Unpickler(harmless, names, is_flat=is_flat).load(), harmless.end
     except _MALFORMED as error:
         raise Corrupt(f"the pickle breaks off or makes no sense in bytes {at}:{len(data)}") from error
 
@@ -201,9 +224,10 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
 class _Unpickler(pickle.Unpickler):
     """The unpickler, with all that it could import or refer to replaced."""
 
-    def __init__(self, harmless: io.BytesIO, names: Names, *, is_flat: bool) -> None:
-        super().__init__(harmless, encoding="utf-8")
+    def __init__(self, harmless: Harmless, names: Names, *, is_flat: bool) -> None:
+        super().__init__(io.BufferedReader(harmless, _BUFFER), encoding="utf-8")
         self._names = names
+        self._is_flat = is_flat
         self._known: dict[tuple[str, str], Any] = {_SIZE: _tuple_itself} if is_flat and _SIZE in names else {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -217,8 +241,10 @@ class _Unpickler(pickle.Unpickler):
                 )
             if len(self._known) == _MOST_NAMES:
                 raise Unsupported(f"the pickle has more than {_MOST_NAMES} names")
-            is_getattr = (module, name) in _GETATTR
-            known = _Attribute(module, name, self.find_class) if is_getattr else Global(module, name)
+            if (module, name) in _GETATTR:
+                known = _Attribute(module, name, self.find_class)
+            else:
+                known = Global(module, name, is_flat=self._is_flat)
             self._known[module, name] = known
         return known
 
@@ -266,5 +292,5 @@ def check_key(key: Any) -> None:
     if isinstance(key, tuple):
         if not all(isinstance(part, SCALARS) for part in key):
             raise TypeError("key")
-    elif not isinstance(key, (*SCALARS, Record, Global)):
+    elif not isinstance(key, (*SCALARS, Record, Flat, Global)):
         raise TypeError("key")

@@ -42,21 +42,21 @@ def locate_chunks(
     Empty ones have no bytes to find. File by file: of thousands of ranks, each file is opened once, and not once for
     each of its chunks.
     """
-    chunks = {
+    found = {
         name: [chunk if chunk.box.numel else chunk._replace(length=0, wrapper=None) for chunk in tensor.chunks]
         for name, tensor in layout.tensors.items()
         if any(chunk.wrapper is not None for chunk in tensor.chunks)
     }
-    places = [
-        (chunk.path, chunk.offset, chunk.length, name, i)
-        for name, found in chunks.items()
-        for i, chunk in enumerate(found)
-        if chunk.wrapper not in left
-    ]
+    places: dict[str, list[tuple[int, int, str, int]]] = {}
+    for name, chunks in found.items():
+        for i, chunk in enumerate(chunks):
+            if chunk.wrapper not in left:
+                places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
     ahead, moulds = ReadAhead(files), Moulds()
-    for *_, name, i in read_ahead(layout.root, sorted(places), lambda place: ends_of(*place[:3])):
-        chunks[name][i] = locate_chunk(layout, name, chunks[name][i], ahead, moulds, report)
-    return {name: replace(layout.tensors[name], chunks=tuple(found)) for name, found in chunks.items()}
+    in_order = ((path, *place) for path in sorted(places) for place in sorted(places.pop(path)))
+    for *_, name, i in read_ahead(layout.root, in_order, lambda place: ends_of(*place[:3])):
+        found[name][i] = locate_chunk(layout, name, found[name][i], ahead, moulds, report)
+    return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in found.items()}
 
 
 def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
@@ -95,13 +95,8 @@ def open_envelope(chunk: Chunk, files: ReadAhead, moulds: Moulds) -> Chunk:
         stored = Spec(found.tensor.dtype, found.tensor.shape)
         promised = Spec(chunk.dtype, chunk.box.size)
         raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
-    return chunk._replace(
-        offset=chunk.offset + found.offset,
-        length=found.length,
-        strides=found.strides,
-        crc32=found.crc32,
-        wrapper=None,
-    )
+    offset = chunk.offset + found.offset
+    return Chunk(chunk.box, chunk.path, offset, found.length, chunk.dtype, found.strides, found.crc32)
 
 
 def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob:

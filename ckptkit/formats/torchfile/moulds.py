@@ -47,7 +47,7 @@ class Mould:
 
     head: bytes
     tail: int
-    same: tuple[tuple[int, int, bytes], ...]
+    same: tuple[tuple[int, bytes], ...]
     pairs: tuple[tuple[Span, Span], ...]
     found: Located
 
@@ -56,14 +56,15 @@ class Mould:
         if read(0, len(self.head)) != self.head:
             return None
         tail = read(length - self.tail, self.tail)
-        for start, stop, wanted in self.same:
-            if tail[start:stop] != wanted:
+        for start, wanted in self.same:
+            if not tail.startswith(wanted, start):
                 return None
         for (start, stop), (again, end) in self.pairs:
             if tail[start:stop] != tail[again:end]:
                 return None
         (start, stop), _ = self.pairs[0]
-        return self.found._replace(crc32=int.from_bytes(tail[start:stop], "little") or None)
+        tensor, offset, nbytes, strides, _ = self.found
+        return Located(tensor, offset, nbytes, strides, int.from_bytes(tail[start:stop], "little") or None)
 
 
 def make_mould(read: ReadAt, length: int, found: Located, entries: Mapping[str, Entry]) -> Mould | None:
@@ -84,7 +85,7 @@ def make_mould(read: ReadAt, length: int, found: Located, entries: Mapping[str, 
     checksums = [entry.crc32.to_bytes(4, "little") for entry in sealed for _ in entry.crc_at]
     if min(free)[0] < 0 or [tail[slice(*span)] for span in free[: len(checksums)]] != checksums:
         return None
-    same = tuple((start, stop, tail[start:stop]) for start, stop in between(free, len(tail)))
+    same = tuple((start, tail[start:stop]) for start, stop in between(free, len(tail)))
     return Mould(read(0, storage.offset), len(tail), same, tuple(pairs), found)
 
 

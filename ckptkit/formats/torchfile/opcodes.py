@@ -11,53 +11,71 @@ Source: https://github.com/python/cpython/blob/3.13/Lib/pickletools.py
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
-from io import SEEK_END, BytesIO
+from io import RawIOBase
+from itertools import islice
+from typing import Any
 
 from ckptkit.errors import Unsupported
 
 # `persistent_load` is called with None for an empty dict, with () for an empty set, and else with a tuple of the id
 _CALLS = {b"}": b"NQ", b"\x8f": b")Q", b"Q": b"\x85Q"}  # EMPTY_DICT, EMPTY_SET, BINPERSID
 _STOP, _FRAME, _LONG_BINPUT = b".", b"\x95", b"r"
-_HEAD = b"\x80\x04" + _FRAME  # of a pickle in one frame, whose length follows: the unpickler reads a frame at once
-_EMPTY_LIST, _APPENDS = b"]"[0], b"e"[0]
+_APPENDS = b"e"
+_AT_ONCE = 1024  # pieces that are joined
 _COUNTED = {0x8C: 1, 0x58: 4, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4, 0x8A: 1, 0x8D: 8, 0x8E: 8}  # bytes of their length
 _FIXED = b"KhqMJjGc\x80"  # those with other operands
 _SHORT = 96  # bytes of text; longer ones are stepped over one by one
 
 
-def rewrite(data: bytes, at: int, *, is_flat: bool = False) -> tuple[BytesIO, int]:
-    """Return a pickle that says the same as the one at byte `at` of `data`, but harmlessly, and the offset past that.
+class Harmless(RawIOBase):
+    """A pickle that says the same as the one at byte `at` of `data`, but harmlessly: rewritten while it is read.
 
-    With `is_flat` the dict that is an object's state becomes a list of its keys and values in turn. Raises
-    `Unsupported` for an opcode that torch does not write, and `IndexError` where the pickle breaks off.
+    With `is_flat` the dict that is an object's state is none: its keys and values in turn are appended to the object.
+    When all has been read, `end` is the offset past the pickle. Reading raises `Unsupported` for an opcode that torch
+    does not write, and `IndexError` where the pickle breaks off.
     """
-    pattern = harmless(is_flat)
-    body = bytearray(data)
-    view = memoryview(body)
-    out = BytesIO(_HEAD + bytes(8))
-    out.seek(0, SEEK_END)
-    done = at
-    while True:
-        run = pattern.match(data, at)
-        assert run is not None  # it may be empty
-        at = run.end()
-        if run.lastindex:
-            body[run.start(1)], body[at - 1] = _EMPTY_LIST, _APPENDS
-            continue
-        if data[at : at + 1] == _STOP:
-            break
-        instead, end = exchange(data, at)
-        if instead is not None:
-            if at > done:
-                out.write(view[done:at])
-            out.write(instead)
-            done = end
-        at = end
-    out.write(view[done : at + 1])
-    out.getbuffer()[len(_HEAD) : len(_HEAD) + 8] = (out.tell() - len(_HEAD) - 8).to_bytes(8, "little")
-    out.seek(0)
-    return out, at + 1
+
+    def __init__(self, data: bytes, at: int, *, is_flat: bool = False) -> None:
+        self.end = at
+        self._pieces = self._rewrite(data, at, harmless(is_flat))
+        self._waiting = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Put the next bytes into a buffer; return how many, 0 at the end."""
+        if not self._waiting:
+            self._waiting = memoryview(b"".join(islice(self._pieces, _AT_ONCE)))
+        count = min(len(buffer), len(self._waiting))
+        buffer[:count] = self._waiting[:count]
+        self._waiting = self._waiting[count:]
+        return count
+
+    def _rewrite(self, data: bytes, at: int, pattern: re.Pattern[bytes]) -> Iterator[bytes]:
+        """Yield the pickle in pieces, none of them empty."""
+        done = at
+        while True:
+            for run in pattern.finditer(data, at):
+                at = run.end()
+                if not run.lastindex:
+                    break  # before what may not stay
+                start, end = run.span(1)
+                yield data[done:start] + data[start + 1 : end - 1] + _APPENDS
+                done = at
+            if data[at : at + 1] == _STOP:
+                break
+            instead, end = exchange(data, at)
+            if instead is not None:
+                if done < at or instead:
+                    yield data[done:at] + instead
+                done = end
+            at = end
+        self.end = at + 1
+        yield data[done : at + 1]
 
 
 def exchange(data: bytes, at: int) -> tuple[bytes | None, int]:
@@ -95,13 +113,13 @@ def past_end(data: bytes, start: int, length: int) -> int:
 
 @cache
 def harmless(is_flat: bool) -> re.Pattern[bytes]:
-    """Return the pattern of a run of opcodes that may stay; group 1, if `is_flat`, is a state to be made a list."""
+    """Return the pattern of a run of opcodes that may stay; group 1, if `is_flat`, is the dict of an object's state."""
     texts = (counted(b"\x8c", 1, _SHORT), counted(b"X", 4, _SHORT), counted(b"\x8a", 1, 8))
     operands = b"|".join((rb"[Khq\x80].|M..|[Jj]....|r..\0\0|G.{8}|c[^\n]*+\n[^\n]*+\n", *texts))
     always = rb"()NRt\x81\x85-\x89\x93\x94"
     run = rb"(?:[%b01abesu\]\x90\x92]++|%b)*+" % (always, operands)
-    state = rb"\}\x94?\((?:[%b]++|%b)*+u(?=b)" % (always, operands)
-    return re.compile(run + b"(%b)?" % state if is_flat else run, re.DOTALL)
+    state = rb"(\}\x94?\((?:[%b]++|%b)*+u)b" % (always, operands)
+    return re.compile(run + b"(?:%b)?" % state if is_flat else run, re.DOTALL)
 
 
 def counted(opcode: bytes, width: int, longest: int) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from itertools import chain
 from math import prod
 from struct import Struct
 from typing import Any, NamedTuple
@@ -427,3 +428,10 @@ def as_shape(value: object) -> Shape:
         if type(n) is not int or not 0 <= n < 2**63:
             raise ValueError("shape")
     return shape
+
+
+def as_shapes(values: list[Any]) -> list[Shape]:
+    """Return each of many values as `as_shape` does; fast if they are tuples of integers. Negative ones may be left."""
+    if {tuple}.issuperset(map(type, values)) and {int}.issuperset(map(type, chain.from_iterable(values))):
+        return values
+    return list(map(as_shape, values))
