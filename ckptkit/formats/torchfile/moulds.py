@@ -63,7 +63,7 @@ class Mould:
             if tail[start:stop] != tail[again:end]:
                 return None
         (start, stop), _ = self.pairs[0]
-        tensor, offset, nbytes, strides, _ = self.found
+        tensor, offset, nbytes, strides, *_ = self.found
         return Located(tensor, offset, nbytes, strides, int.from_bytes(tail[start:stop], "little") or None)
 
 
