@@ -113,22 +113,22 @@ class Record:
 class _Attribute(Global):
     """The name of `getattr`. A call of it with a name and a text is a name too: that of a class inside a class."""
 
-    _find: Callable[[str, str], Any]
+    _name_it: Callable[[str, str], Any]
 
-    def __new__(cls, module: str, name: str, find: Callable[[str, str], Any]) -> Global:
-        """Return the class that asks `find` for the names that its calls make."""
+    def __new__(cls, module: str, name: str, name_it: Callable[[str, str], Any]) -> Global:
+        """Return the class that asks `name_it` for the names that its calls make."""
         made = super().__new__(cls, module, name)
-        type.__setattr__(made, "_find", staticmethod(find))
+        type.__setattr__(made, "_name_it", staticmethod(name_it))
         return made
 
-    def __init__(cls, module: str, name: str, find: Callable[[str, str], Any]) -> None:
+    def __init__(cls, module: str, name: str, name_it: Callable[[str, str], Any]) -> None:
         pass  # a class is made by `__new__`
 
     def __call__(cls, *args: Any) -> Any:
         """Return the name, or the record of another call."""
         match args:
             case (Global() as of, str(name)) if len(of.name) + len(name) < _LONGEST_NAME and "\n" not in name:
-                return cls._find(of.module, f"{of.name}.{name}")
+                return cls._name_it(of.module, f"{of.name}.{name}")
         return Record(cls, args)
 
 
@@ -239,13 +239,18 @@ class _Unpickler(pickle.Unpickler):
                     f"the pickle names `{module}.{name}`, which no checkpoint of this kind needs",
                     hint="ckptkit runs no code from a checkpoint; if you trust its producer, please report the name",
                 )
-            if len(self._known) == _MOST_NAMES:
-                raise Unsupported(f"the pickle has more than {_MOST_NAMES} names")
-            if (module, name) in _GETATTR:
-                known = _Attribute(module, name, self.find_class)
-            else:
-                known = Global(module, name, is_flat=self._is_flat)
+            is_getattr = (module, name) in _GETATTR
+            known = _Attribute(module, name, self.name_it) if is_getattr else self.name_it(module, name)
             self._known[module, name] = known
+        return known
+
+    def name_it(self, module: str, name: str) -> Any:
+        """Return a name, the same for the same. Raises `Unsupported` when there are too many."""
+        known = self._known.get((module, name))
+        if known is None:
+            if len(self._known) >= _MOST_NAMES:
+                raise Unsupported(f"the pickle has more than {_MOST_NAMES} names")
+            known = self._known[module, name] = Global(module, name, is_flat=self._is_flat)
         return known
 
     def persistent_load(self, pid: Any) -> Any:
