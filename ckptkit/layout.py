@@ -13,6 +13,7 @@ from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap
 from ckptkit.tensors.dtypes import DType
 
 KeyPath = tuple[str | int, ...]
+Splits = tuple[Shape, ...]  # for each axis of a tensor the extents that it is split in, row-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +37,14 @@ class Spec:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
-class Storage(NamedTuple):
-    """A run of bytes of a file that has one CRC-32, and several chunks in it."""
-
-    offset: int
-    length: int
-    crc32: int
-
-
 class Chunk(NamedTuple):
     """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
 
     Row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
-    recorded over those bytes, None where none was. While `wrapper` is set the bytes are still inside an
+    recorded over those bytes, None where none was; of a box that was cut out of a chunk it is over that chunk's, which
+    are the `run`: their offset and length. While `wrapper` is set the bytes are still inside an
     envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it, and no plan is
-    made before. Where a checksum was recorded for a `storage` only, which has other bytes too, that is said.
+    made before.
     """
 
     box: Box
@@ -61,7 +55,12 @@ class Chunk(NamedTuple):
     strides: Shape | None = None
     crc32: int | None = None
     wrapper: str | None = None
-    storage: Storage | None = None
+    run: tuple[int, int] | None = None
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Return offset and length of the bytes that the checksum is over."""
+        return self.run or (self.offset, self.length)
 
     @property
     def start(self) -> Shape:
@@ -72,11 +71,6 @@ class Chunk(NamedTuple):
     def size(self) -> Shape:
         """Return its extent along each axis."""
         return self.box.size
-
-    @property
-    def checked_as(self) -> Storage | None:
-        """Return the bytes over which a CRC-32 is known, its own or those that it lies in; None if none is."""
-        return self.storage if self.crc32 is None else Storage(self.offset, self.length, self.crc32)
 
 
 class Piece(NamedTuple):
@@ -90,10 +84,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and the chunks that tile it. Where a chunk's dtype is another, its numbers are to be converted."""
+    """A tensor and the chunks that tile it. Where a chunk's dtype is another, its numbers are to be converted.
+
+    With `splits` the chunks are boxes of the tensor with its axes split so.
+    """
 
     spec: Spec
     chunks: tuple[Chunk, ...]
+    splits: Splits | None = None
+
+    @property
+    def shape_of_chunks(self) -> Shape:
+        """Return the shape that the chunks are boxes of."""
+        return self.spec.shape if self.splits is None else sum(self.splits, ())
 
 
 class Blob(NamedTuple):
@@ -208,7 +211,7 @@ def check_cover(layout: Layout, report: Report = refuse) -> None:
 
 def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
     """Return the fault in how the chunks tile a tensor, if there is one."""
-    shape = tensor.spec.shape
+    shape = tensor.shape_of_chunks
     boxes = [chunk.box for chunk in tensor.chunks]
     outside = find_outside(shape, boxes)
     if outside is not None:

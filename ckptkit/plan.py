@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
+from ckptkit.axes import resplit
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Blob, Chunk, Layout, Place, StoredTensor
 from ckptkit.tensors.box import Box, BoxIndex, whole
@@ -158,7 +159,11 @@ def check_source(name: str, wanted: StoredTensor, layout: Layout) -> None:
 
 def join(name: str, wanted: StoredTensor, sources: Sequence[Layout]) -> Iterator[Target]:
     """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it is made of."""
-    found = [layout.tensors[name].chunks for layout in sources]
+    tensors = [layout.tensors[name] for layout in sources]
+    splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
+    if splits is not None:
+        wanted, *tensors = (resplit(tensor, splits) for tensor in (wanted, *tensors))
+    found = [tensor.chunks for tensor in tensors]
     indices = [BoxIndex([chunk.box for chunk in chunks]) for chunks in found]
     for chunk in wanted.chunks:
         if not chunk.box.numel:
@@ -196,8 +201,8 @@ def as_bytes(stored: Blob | Chunk) -> Chunk:
     """Return the bytes of a chunk or blob in the order in which they lie, as a chunk of bytes."""
     box = whole((stored.length,))
     uint8 = DTYPES["uint8"]
-    storage = stored.storage if isinstance(stored, Chunk) else None
-    return Chunk(box, stored.path, stored.offset, stored.length, uint8, None, stored.crc32, stored.wrapper, storage)
+    run = stored.run if isinstance(stored, Chunk) else None
+    return Chunk(box, stored.path, stored.offset, stored.length, uint8, None, stored.crc32, stored.wrapper, run)
 
 
 def in_order(targets: Iterable[Target]) -> tuple[Target, ...]:

@@ -40,6 +40,7 @@ LAYERS = (
     ("files.staging",),
     ("files.publish",),
     ("layout",),
+    ("axes",),
     ("edits", "plan"),
     ("engine.*",),
     (
@@ -49,7 +50,7 @@ LAYERS = (
         "formats.torchfile",
         *READERS,
     ),
-    ("formats.torchfile.read_archive", "formats.torchfile.write_pickle"),
+    ("formats.torchfile.read_archive", "formats.torchfile.write_pickle", "formats.safetensors_headers"),
     ("formats.torchfile.*",),
     tuple(f"{reader}.*" for reader in READERS),
     ("formats",),
@@ -89,6 +90,7 @@ TORCH_WHEN_USED = (
     "ops.conversion.torchrun",
     "estimates.architecture",
     "ops.open",
+    "checkpoints.parameter_order",
     "cli.train",
 )
 
@@ -114,7 +116,7 @@ FORBIDDEN = {
 }
 
 # Rooms in which no format may be named, neither in an identifier nor in a string; `hf` is also the scheme of URLs.
-NAMELESS = ("files.[!ps]*", "files.staging", "files.system", "edits", "engine*", "layout", "plan", "tensors*")
+NAMELESS = ("files.[!ps]*", "files.staging", "files.system", "axes", "edits", "engine*", "layout", "plan", "tensors*")
 
 # Strings by which a format is known, and the one file that may hold them, beside the table of formats.
 MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.hf.format"}
@@ -124,10 +126,14 @@ MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.hf.format"}
 TRAINERS = {path.stem for path in (PACKAGE / "checkpoints" / "trainers").glob("*.py")} - {
     *("__init__", "trainer", "ckptkit", "transformers", "plain"),
 }
-PICKLED = {"formats.dcp.read_metadata": {"megatron"}}
+PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
-    "formats": {"deepspeed"},  # the table
+    "formats": {"deepspeed", "llmc", "megatron"},  # the table
+    "formats.dcp.flat_names": {"megatron"},
+    "formats.dcp.model_space": {"megatron"},
+    "formats.llmc*": {"llmc"},
+    "formats.megatron*": {"megatron"},
     "formats.deepspeed*": {"deepspeed"},
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,19 +16,19 @@ from typing import Self
 
 from ckptkit.checkpoints import trainers
 from ckptkit.checkpoints.companions import Companions, find_companions
-from ckptkit.checkpoints.evidence import gather, gather_names
+from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.part import Part, join
-from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import children, entry_of, folders
 from ckptkit.files.path import list_ahead, to_local, to_path
-from ckptkit.formats import Reader, describe_formats, detect_format
-from ckptkit.layout import Layout
+from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file
+from ckptkit.formats.torchfile.values import load_value
+from ckptkit.layout import KeyPath, Layout
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_ONE_FILE = (".ckpt", ".pt", ".pth", ".safetensors")
+_ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 _OF_TRAINING = (".pt", ".pth", ".bin")  # optimizers, schedulers and random states
 
 
@@ -69,19 +69,15 @@ class Checkpoint:
         wholes = wholes_in(path)
         if wholes is not None:
             return cls(path, wholes)
-        reader = detect_format(path)
+        reader = None if is_run(path) else detect_format(path)
         if words_for_unread(path, reader) is not None:
             return cls(path, ())
         if reader is None:
-            inside = ((folder, detect_format(folder)) for folder in inner_folders(path))
-            found = [Part(folder.name, folder, part) for folder, part in inside if part]
-            return cls(path, tuple(sorted(found, key=lambda part: not part.is_model)))
-        rest = path / TRAINING
-        if not (path.is_dir() and rest.is_dir()):
-            return cls(path, (Part("", path, reader),))
-        beside = detect_format(rest)
-        more = (Part(TRAINING, rest, beside),) if beside else ()
-        return cls(path, (Part("", path, reader), *more), () if beside else (rest,))
+            inside = (part for folder in inner_folders(path) if (part := part_in(folder)))
+            return cls(path, tuple(sorted(inside, key=lambda part: not part.is_model)))
+        beside = parts_beside(path)
+        more = tuple(part for part in beside.values() if part)
+        return cls(path, (Part("", path, reader), *more), tuple(file for file, part in beside.items() if not part))
 
     @property
     def is_direct(self) -> bool:
@@ -111,10 +107,32 @@ class Checkpoint:
         step = step_of(Path(name))
         return int(name) if step is None and self.parts and _NUMBER.fullmatch(name) else step
 
-    @property
+    @cached_property
     def step(self) -> int | None:
-        """Return its step, or that of the checkpoint that it is a part of; None where no name says one."""
-        return step_of(self.path.absolute().parent) if self.own_step is None else self.own_step
+        """Return its step, or that of the checkpoint that it is a part of; None where nothing says one.
+
+        A name says it, or else what its trainer noted; an epoch is said only if there is no step.
+        """
+        own = self.own_step
+        if own is None:
+            own = step_of(self.path.absolute().parent)
+        return (self.noted_step or own) if own is None or is_epoch(self.path) else own
+
+    @property
+    def noted_step(self) -> int | None:
+        """Return the step that its trainer noted in a small file or an entry, None if that cannot be read."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        notes = (read_number(folder / file, key) if file else self.value(key) for file, key in trainers.step_keys())
+        return next((note for note in notes if type(note) is int and note >= 0), None)
+
+    def value(self, key: KeyPath) -> object:
+        """Return the number or text of an entry that is no tensor, None if there is none at a key path."""
+        for part in self.parts:
+            layout = part.layout
+            name = ".".join(map(str, key))
+            if name in layout.blobs and layout.key(name) == key:
+                return load_value(layout.root, layout.blobs[name])
+        return None
 
     @cached_property
     def trainer(self) -> str | None:
@@ -134,7 +152,7 @@ class Checkpoint:
     def world_size(self) -> int | None:
         """Return how many ranks have files of their own in it, by the names of files; None if none has."""
         places = [part.path for part in self.parts] or [self.path, *inner_folders(self.path)]
-        ranks = {rank for place in places if place.is_dir() for rank in ranks_in(place)}
+        ranks = {rank for place in places for rank in (ranks_in(place) if place.is_dir() else ranks_of([place.name]))}
         return len(ranks) or None
 
     @cached_property
@@ -159,7 +177,8 @@ class Checkpoint:
         An entry has the name that it has in its part, with the part's in front where an earlier part has that too.
         """
         model = self.model_part
-        return join(self.path, [model, *(part for part in self.parts if part is not model)])
+        root = self.path if self.path.is_dir() else self.path.parent
+        return join(root, [model, *(part for part in self.parts if part is not model)])
 
     @cached_property
     def weights(self) -> Weights:
@@ -231,7 +250,10 @@ class Checkpoint:
     def unreadable(self) -> Unsupported | None:
         """Return the error for files of a trainer that ckptkit does not read yet; None where it has none of these."""
         words = None if self.parts else words_for_unread(self.path, None)
-        return Unsupported(f"{words}: ckptkit cannot read that yet", path=self.path) if words else None
+        if words is None:
+            return None
+        hint = trainers.hint_on_unread(names_near(self.path))
+        return Unsupported(f"{words}: ckptkit cannot read that yet", path=self.path, hint=hint)
 
 
 Source = str | os.PathLike[str] | Checkpoint  # whatever a checkpoint is asked for by
@@ -306,7 +328,54 @@ def may_be_step(path: Path) -> bool:
 
 def inner_folders(path: Path) -> list[Path]:
     """Return the directories in a directory that are no checkpoints of their own by their names; [] for a file."""
-    return [folder for folder in folders(path) if step_of(folder) is None] if path.is_dir() else []
+    if not path.is_dir():
+        return []
+    found = folders(path)
+    names = {folder.name for folder in found}
+    return [folder for folder in found if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
+
+
+def part_in(folder: Path) -> Part | None:
+    """Return the part of a checkpoint in a directory of it; of an optimizer that may be the only file there."""
+    reader = detect_format(folder)
+    if reader is not None:
+        return Part(folder.name, folder, reader)
+    names = names_in(folder) if trainers.is_other_part(folder.name) else []
+    only = folder / next(iter(names)) if len(names) == 1 else None
+    reader = detect_format(only) if only is not None and only.suffix in _OF_TRAINING and only.is_file() else None
+    return Part(folder.name, only, reader) if only is not None and reader is not None else None
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory, of no step itself, is a run although there is a file in it that could be a model.
+
+    Its checkpoints are files named by their steps, or there is a file that says which directory is meant. With a file
+    in it that a format knows by its name it is a checkpoint, whatever else lies there.
+    """
+    if not path.is_dir() or step_of(path) is not None:
+        return False
+    names = names_in(path)
+    has_steps = any(name.endswith(_ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
+    is_tracked = any(map(trainers.is_tracker, names)) and any(map(may_be_step_name, names))
+    return (has_steps or is_tracked) and not is_known_file(names)
+
+
+def parts_beside(path: Path) -> dict[Path, Part | None]:
+    """Return what lies beside a model and belongs to it, by where: None for what no format claims.
+
+    That lies in the model's directory, or is of the same step as a model that is a file.
+    """
+    step = None if path.is_dir() else step_of(Path(path.stem))
+    if not path.is_dir() and step is None:
+        return {}
+    folder = path if path.is_dir() else path.parent
+    found: dict[Path, Part | None] = {}
+    for name in sorted(names_in(folder)):
+        place, key = folder / name, trainers.key_beside(name, step)
+        if place.is_file() if key is not None else step is None and trainers.is_beside_model(name) and place.is_dir():
+            reader = detect_format(place)
+            found[place] = Part(name, place, reader, key) if reader else None
+    return found
 
 
 def wholes_in(path: Path) -> tuple[Part, ...] | None:
@@ -321,14 +390,25 @@ def wholes_in(path: Path) -> tuple[Part, ...] | None:
 
 
 def words_for_unread(path: Path, reader: Reader | None) -> str | None:
-    """Return what lies in a directory if that is a trainer's files that no format here puts together, else None.
+    """Return what lies at a path if that is a trainer's files that no format here puts together, else None.
 
-    `reader` is the format that would claim it: if it knows a file there by its name, it reads that, whatever else lies
-    there.
+    `reader` is the format that would claim it: if it knows a file there by its name, and no trainer has that name for
+    what cannot be read, it reads that, whatever else lies there.
     """
-    if not path.is_dir() or (reader is not None and any(map(reader.owns, names_in(path)))):
+    names = names_in(path) if path.is_dir() else [path.name]
+    owned = [name for name in names if reader is not None and reader.owns(name)]
+    if not path.is_dir() and reader is not None and not owned:
+        return None  # a file of torch.save that was asked for
+    if any(trainers.say_unread([name]) is None for name in owned):
         return None
-    return trainers.say_unread(name for place in (path, *inner_folders(path)) for name in names_in(place))
+    return trainers.say_unread(names_near(path))
+
+
+def names_near(path: Path) -> Iterator[str]:
+    """Return the names in a directory, and in its directories that are no checkpoints of their own; that of a file."""
+    if not path.is_dir():
+        return iter([path.name])
+    return (name for place in (path, *inner_folders(path)) for name in names_in(place))
 
 
 def ranks_in(place: Path) -> Iterator[Hashable]:
@@ -336,10 +416,16 @@ def ranks_in(place: Path) -> Iterator[Hashable]:
     names, reader = names_in(place), detect_format(place)
     if reader and (ranks := reader.ranks_in(names)):
         yield from ranks
-        return
+    else:
+        yield from ranks_of(names)
+
+
+def ranks_of(names: Iterable[str]) -> Iterator[int]:
+    """Return the ranks that are told by the names of files of trainers."""
     for name in names:
-        if (rank := trainers.rank_in(name)) is not None:
-            yield rank
+        rank, owner = trainers.rank_in(name), trainers.owner_of_file(name)
+        if rank is not None or owner is not None:
+            yield rank if rank is not None else owner or 0
 
 
 def unknown(path: Path) -> NotACheckpoint:

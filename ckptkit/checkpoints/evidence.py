@@ -12,7 +12,7 @@ from ckptkit.checkpoints.trainers.trainer import Evidence
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.layout import Layout
+from ckptkit.layout import KeyPath, Layout
 
 _LIMIT = 1 << 24  # bytes of a small file
 
@@ -61,3 +61,11 @@ def read_object(path: Path) -> Mapping[str, Any]:
     except (Corrupt, IOFailure, Unsafe):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def read_number(path: Path, key: KeyPath) -> object:
+    """Return what lies at a key path in a small file of JSON, None where there is none."""
+    found: object = read_object(path) if path.is_file() else {}
+    for step in key:
+        found = found.get(step) if isinstance(found, dict) else None
+    return found

@@ -15,6 +15,13 @@ from ckptkit.tensors.box import Shape
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
+# in the order in which the classes make them; weights come before biases
+_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+
 _MOST_LAYERS = 10_000  # ten times those of any model; a config may be anybody's
 
 # shapes in letters: hidden, intermediate, vocabulary, query and key width, width of one head
@@ -74,7 +81,10 @@ _FAMILIES = {
 
 
 def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
-    """Return the shape by name of every tensor of the model that `config` describes; None for an unknown model type."""
+    """Return the shape by name of every tensor of the model that `config` describes; None for an unknown model type.
+
+    They are in the order of the model's own `state_dict()` and `parameters()`.
+    """
     family = _FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None
@@ -89,9 +99,17 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
     for option in family.options:
         if config.get(option):
             block |= _BIASES[option]
-    names = {EMBEDDING: "vh", "model.norm.weight": "h", HEAD: "vh"}
-    names |= {f"model.layers.{i}.{name}": letters for i in range(layers) for name, letters in block.items()}
+    ordered = sorted(block.items(), key=lambda item: place_in_block(item[0]))
+    names = {EMBEDDING: "vh"}
+    names |= {f"model.layers.{i}.{name}": letters for i in range(layers) for name, letters in ordered}
+    names |= {"model.norm.weight": "h", HEAD: "vh"}
     return {name: tuple(sizes[letter] for letter in letters) for name, letters in names.items()}
+
+
+def place_in_block(name: str) -> tuple[int, bool]:
+    """Return what the parameters of a block are sorted by, to be in the order in which the model has them."""
+    *_, module, kind = name.split(".")
+    return _MODULES.index(module), kind == "bias"
 
 
 def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from ckptkit import edits
 from ckptkit.checkpoints.companions import Companions
 from ckptkit.checkpoints.expected import HEAD, expected_shapes, find_embedding, find_rename, is_tied
+from ckptkit.checkpoints.trainers import say_own_names
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
@@ -21,7 +22,8 @@ def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, l
     config = companions.config
     if config is None:
         return layout, [
-            "no config.json found: loaders need one beside the weights (--base takes it from another model)"
+            "no config.json found: loaders need one beside the weights (--base takes it from another model)",
+            *remarks_on_names(layout),
         ]
     notes = [f"{', '.join(companions.files)} from {companions.found_in}"]
     if companions.absent:
@@ -31,7 +33,8 @@ def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, l
         layout = drop_tied(layout, notes)
     shapes = expected_shapes(config)
     if shapes is None:
-        return layout, [*notes, f"names not compared with config.json: model type `{config.get('model_type')}`"]
+        uncompared = f"names not compared with config.json: model type `{config.get('model_type')}`"
+        return layout, [*notes, uncompared, *remarks_on_names(layout)]
     check_names(layout, shapes, is_tied(config), str(companions.found_in))
     extra = sorted(layout.tensors.keys() - shapes.keys())
     if extra:
@@ -41,6 +44,31 @@ def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, l
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
         notes.append(f"kept {message}")
     return layout, notes
+
+
+def remarks_on_names(layout: Layout) -> list[str]:
+    """Return a warning if the weights have names that are a trainer's own."""
+    whose = say_own_names(layout.tensors)
+    return [f"the names are {whose} own: loaders of Hugging Face's models do not know them"] if whose else []
+
+
+def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:
+    """Return what stands before every name of a model, if without it all are there that its config calls for.
+
+    A module that a trainer wraps a model in puts its attribute there: `model.` or `net.`. Returns "" where the names
+    fit as they are, or fit neither way.
+    """
+    shapes = {
+        name: shape for name, shape in (expected_shapes(config) or {}).items() if name != HEAD or not is_tied(config)
+    }
+    if not shapes or shapes.keys() <= layout.tensors.keys():
+        return ""
+    first = min(shapes)
+    ends = [name for name in layout.tensors if name.endswith(f".{first}")]
+    prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
+    found = {name.removeprefix(prefix): spec.shape for name, spec in layout.specs.items() if name.startswith(prefix)}
+    fits = len(found) == len(layout.tensors) and all(found.get(name) == shape for name, shape in shapes.items())
+    return prefix if fits else ""
 
 
 def drop_tied(layout: Layout, notes: list[str]) -> Layout:

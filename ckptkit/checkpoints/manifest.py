@@ -84,5 +84,6 @@ def read_manifest(root: Path) -> Manifest | None:
         hint = "make it again with `ckptkit manifest`, which reads every byte first"
         raise Corrupt("not a manifest of this version of ckptkit", path=path, hint=hint) from error
     for name in files:
-        check_name(name, root)
+        for step in name.split("/"):  # of a file in a directory, such as a rank's
+            check_name(step, root)
     return Manifest(files, tensors, source)

@@ -1,13 +1,13 @@
 """Rename a model's parameters wherever they occur in a training checkpoint.
 
-A parameter's name is the last step of the way to it; below `state`, the step before the name of a moment, unless the
-optimizer only counts its parameters. Optimizers flattened by torch have both in one step, `state.<name>.exp_avg`. The
-groups of an optimizer list them as well.
+A parameter's name is the last step of the way to it; below `state`, the step before the name of a moment, or after it,
+unless the optimizer only counts its parameters. Optimizers flattened by torch have both in one step,
+`state.<name>.exp_avg`. The groups of an optimizer list them as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 from ckptkit import edits
@@ -23,7 +23,8 @@ def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName
 
     `weights` are the entries that are the model's own.
     """
-    keys = {name: rename_in(layout.key(name), new_name, name in weights) for name in layout.names}
+    own = {layout.key(name)[-1] for name in weights}
+    keys = {name: rename_in(layout.key(name), new_name, name in weights, own) for name in layout.names}
     changed = {name: new for name, key in keys.items() if (new := ".".join(map(str, key))) != name}
     if not changed:
         return layout, {}
@@ -32,8 +33,8 @@ def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName
     return edits.rekey(replace(layout, blobs=blobs), keys), changed
 
 
-def rename_in(key: KeyPath, new_name: NewName, is_weight: bool) -> KeyPath:
-    """Return a key path with the parameter's name in it replaced."""
+def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[object] = ()) -> KeyPath:
+    """Return a key path with the parameter's name in it replaced; `own` are the names of all parameters."""
     last = key[-1]
     if is_weight:
         return (*key[:-1], new_name(last)) if isinstance(last, str) else key
@@ -42,6 +43,8 @@ def rename_in(key: KeyPath, new_name: NewName, is_weight: bool) -> KeyPath:
         name, _, what = rest.rpartition(".")
         return (*key[:-1], f"{kind}.{new_name(name)}.{what}")
     if len(key) > 2 and key[-3] == "state" and isinstance(key[-2], str) and not key[-2].isdecimal():
+        if isinstance(last, str) and last in own:
+            return (*key[:-1], new_name(last))
         return (*key[:-2], new_name(key[-2]), last)
     return key
 

@@ -8,31 +8,37 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from ckptkit import edits
+from ckptkit.checkpoints.flat_parameters import unflatten_parameters
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.trainers import is_other_part
+from ckptkit.edits import nest
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.formats import Reader
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.tensors.box import whole
+
+MODEL = "model"  # the key of a model that has none of its own, and lies beside an optimizer
 
 
 @dataclass(frozen=True)
 class Part:
     """A directory or file of a checkpoint in one format. `place` is its name in the checkpoint, "" for all of it.
 
-    One that `takes_twins` has the rounded copies in the place of the tensors that have them.
+    With `under` it is a file beside the model's, and its entries belong under these keys, joined by dots; under none if
+    that is "". One that `takes_twins` has the rounded copies in the place of the tensors that have them.
     """
 
     place: str
     path: Path
     reader: Reader
+    under: str | None = None
     takes_twins: bool = False
 
     @property
     def is_model(self) -> bool:
         """Return whether it may hold the model, by its name."""
-        return not is_other_part(self.path.name)
+        return self.under is None and not is_other_part(self.place or self.path.name)
 
     @property
     def problem(self) -> CkptError | None:
@@ -47,7 +53,9 @@ class Part:
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
         with translate_os_errors(self.path):
-            layout = self.reader.read(self.path)
+            layout = unflatten_parameters(self.reader.read(self.path), self.path)
+        if self.under:
+            layout = nest(layout, tuple(self.under.split(".")))
         if self.takes_twins:
             layout = edits.take_twins(layout)
         if self.manifest is None:
@@ -68,12 +76,12 @@ class Part:
     @cached_property
     def in_whole(self) -> Layout:
         """Return its layout with files named as they are seen from the checkpoint's directory."""
-        if not self.place:
+        if not self.place or self.under is not None:
             return self.layout
         layout = self.layout
         return replace(
             layout,
-            root=self.path.parent,
+            root=layout.root.parent,
             tensors={name: self._move_tensor(tensor) for name, tensor in layout.tensors.items()},
             blobs={name: self._move_blob(blob) for name, blob in layout.blobs.items()},
             descriptions=tuple(map(self._move, layout.descriptions)),
@@ -105,19 +113,24 @@ def join(root: Path, parts: Sequence[Part]) -> Layout:
     """Return the parts of the checkpoint at `root` as one layout; the first is the model's."""
     if len(parts) == 1 and not parts[0].place:
         return parts[0].layout
+    return join_layouts(root, parts, [part.in_whole for part in parts])
+
+
+def join_layouts(root: Path, parts: Sequence[Part], layouts: Sequence[Layout]) -> Layout:
+    """Return the layouts of the parts as one. A model without nesting goes under a key if others are beside it."""
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, Blob] = {}
     keys: dict[str, KeyPath] = {}
     twins: dict[str, StoredTensor] = {}
-    for part in parts:
-        layout = part.in_whole
+    for part, layout in zip(parts, layouts, strict=True):
         given = keys.keys() & set(layout.names)
         names = {own: f"{part.place}.{own}" if own in given else own for own in layout.names}
         tensors |= {names[own]: tensor for own, tensor in layout.tensors.items()}
         blobs |= {names[own]: blob for own, blob in layout.blobs.items()}
-        keys |= {name: layout.key(own) for own, name in names.items()}
+        is_bare = part is parts[0] and all(len(layout.key(own)) == 1 for own in layout.names)
+        above = (MODEL,) if is_bare and any(other.under for other in parts) else ()
+        keys |= {name: (*above, *layout.key(own)) for own, name in names.items()}
         twins |= {names[own]: twin for own, twin in layout.twins.items()}
-    layouts = [part.in_whole for part in parts]
     return Layout(
         root=root,
         format=layouts[0].format,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints import trainers
 from ckptkit.checkpoints.checkpoint import step_of
@@ -17,6 +17,7 @@ from ckptkit.files.file import read_small
 from ckptkit.files.folders import children, entry_of
 
 _LIMIT = 1 << 10  # bytes
+_OF_STORES = ".symlink"  # a file that stands for a link in a store without links, and holds a whole path
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,5 +52,7 @@ def read_tracker(path: Path) -> str | None:
         text = read_small(path, _LIMIT).decode("ascii").strip()
     except (Corrupt, Unsafe, UnicodeDecodeError):
         return None  # what says nothing keeps nothing; what cannot be read might
+    if path.suffix == _OF_STORES:
+        text = PurePosixPath(text).name
     is_name = text.isprintable() and text not in (".", "..") and not set(text) & set("/\\")
     return text if is_name else None

@@ -15,10 +15,11 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import KeyPath, Layout
 
 WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "module")
-_TRAINING_STATE = ("optim", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state")
+_TRAINING_STATE = ("optim", "chained_", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state")
 # what torch's own wrappers put into parameter names
 _MODULE_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _DDP = "module."
+OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and rank has under one name
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def model_name(key: KeyPath, prefix: KeyPath) -> str:
 
 
 def summarise(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> tuple[LeftOut, ...]:
-    """Count entries by where their key path leaves that of the model."""
+    """Count entries by where their key path leaves that of the model; objects of layers and ranks by what they are."""
     entries: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for name in names:
@@ -133,7 +134,7 @@ def summarise(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> tuple[Le
         shared = next(
             (i for i, (a, b) in enumerate(zip(key, prefix, strict=False)) if a != b), min(len(key), len(prefix))
         )
-        group = ".".join(map(str, key[: shared + 1]))
+        group = ".".join(map(str, key[: shared + 1])).partition(OF_ONE)[0]
         entries[group] += 1
         nbytes[group] += layout.tensors[name].spec.nbytes if name in layout.tensors else layout.blobs[name].length
     return tuple(LeftOut(group, count, nbytes[group]) for group, count in entries.items())

@@ -14,7 +14,7 @@ from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
 
-@with_options(OPTIONS, leave_out=("world_size", "under"))
+@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys"))
 def average(
     sources: Annotated[
         list[Path],

@@ -9,7 +9,7 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 
 
-@with_options(OPTIONS, leave_out=("world_size", "under"))
+@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys"))
 def consolidate(
     src: Source,
     out: Out,

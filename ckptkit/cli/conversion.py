@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ckptkit.checkpoints.weights import LeftOut
 from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
 from ckptkit.cli.settings import described, given
 from ckptkit.files.path import to_local, to_path
@@ -19,6 +20,8 @@ from ckptkit.settings import settings_of
 
 if TYPE_CHECKING:
     from ckptkit.ops.conversion.report import Converted
+
+_MOST_LEFT_OUT = 8  # lines
 
 Source = Annotated[
     Path,
@@ -140,15 +143,22 @@ def remarks(done: Converted) -> list[str]:
     lines = []
     if done.wrapper:
         lines.append(f"the model was under `{done.wrapper}`")
-    lines += [
-        f"left out `{left.name}`: {count(left.entries, 'entry')}, {format_bytes(left.nbytes)}" for left in done.dropped
-    ]
+    lines += [f"left out `{left.name}`: {amount_of(left)}" for left in done.dropped[:_MOST_LEFT_OUT]]
+    others = done.dropped[_MOST_LEFT_OUT:]
+    if others:
+        rest = LeftOut("", sum(left.entries for left in others), sum(left.nbytes for left in others))
+        lines.append(f"left out the like of these: {amount_of(rest)}")
     named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
     if named:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
     for change in sorted(set(done.cast.values())):
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
     return lines + [f"note: {text}" for text in done.notes]
+
+
+def amount_of(left: LeftOut) -> str:
+    """Return how much was left out."""
+    return f"{count(left.entries, 'entry')}, {format_bytes(left.nbytes)}"
 
 
 def prospect(done: Converted) -> str:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ckptkit.ops.inspect import Inspected
     from ckptkit.ops.inspection.groups import Group
 
+_MOST_KEYS = 8
+
 
 def inspect(
     path: Annotated[
@@ -69,7 +71,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     layout = found.layout
     return {
         **pick(layout, "format", "root", "nbytes"),
-        **pick(found, "step", "world_size", "trainer", "parameters", "ties", "has_manifest"),
+        **pick(found, "step", "world_size", "trainer", "parameters", "optimizer_keys", "ties", "has_manifest"),
         "producer": found.trainer,  # as it was called before
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
@@ -110,6 +112,8 @@ def report(found: Inspected, asked: Path) -> None:
         say(f"trainer: {found.trainer}")
     rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
     print_table(rows, ("", "entries", "size", "dtypes", "under"))
+    if found.optimizer_keys == "ids":
+        say("the optimizer numbers its parameters")
     for tie in found.ties:
         say(f"tied: {' = '.join(tie)}")
     for fault in found.unread:
@@ -120,7 +124,14 @@ def describe(group: Group) -> tuple[str, str]:
     """Return the dtypes of a group, with their shares if there are several, and the keys that it lies under."""
     total = sum(group.bytes_by_dtype.values()) or 1
     shares = [f"{name} {share(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
-    return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), ", ".join(group.under)
+    return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), under(group)
+
+
+def under(group: Group) -> str:
+    """Return the keys that a group lies under; of many the first."""
+    return ", ".join(group.under[:_MOST_KEYS]) + (
+        f" and {len(group.under) - _MOST_KEYS} more" if group.under[_MOST_KEYS:] else ""
+    )
 
 
 def share(part: float) -> str:

@@ -13,7 +13,7 @@ from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_local, to_path
 
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "max_shard_size", "base", "strict"))
+@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict"))
 def reshard(
     to: Annotated[int, typer.Option(min=1, metavar="N", help="The number of ranks.")],
     src: Annotated[

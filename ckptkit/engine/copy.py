@@ -20,7 +20,7 @@ from ckptkit.engine.shares import WHOLE, Share, units_of
 from ckptkit.engine.sources import Sources, place_of
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
-from ckptkit.errors import Corrupt
+from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import crc32
 from ckptkit.layout import Place
 from ckptkit.plan import Plan
@@ -58,6 +58,7 @@ def copy(
 
     Returns what was read and written, by the journal's account too.
     """
+    check_order(plan)
     done = finished_units(plan, journal, jobs)
     ledger = Ledger()
     for finished in done.values():
@@ -76,6 +77,15 @@ def copy(
         if journal:
             journal.note(unit, fresh)
     return ledger
+
+
+def check_order(plan: Plan) -> None:
+    """Raise `Unsupported` if elements that are to be written do not lie together in the order of their indices."""
+    for target in plan.targets:
+        if target.chunk.strides is not None:
+            message = f"its rows come in another order, and {list(target.chunk.size)} of it would not lie together"
+            hint = "write whole tensors first, and cut those into shards"
+            raise Unsupported(message, path=plan.dst.root / target.chunk.path, tensor=target.name, hint=hint)
 
 
 def copy_unit(
@@ -97,7 +107,7 @@ def copy_unit(
         sources.note(pieces)
         for number, found in enumerate(pieces):
             ledger.add_read(number, found)
-        ledger.written.add(place_of(block.target.chunk), block.start, block.nbytes, crc)
+        ledger.add_written(block.target.chunk, block.start, block.nbytes, crc)
         if is_noted:
             ledger.noted.add(block.target.name)
         if progress:
@@ -119,7 +129,8 @@ def checksum(plan: Plan, block: Block, pieces: Pieces, data: memoryview) -> int:
     """Return the CRC-32 of a finished block: that of the one piece that it was read in, if it still is that."""
     if plan.combination is None and len(block.parts[0]) == len(pieces[0]) == 1:
         piece = pieces[0][0]
-        if piece.length == block.nbytes and piece.chunk.dtype == block.target.chunk.dtype:
+        is_as_it_lay = piece.chunk.strides is None and piece.chunk.dtype == block.target.chunk.dtype
+        if is_as_it_lay and piece.length == block.nbytes:
             return piece.crc
     return crc32(data)
 
@@ -155,7 +166,7 @@ def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     scrub(sources, jobs)
     checksums: dict[Place, int] = {}
     for target in plan.targets:
-        crc = ledger.written.whole(place_of(target.chunk), target.chunk.length)
+        crc = ledger.written.whole(place_of(target.chunk), target.chunk.bytes[1])
         if crc is None:
             raise Corrupt("not all of it was written", path=plan.dst.root / target.chunk.path, tensor=target.name)
         checksums[place_of(target.chunk)] = crc
@@ -163,7 +174,7 @@ def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
 
 
 def scrub(sources: Sources, jobs: int | None) -> None:
-    """Read what is lacking of the chunks, and of the storages, that were not read whole, to compare their CRC-32."""
+    """Read what was not read in order of the runs that have a CRC-32, to compare them."""
 
     def look(worker: Worker, block: Block) -> None:
         number = block.target.copies[0].source

@@ -12,18 +12,11 @@ from ckptkit.layout import Chunk, Piece, Place
 SourcePlace = tuple[int, str, int]  # a source's number in the plan, a file and an offset in it
 
 
-def checked_place(number: int, chunk: Chunk) -> SourcePlace:
-    """Return the place of the bytes that are compared with a CRC-32 when a chunk is: a storage's, or its own."""
-    whole = chunk.checked_as
-    return number, chunk.path, chunk.offset if whole is None else whole.offset
-
-
 @dataclass(slots=True)
 class Ledger:
     """The pieces of source chunks that were read, and of destination chunks that were written, with their CRC-32.
 
-    Pieces of chunks that lie in one storage are known by that. `noted` are the tensors that a combination said are
-    worth a note.
+    `noted` are the tensors that a combination said are worth a note.
     """
 
     read: Checksums[SourcePlace] = field(default_factory=Checksums)
@@ -41,9 +34,13 @@ class Ledger:
     def add_read(self, number: int, pieces: Iterable[Piece]) -> None:
         """Enter what was read of the source of this number."""
         for piece in pieces:
-            place = checked_place(number, piece.chunk)
-            start = piece.chunk.offset + piece.start - place[2]
-            self.read.add(place, start, piece.length, piece.crc)
+            path, offset, start = place_in_run(piece.chunk, piece.start)
+            self.read.add((number, path, offset), start, piece.length, piece.crc)
+
+    def add_written(self, chunk: Chunk, start: int, length: int, crc: int) -> None:
+        """Enter what was written of a destination chunk: bytes from `start`."""
+        path, offset, start = place_in_run(chunk, start)
+        self.written.add((path, offset), start, length, crc)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries as lists of place, start, length and CRC-32, and the names."""
@@ -63,3 +60,9 @@ class Ledger:
             ledger.written.add((str(path), offset), start, length, crc)
         ledger.noted.update(map(str, value["noted"]))
         return ledger
+
+
+def place_in_run(chunk: Chunk, start: int) -> tuple[str, int, int]:
+    """Return file and offset of the bytes that a chunk was cut out of, and where in them its byte `start` is."""
+    offset, _ = chunk.bytes
+    return chunk.path, offset, chunk.offset - offset + start

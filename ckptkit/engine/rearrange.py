@@ -50,7 +50,7 @@ class Rearrangement:
             piece = self.read(chunk, span.start * itemsize, target)
             steps = [stride * itemsize for stride in strides]
             assign(np.ndarray(part.size, _RAW[itemsize], target, 0, steps), chunk.dtype, self.dtype, view)
-            if span.is_run:
+            if span.length == part.numel:  # all of these bytes, in whatever order
                 yield piece
             return
         for half in halve(part, strides):

@@ -19,10 +19,11 @@ def by_file(paths: Iterable[str], extents: Iterable[Extent]) -> dict[str, list[E
     return found
 
 
-def cut(path: Path, size: int, extents: Iterable[Extent], report: Report) -> list[Extent]:
+def cut(root: Path, name: str, size: int, extents: Iterable[Extent], report: Report) -> list[Extent]:
     """Return the regions of a file of `size` bytes, in order and without a gap: the extents, and nameless ones between.
 
-    An extent that is there twice is one; one that overlaps another, or the end, is reported and left out.
+    The file is called `name` in directory `root`. An extent that is there twice is one; one that overlaps another, or
+    the end, is reported and left out.
     """
     regions: list[Extent] = []
     at = 0
@@ -34,14 +35,14 @@ def cut(path: Path, size: int, extents: Iterable[Extent], report: Report) -> lis
         if extent.offset < at or end > size:
             what = f"overlaps what ends at {at}" if extent.offset < at else f"does not fit a file of {size}"
             message = f"what lies at bytes {extent.offset}:{end} {what}"
-            report(Corrupt(message, path=path, tensor=extent.name or None, offset=extent.offset))
+            report(Corrupt(message, path=root / name, tensor=extent.name or None, offset=extent.offset))
             continue
         if extent.offset > at:
             regions.append(Extent(extent.path, at, extent.offset - at, None, ""))
         regions.append(extent)
         at = end
     if at < size:
-        regions.append(Extent(path.name, at, size - at, None, ""))
+        regions.append(Extent(name, at, size - at, None, ""))
     return regions
 
 

@@ -51,7 +51,7 @@ def scan(
     """
     parts: Checksums[Place] = Checksums()
     wholes: Checksums[str] = Checksums()
-    regions = {path: cut(root / path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
+    regions = {path: cut(root, path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
 
     def inside(block: Block) -> list[tuple[Extent, int, int]]:
         return list(between(regions[block.target.chunk.path], block.start, block.start + block.nbytes))
@@ -92,7 +92,7 @@ def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int
     """Return the CRC-32 of a file of `size` bytes. Reads only what lies between the extents, which have theirs."""
     sums: Checksums[str] = Checksums()
     with closing(Gatherer(root)) as source:
-        for region in cut(root / path, size, (extent for extent in extents if extent.crc32 is not None), ignore):
+        for region in cut(root, path, size, (extent for extent in extents if extent.crc32 is not None), ignore):
             crc = source.checksum(path, region.offset, region.length) if region.crc32 is None else region.crc32
             sums.add(path, region.offset, region.length, crc)
     found = sums.whole(path, size)

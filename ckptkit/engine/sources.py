@@ -1,111 +1,109 @@
-"""Compare source chunks with the CRC-32 recorded for them, once they have been read whole. Reads no file.
-
-Many chunks may lie in one storage that has a CRC-32: it is compared when all of it was read, or nearly.
-"""
+"""Compare runs of source bytes with the CRC-32 recorded for them, once they have been read whole. Reads no file."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckptkit.engine.ledger import Ledger, SourcePlace, checked_place
+from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
-from ckptkit.layout import Chunk, Piece, Place, Storage
-from ckptkit.plan import Copy, Plan, as_bytes, in_order, itself
+from ckptkit.layout import Chunk, Piece, Place
+from ckptkit.plan import Copy, Plan, Target, in_order, itself
+from ckptkit.tensors.box import whole
+from ckptkit.tensors.dtypes import DTYPES
 
-# Of a storage no more is read than was asked for, unless that is nearly all: an eighth may be lacking, or few bytes.
-_PART, _FEW = 8, 1 << 16
+# Of a run that has other chunks too no more is read than was asked for, unless that is nearly all.
+_NEARLY = 8  # the part that may be missing: one in so many bytes
+_FEW = 1 << 16  # bytes that may be missing of a short one
 
 
 class Sources:
-    """The source chunks of a plan, and which of them have been read whole and found to have the CRC-32 recorded."""
+    """The runs of bytes that a plan reads, and which of them have been read whole and have the CRC-32 recorded.
+
+    A run is a chunk, or what several chunks were cut out of.
+    """
 
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
-        chunks = {(copy.source, copy.src.path, copy.src.offset): copy for copy in plan.copies}
         self._names = {source_place(copy): target.name for target in plan.targets for copy in target.copies}
-        self._nbytes: Counter[SourcePlace] = Counter()
-        self._waiting: dict[SourcePlace, Chunk] = {}
-        for copy in chunks.values():
-            self._nbytes[source_place(copy)] += copy.src.length
-            if copy.src.checked_as is not None:
-                self._waiting[source_place(copy)] = copy.src
+        runs = {source_place(copy): copy.src for copy in plan.copies}
+        self._waiting = {place: chunk for place, chunk in runs.items() if chunk.crc32 is not None}
         self._read = ledger.read
+        self._asked = count_asked(plan, runs)
         self.checked_bytes = 0
         for place, chunk in list(self._waiting.items()):
             self._compare_if_whole(place, chunk)
 
     @property
     def unchecked_bytes(self) -> int:
-        """Return the bytes of all chunks that have not been compared with a CRC-32."""
-        return sum(self._nbytes.values()) - self.checked_bytes
+        """Return the bytes of what is read that have not been compared with a CRC-32."""
+        return sum(self._asked.values()) - self.checked_bytes
 
     def note(self, pieces: Sequence[Iterable[Piece]]) -> None:
-        """Account for what was read of each source; compare the CRC-32 of what is whole with this.
+        """Account for what was read of each source; compare the CRC-32 of each run that is whole with this.
 
         Raises `Corrupt` for one that differs.
         """
         for number, found in enumerate(pieces):
             for piece in found:
-                place = checked_place(number, piece.chunk)
+                path, offset, start = place_in_run(piece.chunk, piece.start)
+                place = number, path, offset
                 chunk = self._waiting.get(place)
                 if chunk is not None:
-                    start = piece.chunk.offset + piece.start - place[2]
                     self._read.add(place, start, piece.length, piece.crc)
                     self._compare_if_whole(place, chunk)
 
     def _compare_if_whole(self, place: SourcePlace, chunk: Chunk) -> None:
-        whole = checked(chunk)
-        found = self._read.whole(place, whole.length)
+        offset, length = chunk.bytes
+        found = self._read.whole(place, length)
         if found is None:
             return
-        if found != whole.crc32:
+        if found != chunk.crc32:
             raise Corrupt(
-                f"the {whole.length} bytes at {whole.offset} are damaged: "
-                f"their CRC-32 is {found:08x}, recorded is {whole.crc32:08x}",
+                f"the {length} bytes at {offset} are damaged: "
+                f"their CRC-32 is {found:08x}, recorded is {chunk.crc32:08x}",
                 path=self._plan.sources[place[0]].root / chunk.path,
                 tensor=self._names[place],
                 hint="the file changed after it was written: restore it from a copy, or use another checkpoint",
             )
-        self.checked_bytes += self._nbytes[place]
+        self.checked_bytes += self._asked[place]
         del self._waiting[place]
 
     def unfinished(self) -> Plan:
-        """Return the plan to read what is lacking of each chunk that has a CRC-32 and was not read whole in order.
+        """Return the plan to read what is missing of the runs that have a CRC-32 and were not read whole in order.
 
-        Of a storage of which much is lacking that is not asked for.
+        A run of which much was not asked for, since it has other chunks, is left.
         """
-        targets = [
-            itself(self._names[place], part, place[0])
-            for place, chunk in self._waiting.items()
-            for part in self._lacking(place, chunk)
-        ]
+        targets = (target for place, chunk in self._waiting.items() for target in self._rest(place, chunk))
         return replace(self._plan, targets=in_order(targets), combination=None)
 
-    def _lacking(self, place: SourcePlace, chunk: Chunk) -> Iterator[Chunk]:
-        whole = checked(chunk)
-        gaps = list(self._read.missing(place, whole.length))
-        lacking = sum(length for _, length in gaps)
-        if chunk.crc32 is None and lacking > max(whole.length // _PART, _FEW):
+    def _rest(self, place: SourcePlace, chunk: Chunk) -> Iterator[Target]:
+        """Yield what was not read in order of a run."""
+        offset, length = chunk.bytes
+        if length - self._asked[place] > max(length // _NEARLY, _FEW):
             return
-        for start, length in gaps:
-            part = chunk._replace(offset=whole.offset + start, length=length, crc32=None, storage=whole)
-            yield as_bytes(part)
+        for start, missing in self._read.missing(place, length):
+            part = Chunk(whole((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.bytes)
+            yield itself(self._names[place], part, place[0])
 
 
-def checked(chunk: Chunk) -> Storage:
-    """Return the bytes over which a chunk's CRC-32 was taken."""
-    whole = chunk.checked_as
-    assert whole is not None
-    return whole
+def count_asked(plan: Plan, runs: Mapping[SourcePlace, Chunk]) -> Counter[SourcePlace]:
+    """Return the bytes of each run that are asked for: of a chunk by itself all, of one with others those read."""
+    asked: Counter[SourcePlace] = Counter()
+    for copy in plan.copies:
+        asked[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
+    for place, chunk in runs.items():
+        _, length = chunk.bytes
+        asked[place] = length if chunk.run is None else min(length, asked[place])
+    return asked
 
 
 def source_place(copy: Copy) -> SourcePlace:
-    """Return the source, file and offset by which the bytes are known that a chunk is compared with."""
-    return checked_place(copy.source, copy.src)
+    """Return the source, file and offset by which the run that is read is known."""
+    return copy.source, copy.src.path, copy.src.bytes[0]
 
 
 def place_of(chunk: Chunk) -> Place:
-    """Return the file and offset by which a chunk is known."""
-    return chunk.path, chunk.offset
+    """Return the file and offset by which the bytes of a chunk, or those that it was cut out of, are known."""
+    return chunk.path, chunk.bytes[0]

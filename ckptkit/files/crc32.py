@@ -61,10 +61,10 @@ class Checksums(Generic[Key]):
     def missing(self, key: Key, length: int) -> Iterator[tuple[int, int]]:
         """Yield start and length of each part of a range of `length` bytes that has not been entered."""
         at = 0
-        for start, stop, _ in [*self._pieces.get(key, []), (length, length, 0)]:
+        for start, stop, _ in [*self._pieces.get(key, ()), (length, length, 0)]:
             if at < start:
                 yield at, start - at
-            at = max(at, stop)
+            at = stop
 
     def __iter__(self) -> Iterator[tuple[Key, int, int, int]]:
         """Yield each merged piece: key, start, length, CRC-32."""

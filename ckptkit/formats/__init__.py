@@ -28,6 +28,7 @@ __all__ = [
     "find_format",
     "get_format",
     "get_writer",
+    "is_known_file",
     "locate",
     "title_of",
     "unpack",
@@ -56,12 +57,25 @@ FORMATS = {
         r"(__\d+)?\.metadata|.*__\d+_\d+\.distcp",
         is_written=True,
     ),
+    "torch_checkpointing": Known(
+        "ckptkit.formats.torch_checkpointing.format:TorchCheckpointing", "torch_checkpointing", r"metadata\.pkl"
+    ),
+    "torchsnapshot": Known(
+        "ckptkit.formats.torchsnapshot.format:TorchSnapshot", "torchsnapshot", r"\.snapshot_metadata"
+    ),
     "hf": Known(
         "ckptkit.formats.hf.format:HuggingFace",
         "Hugging Face safetensors",
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
     ),
+    "megatron": Known(
+        "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
+    ),
+    "consolidated": Known(
+        "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
+    ),
+    "llmc": Known("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
     "universal": Known(
         "ckptkit.formats.deepspeed.universal:Universal",
         "DeepSpeed universal checkpoint",
@@ -72,6 +86,12 @@ FORMATS = {
         "ckptkit.formats.deepspeed.format:DeepSpeed",
         "DeepSpeed",
         r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
+    ),
+    "ranks": Known(
+        "ckptkit.formats.ranks.format:Ranks",
+        "torch.save, a file for each rank",
+        r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
+        is_written=True,
     ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
@@ -118,6 +138,13 @@ def detect_format(path: Path) -> Reader | None:
         names = names_in(path) if path.is_dir() else [path.name]
         likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
         return next((reader for reader in likely if reader.detect(path)), None)
+
+
+def is_known_file(names: Iterable[str]) -> bool:
+    """Return whether some format knows a file of any of these names as a part of its checkpoint."""
+    names = list(names)
+    likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
+    return any(reader.owns(name) for reader in likely for name in names)
 
 
 def any_matches(pattern: str, names: Iterable[str]) -> bool:

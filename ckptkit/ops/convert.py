@@ -19,13 +19,17 @@ def convert(
     to: str,
     world_size: int | None = None,
     under: str = "",
+    optimizer_keys: str | None = None,
     **options: Unpack[Keywords],
 ) -> Converted:
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
     "dcp" and "pt" keep everything, optimizer and all, and the files beside it; a `dst` like `model.pt` is made a file,
     with nothing beside it. "hf" is the model alone, as `consolidate` writes it. `under` puts all under a key, such as
-    `model`; "dcp" is written for `world_size` ranks, by default as many as before. For the other options see
-    `ConvertOptions`. Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
+    `model`; "dcp" is written for `world_size` ranks, by default as many as before. `optimizer_keys` are "names" or
+    "ids" of its parameters; by default an optimizer in one file gets names, where these are certain, as it becomes
+    shards. For the other options see `ConvertOptions`. Raises a `CkptError`, and leaves `dst` as it was, if anything
+    does not fit or a checksum differs.
     """
-    return carry_out([src], dst, ConvertOptions.of(options, to=to, world_size=world_size, under=under))
+    own = {"to": to, "world_size": world_size, "under": under, "optimizer_keys": optimizer_keys}
+    return carry_out([src], dst, ConvertOptions.of(options, **own))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.companions import find_config
+from ckptkit.checkpoints.optimizer_keys import kind_of_keys
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import find_weights, has_weights
 from ckptkit.errors import Mismatch, Unsupported
@@ -23,6 +24,7 @@ class Inspected:
 
     `model` is the part with the model, or the only one. `step`, `trainer` and `parameters`, the model's elements with
     tied ones counted once, are None where nothing tells them. `groups` are "model", "optimizer" and "rest".
+    `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer, or if some has these and some those.
     """
 
     layout: Layout
@@ -36,6 +38,7 @@ class Inspected:
     ties: tuple[Tie, ...]
     has_manifest: bool
     unread: tuple[str, ...]
+    optimizer_keys: str | None = None
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -60,12 +63,13 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         checkpoint.step,
         checkpoint.path,
         checkpoint.trainer,
-        layout.world_size,
+        layout.world_size or checkpoint.world_size,
         count_parameters(model.layout, weights, ties),
         group([part.layout for part in checkpoint.parts], weights),
         tuple(ties),
         model.has_manifest,
         unread,
+        kind_of_keys(layout),
     )
 
 

@@ -42,8 +42,8 @@ class OwnFiles:
     def strangers(self) -> list[str]:
         """Return the files in the directory that look like parts of such a checkpoint and are not of this one."""
         names = set(names_in(self.root)) if self.path.is_dir() else set()
-        used = {Path(name).parts[0] for name in self.needed}
-        unused = sorted(filter(self.reader.owns, names - used - self.recorded.keys()))
+        known = {name.partition("/")[0] for name in (*self.needed, *self.recorded)}
+        unused = sorted(filter(self.reader.owns, names - known))
         return [name for name in unused if (self.root / name).lstat().st_size]
 
     def expected(self, extent: Extent) -> int | None:

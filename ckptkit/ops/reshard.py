@@ -7,6 +7,7 @@ from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.files.path import RemotePath
+from ckptkit.formats import writable_formats
 from ckptkit.ops.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.ops.conversion.pipeline import carry_out
 from ckptkit.ops.conversion.report import Converted
@@ -18,15 +19,21 @@ RUN = "run"  # where `ckptkit train` saves unless told otherwise
 def reshard(
     src: Source | None = None, dst: str | Path | None = None, *, to: int, **options: Unpack[Keywords]
 ) -> Converted:
-    """Write the checkpoint at `src` to directory `dst` as DCP for `to` ranks, each of which has its shards in one file.
+    """Write the checkpoint at `src` to directory `dst` for `to` ranks: files by rank stay such files, all else is DCP.
 
     `src` may be a run, by default `run/` or else the current directory: then its latest complete checkpoint is meant.
     `dst` is by default `SRC-toN` beside it. Parts that are the same for any number of ranks, such as safetensors
     beside an optimizer in shards, are copied as they are. For the options, and the errors, see `convert`.
     """
-    asked = ConvertOptions.of(options, to="dcp", world_size=to, only_sharded=True)
     source = Checkpoint.open(src if src is not None else default_source())
+    asked = ConvertOptions.of(options, to=own_format(source), world_size=to, only_sharded=True)
     return carry_out([source], dst if dst is not None else default_output(source.path, to), asked)
+
+
+def own_format(source: Checkpoint) -> str:
+    """Return the format that the shards of a checkpoint are in, or DCP if that is not written."""
+    formats = {part.reader.name for part in source.parts if part.reader.is_sharded}
+    return formats.pop() if len(formats) == 1 and formats <= set(writable_formats()) else "dcp"
 
 
 def default_source() -> Path:

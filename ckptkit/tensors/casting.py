@@ -18,7 +18,7 @@ from ckptkit.tensors.dtypes import DType
 Array = NDArray[Any]
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-_PART = 1 << 18  # elements converted at a time: the passes over them stay near the cache, and are few
+_PART = 1 << 16  # elements converted at a time: the passes over them stay near the cache, and are few
 # the smallest magnitudes that round to infinity
 _OVERFLOW = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
 
@@ -87,11 +87,10 @@ def _assign(out: Array, values: Array) -> None:
 
 
 def _to_bfloat16(values: Array, out: NDArray[np.uint16], are_small: bool) -> None:
-    bits = values.view(np.uint32)
-    scratch = np.right_shift(bits, 16)
-    np.bitwise_and(scratch, 1, out=scratch)  # the last bit that stays: ties go to the even neighbour
-    np.add(scratch, bits, out=scratch)
-    np.add(scratch, 0x7FFF, out=scratch)
-    np.right_shift(scratch, 16, out=out, casting="unsafe", dtype=np.uint32)
+    rounded = np.add(values.view(np.uint32), 0x8000)  # half of the last bit that stays
+    ties = np.flatnonzero(rounded.astype(np.uint16) == 0)
+    np.right_shift(rounded, 16, out=rounded)
+    np.copyto(out, rounded, casting="unsafe")
+    out[ties] &= 0xFFFE  # they went up, and go to the even neighbour
     if not are_small:
         out[np.isnan(values)] = 0x7FC0

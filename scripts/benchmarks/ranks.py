@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import Place, process_group
 from scripts.benchmarks.inputs import make_model, make_training
 
+READ_BYTES = 1 << 19
 READERS: dict[str, Callable[[str], Any]] = {
     "dcp": FileSystemReader,
     "ckptkit": storage.Reader,
@@ -39,11 +41,28 @@ READERS: dict[str, Callable[[str], Any]] = {
 def load(mesh: DeviceMesh, options: argparse.Namespace) -> float:
     """Load a DCP checkpoint, or a Hugging Face model, into a model sharded over the ranks."""
     model = empty(make_model, mesh, options)
+    if options.by == "preadv":
+        return timed(lambda: read_alone(model, sorted(options.src.iterdir())))
     state = {"model": model} if (options.src / ".metadata").exists() else model
     reader = READERS[options.by](str(options.src))
     seconds = timed(lambda: dcp.load(state, storage_reader=reader))
     require_loaded(model)
     return seconds
+
+
+def read_alone(model: dict[str, DTensor], files: list[Path]) -> None:
+    """Fill this rank's part of the model with as many bytes of its share of the files, whatever they mean."""
+    own = files[len(files) * dist.get_rank() // dist.get_world_size() :]
+    opened = [os.open(path, os.O_RDONLY) for path in (*own, *files)]
+    number = offset = 0
+    for tensor in model.values():
+        memory = tensor.to_local().reshape(-1).view(torch.uint8).numpy().data
+        at = 0
+        while at < len(memory):
+            count = os.preadv(opened[number], [memory[at : at + READ_BYTES]], offset)
+            at, offset = at + count, offset + count
+            if not count:
+                number, offset = number + 1, 0
 
 
 def save(mesh: DeviceMesh, options: argparse.Namespace) -> float:
@@ -129,7 +148,7 @@ def main() -> None:
     parser.add_argument("src", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--ranks", type=int)
-    parser.add_argument("--by", choices=["dcp", "ckptkit", "hf", "hf-later"])
+    parser.add_argument("--by", choices=["dcp", "ckptkit", "hf", "hf-later", "preadv"])
     parser.add_argument("--size-gb", type=float)
     parser.add_argument("--dtype")
     parser.add_argument("--no-sync", action="store_true")

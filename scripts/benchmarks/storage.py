@@ -10,8 +10,9 @@ from scripts.benchmarks.workplace import ckptkit, make, size_of, workplace
 from scripts.markdown import paragraph
 
 DTYPE = "bfloat16"
-LOADS = {"dcp": "torch dcp.load", "ckptkit": "ckptkit.storage.Reader"}
-HF_LOADS = {"hf": "torch HuggingFaceStorageReader", "ckptkit": "ckptkit.storage.Reader"}
+FLOOR = "preadv of as many bytes, nothing else"
+LOADS = {"dcp": "torch dcp.load", "ckptkit": "ckptkit.storage.Reader", "preadv": FLOOR}
+HF_LOADS = {"hf": "torch HuggingFaceStorageReader", "ckptkit": "ckptkit.storage.Reader", "preadv": FLOOR}
 SAVES = {
     "dcp": "torch dcp.save",
     "ckptkit": "ckptkit.storage.Writer, hf",

@@ -64,7 +64,8 @@ def test_expected_shapes_are_transformers(model_type: str, options: dict[str, An
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
     shapes = expected_shapes(config.to_dict())
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert shapes is not None
+    assert list(shapes.items()) == [(name, tuple(tensor.shape)) for name, tensor in state.items()]
     assert is_tied(config.to_dict()) == config.tie_word_embeddings
 
 
@@ -200,12 +201,12 @@ def test_a_missing_tensor(tmp_path: Path) -> None:
 def test_the_hint_of_a_missing_tensor_mends_it(change: Any, tmp_path: Path) -> None:
     model = make_model(tie_word_embeddings=True)
     state = {change(name): tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    source = save_run(model, tmp_path / "run", state)
+    source = save_run(model, tmp_path / "run", state | {"loss.scale": torch.ones(1)})
     with pytest.raises(Mismatch, match="missing") as caught:
         consolidate(source, tmp_path / "out")
     assert caught.value.hint is not None
     rule = caught.value.hint.removeprefix("--rename '").removesuffix("'")
-    consolidate(source, tmp_path / "out", rename=[rule])
+    consolidate(source, tmp_path / "out", rename=[rule], exclude="*loss.scale")
     assert same_logits(model, tmp_path / "out")
 
 

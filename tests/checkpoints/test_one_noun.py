@@ -179,16 +179,6 @@ def save_deepspeed(run: Path) -> Path:
     return root
 
 
-def save_megatron(run: Path) -> Path:
-    """A directory for each of two ranks of tensors, as before DCP."""
-    root = run / "iter_0000020"
-    for rank in range(2):
-        (root / f"mp_rank_0{rank}").mkdir(parents=True)
-        torch.save({"model": {"w": torch.ones(2)}}, root / f"mp_rank_0{rank}" / "model_optim_rng.pt")
-    (run / "latest_checkpointed_iteration.txt").write_text("20")
-    return root
-
-
 def save_accelerate(run: Path) -> Path:
     """A file for each rank beside what a Trainer leaves."""
     root = run / "checkpoint-7"
@@ -201,7 +191,6 @@ def save_accelerate(run: Path) -> Path:
 
 UNREAD = {
     "verl": save_verl,
-    "Megatron": save_megatron,
     "Accelerate, by transformers' Trainer": save_accelerate,
 }
 

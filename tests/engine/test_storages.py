@@ -12,7 +12,7 @@ from ckptkit.engine.copy import copy, execute, settle
 from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import Checksums, crc32
-from ckptkit.layout import Chunk, Layout, Spec, Storage, StoredTensor
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
@@ -26,11 +26,13 @@ def stored(root: Path, *, damaged_at: int | None = None) -> Layout:
     """Some tensors and padding behind one another, of which only the whole has a checksum."""
     root.mkdir()
     data = bytearray(i * 37 % 251 for i in range(EACH * COUNT + PADDING))
-    storage = Storage(11, len(data), zlib.crc32(data))
+    begin, crc = 11, zlib.crc32(data)
     if damaged_at is not None:
         data[damaged_at] ^= 1
-    (root / "f").write_bytes(b"?" * storage.offset + data + b"?")
-    chunks = (Chunk(whole((EACH,)), "f", storage.offset + i * EACH, EACH, BYTE, storage=storage) for i in range(COUNT))
+    (root / "f").write_bytes(b"?" * begin + data + b"?")
+    run = (begin, len(data))
+    places = [begin + i * EACH for i in range(COUNT)]
+    chunks = (Chunk(whole((EACH,)), "f", at, EACH, BYTE, crc32=crc, run=run) for at in places)
     tensors = {f"t{i}": StoredTensor(Spec(BYTE, (EACH,)), (chunk,)) for i, chunk in enumerate(chunks)}
     return Layout(root, "raw", tensors)
 

@@ -177,6 +177,7 @@ def bombs() -> Iterator[Bad]:
         archive = be_archive({"data.pkl": bomb, "byteorder": b"little", "version": b"3\n"})
         yield Bad(name, "pt", write("state.pt", archive), ("state.pt",), **limits)
         yield Bad(name, "pt", write(ZERO, archive), (ZERO,), **limits, subjects=OURS)
+        yield Bad(f"{name}, beside a model", "hf", write("optimizer.pt", archive), ("optimizer.pt",), **limits)
 
 
 CASES: tuple[Case, ...] = (

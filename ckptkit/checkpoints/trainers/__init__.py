@@ -13,10 +13,15 @@ from ckptkit.checkpoints.trainers.deepspeed import DEEPSPEED
 from ckptkit.checkpoints.trainers.diffusers import DIFFUSERS
 from ckptkit.checkpoints.trainers.dlrover import DLROVER
 from ckptkit.checkpoints.trainers.lightning import LIGHTNING
+from ckptkit.checkpoints.trainers.llmc import LLMC
 from ckptkit.checkpoints.trainers.megatron import MEGATRON
+from ckptkit.checkpoints.trainers.meta_llama import META_LLAMA
+from ckptkit.checkpoints.trainers.nanochat import NANOCHAT
+from ckptkit.checkpoints.trainers.nanogpt import NANOGPT
 from ckptkit.checkpoints.trainers.nanotron import NANOTRON
 from ckptkit.checkpoints.trainers.nemo import NEMO
 from ckptkit.checkpoints.trainers.olmo import OLMO
+from ckptkit.checkpoints.trainers.orbax import ORBAX
 from ckptkit.checkpoints.trainers.peft import PEFT
 from ckptkit.checkpoints.trainers.plain import PLAIN
 from ckptkit.checkpoints.trainers.torchtitan import TORCHTITAN
@@ -24,13 +29,14 @@ from ckptkit.checkpoints.trainers.torchtune import TORCHTUNE
 from ckptkit.checkpoints.trainers.trainer import Evidence, MetricsFile, Trainer
 from ckptkit.checkpoints.trainers.transformers import TRANSFORMERS
 from ckptkit.checkpoints.trainers.verl import VERL
+from ckptkit.checkpoints.trainers.vllm import VLLM
 from ckptkit.layout import KeyPath
 
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 TRAINERS: tuple[Trainer, ...] = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 
 
@@ -79,7 +85,42 @@ def is_whole(name: str) -> bool:
 
 def is_other_part(name: str) -> bool:
     """Return whether a directory of this name in a checkpoint holds anything but the model."""
-    return name.startswith("optim") or any(matches("others", name))
+    return name.startswith("optim") or is_beside_model(name)
+
+
+def is_beside_model(name: str) -> bool:
+    """Return whether a directory of this name in a model's directory holds the rest of its training."""
+    return any(matches("others", name))
+
+
+def key_beside(name: str, step: int | None) -> str | None:
+    """Return the keys that the contents of a file of this name belong under beside a model; None for other files.
+
+    The model is a directory, or else a file of this `step`.
+    """
+    for pattern, key in files_beside():
+        match = pattern.fullmatch(name)
+        if match:
+            said = match.groupdict()
+            if step == (int(said["step"]) if "step" in said else None):
+                return key.format(**said)
+    return None
+
+
+@cache
+def files_beside() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Return the patterns of files that are a part of a checkpoint, with the key for each, of every trainer in turn."""
+    return tuple((re.compile(pattern), key) for trainer in TRAINERS for pattern, key in trainer.beside.items())
+
+
+def is_kept(name: str, beside: Iterable[str]) -> bool:
+    """Return whether a directory or hidden file goes along as it is, by its name and those that it lies beside."""
+    return any(trainer.kept[name] in beside for trainer in TRAINERS if name in trainer.kept)
+
+
+def step_keys() -> tuple[tuple[str, KeyPath], ...]:
+    """Return where a checkpoint says its step: the file, "" for its own entries, and the way to it."""
+    return tuple(found for trainer in TRAINERS for found in trainer.step_keys)
 
 
 def is_tracker(name: str) -> bool:
@@ -99,8 +140,28 @@ def metrics_files() -> dict[str, MetricsFile]:
 
 def say_unread(names: Iterable[str]) -> str | None:
     """Return what files of these names are, if some trainer's that ckptkit does not read is among them."""
-    known = [(re.compile(pattern), words) for trainer in TRAINERS for pattern, words in trainer.unread.items()]
-    return next((words for name in sorted(names) for pattern, words in known if pattern.fullmatch(name)), None)
+    return look_up("unread", sorted(names))
+
+
+def hint_on_unread(names: Iterable[str]) -> str | None:
+    """Return what to do about files of these names that ckptkit does not read, None if there is nothing to say."""
+    return look_up("hints", sorted(names))
+
+
+def say_own_names(names: Iterable[str]) -> str | None:
+    """Return whose own names tensors of these names have, None if nothing tells that no engine knows them."""
+    return look_up("own_names", names)
+
+
+def say_opaque(names: Iterable[str]) -> str | None:
+    """Return what tensors among these names are that can only be carried as they are, None if there are none."""
+    return look_up("opaque", names)
+
+
+def look_up(table: str, names: Iterable[str]) -> str | None:
+    """Return what the tables of this name say of the first name that a pattern in any of them matches whole."""
+    known = [(re.compile(key), words) for trainer in TRAINERS for key, words in getattr(trainer, table).items()]
+    return next((words for name in names for pattern, words in known if pattern.fullmatch(name)), None)
 
 
 def who_wrote(seen: Evidence) -> str | None:

@@ -30,7 +30,7 @@ ACCELERATE = Trainer(
     name="accelerate",
     wrote=wrote,
     others=("optimizer_[0-9]+",),
+    beside={r"optimizer\.bin": "optimizer"},  # of `save_state` without shards
     ranks=(r"(?:pytorch_model_fsdp|optimizer)(?:_[0-9]+)?_rank([0-9]+)\.bin",),
     own_state=(r"random_states_([0-9]+)\.pkl",),
-    unread={_BY_RANK: "a file of torch.save for each rank, as Accelerate saves without DCP"},
 )

@@ -18,5 +18,6 @@ LIGHTNING = Trainer(
     name="lightning",
     wrote=wrote,
     steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:\.ckpt)?",),
+    beside={r"meta\.pt": ""},
     epochs=(r"epoch=([0-9]{1,18})(?:\.ckpt)?",),
 )

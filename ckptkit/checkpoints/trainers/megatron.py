@@ -7,15 +7,26 @@ in it, or a directory `mp_rank_TT_PPP` for each rank of tensors and pipeline.
 from __future__ import annotations
 
 from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.layout import KeyPath
 
 _RANK = "mp_rank_[0-9]{2}(?:_[0-9]{3})*"
-_ONE_OF_SEVERAL = rf"(?!mp_rank_00(?:_000)*$){_RANK}"  # a rank that is alone has the whole model
+_BRIDGE = r"run_config\.yaml|train_state\.pt"
+_BUCKET = r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*bucket_idx_.*"
+_OPAQUE = "the optimizer does not say of which parameters its states are: they are carried as they are"
+_LAYER = r"(?:.*\.)?(?:decoder|encoder)\.layers\..*linear_(?:qkv|proj|fc1|fc2)\..*"
 
 
 def wrote(seen: Evidence) -> str | None:
     """Return the name by the file that says how the shards are stored, or the directories of ranks."""
+    if seen.has_file(_BRIDGE):
+        return "Megatron-Bridge"
     is_sharded = "sharded_backend" in seen.read_json("metadata.json")
     return "Megatron" if is_sharded or seen.has_file(_RANK) else None
+
+
+def rank_of_key(key: KeyPath) -> int | None:
+    """Return the rank whose own state lies at a key path, as the legacy format is read."""
+    return key[1] if key[0] == "rank_state" and len(key) > 1 and isinstance(key[1], int) else None
 
 
 MEGATRON = Trainer(
@@ -23,5 +34,11 @@ MEGATRON = Trainer(
     wrote=wrote,
     steps=("iter_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
-    unread={_ONE_OF_SEVERAL: "a directory for each rank of tensors and pipeline, as Megatron saves"},
+    unread={r"\.zarray": "arrays of zarr, as Megatron saved before `torch_dist`"},
+    hints={r"\.zarray": "load and save it with a Megatron-LM that has both, such as core 0.12"},
+    opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
+    own_names={_LAYER: "Megatron's"},
+    beside={r"common\.pt": ""},
+    step_keys=(("", ("iteration",)),),
+    rank_of_key=rank_of_key,
 )

@@ -19,5 +19,6 @@ PLAIN = Trainer(
     wrote=wrote,
     steps=(r"(?:ep(?:och)?[-_]?[0-9]+[-_])?(?:ckpt|checkpoint|step|global_step|iter|ba)[-_]?([0-9]{1,18})(?:_ckp)?",),
     epochs=(r"epoch(?:[-_]?|=)([0-9]{1,18})(?:\.ckpt)?",),
+    step_keys=(("", ("step",)), ("", ("global_step",))),
     trackers=("latest", "latest.txt", "LATEST", "LOWEST_VAL"),
 )

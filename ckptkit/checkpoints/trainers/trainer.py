@@ -42,28 +42,40 @@ class MetricsFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """A program that saves checkpoints, and the names that it gives. Patterns are of whole names.
-
-    `steps` and `epochs` are of a checkpoint's directory or file, the group is the number; `trackers` are files in a run
-    that say which checkpoint is meant. Inside a checkpoint `wholes` are directories with all of it, but for a config or
-    a copy of its weights beside them, `others` are directories with all but the model,
-    `companions` those with config and tokenizer, `ranks` files of which each rank has one (the group is the rank),
-    `own_state` files with the state of single ranks. `rank_of_key` gives the rank whose own state lies at a key path.
-    `unread` says, by pattern, what files and directories are that ckptkit does not read. `metrics` gives, by file, what
-    was measured. `wrote` says the name to show, or None, by what only this trainer leaves: be it a name, in a listing,
-    or a key, once the metadata was read.
-    """
+    """A program that saves checkpoints, as tables of the names that it gives. Patterns are of whole names."""
 
     name: str
+    # says the name to show, or None, by what only this trainer leaves: a name in a listing, or a key in the metadata
     wrote: Callable[[Evidence], str | None] = lambda _: None
+
+    # of a run: the directories or files of checkpoints, with a group that is the step or epoch; and the files that say
+    # which of these is meant
     steps: tuple[str, ...] = ()
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
+    # where a name says no step: a small file of JSON, or "" for the checkpoint's own entries, and the keys to it
+    step_keys: tuple[tuple[str, KeyPath], ...] = ()
+
+    # of a checkpoint, directories: with all of it, but for a config or a copy of its weights beside them; with all but
+    # the model; with config and tokenizer; and those that go along as they are, each known by what it lies beside
     wholes: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+    # of a checkpoint, files: of torch.save beside the model that are a part of it, each with the keys that its contents
+    # belong under, "" for none (a group `step` is that of a model that is a file, a group `rank` may be in the keys);
+    # of which each rank has one, or which have its own state, with a group that is the rank; and of metrics
+    beside: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
-    rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
-    unread: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, MetricsFile] = field(default_factory=dict)
+    # what files and directories are that ckptkit does not read, and by the same patterns what to do about it
+    unread: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    # of entries: the rank whose own state lies at a key path; by pattern of names, whose own those are that no
+    # inference engine knows, and what tensors are that can only be carried as they are
+    rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    opaque: Mapping[str, str] = field(default_factory=dict)

@@ -37,6 +37,8 @@ TRANSFORMERS = Trainer(
     name="transformers",
     wrote=wrote,
     steps=("checkpoint-([0-9]{1,18})",),
+    beside={r"optimizer\.pt": "optimizer"},
+    step_keys=((STATE, ("global_step",)),),
     own_state=(r"rng_state_([0-9]+)\.pth",),
     metrics={STATE: MetricsFile(1 << 26, logged_numbers)},  # a line for every time that anything was logged
 )

@@ -6,8 +6,12 @@ each rank, and config and tokenizer in `huggingface`.
 
 from __future__ import annotations
 
-from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+import re
 
+from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
+from ckptkit.layout import KeyPath
+
+_OWN = re.compile(r"rank_(\d+)")  # `rng.rank_3`
 _MODEL = r"model_world_size_[0-9]+_rank_[0-9]+\.pt"
 
 
@@ -16,12 +20,18 @@ def wrote(seen: Evidence) -> str | None:
     return "verl" if seen.has_file(_MODEL) else None
 
 
+def rank_of_key(key: KeyPath) -> int | None:
+    """Return the rank whose random state, or other state of its own, lies at a key path."""
+    match = _OWN.fullmatch(str(key[1])) if len(key) > 2 else None
+    return int(match[1]) if match else None
+
+
 VERL = Trainer(
     name="verl",
     wrote=wrote,
     steps=("global_step_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
     companions=("huggingface",),
+    rank_of_key=rank_of_key,
     ranks=(r"(?:model|optim|extra_state)_world_size_[0-9]+_rank_([0-9]+)\.pt",),
-    unread={rf"(?!model_world_size_1_){_MODEL}": "a file of torch.save for each rank, as verl saves"},
 )

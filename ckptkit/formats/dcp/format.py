@@ -16,6 +16,7 @@ from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import Opened, file_size, names_in
 from ckptkit.files.ranges import read_ahead
+from ckptkit.formats.dcp.model_space import unfold
 from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
 from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal
 from ckptkit.formats.dcp.write_metadata import record
@@ -59,26 +60,41 @@ class Dcp(Writer):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`; chunks still in their envelopes."""
         with collector_paused():
-            gathered = Reading(path)
-            described_by = find_metadata(path)
-            for file in described_by:
-                gathered.add(read_metadata(file), file)
-            layout = gathered.layout(self.name)
+            layout = self.read_items(path)
             check_files(layout, report)
             check_cover(layout, report)
-            names = tuple(file.name for file in described_by)
-            return replace(layout, world_size=count_ranks(layout), descriptions=names)
+            return unfold(replace(layout, world_size=count_ranks(layout)), report)
+
+    def read_items(self, path: Path) -> Layout:
+        """Return the layout of a checkpoint as its metadata says it, which is not compared with the files."""
+        gathered = Reading(path)
+        described_by = find_metadata(path)
+        for file in described_by:
+            gathered.add(read_metadata(file), file)
+        return replace(gathered.layout(self.name), descriptions=tuple(file.name for file in described_by))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return the large entries of every item's archive, and whole what is none; the small ones are compared."""
         with Opened(layout.root, in_order=False) as opened:
             files = ReadAhead(opened)
-            items = sorted(items_of(layout).items())
+            items = sorted(items_of(self.with_items(layout)).items())
             for (path, offset, length), name in read_ahead(layout.root, items, lambda item: ends_of(*item[0])):
                 try:
                     yield from extents_of(files, Extent(path, offset, length, None, name))
                 except CkptError as error:
                     report(error.blame(path=layout.root / path, tensor=name, offset=offset))
+
+    def with_items(self, layout: Layout) -> Layout:
+        """Return the layout by the items in its files, also where it has parts of these; of files that it uses."""
+        if all(chunk.wrapper for tensor in layout.tensors.values() for chunk in tensor.chunks):
+            return layout
+        used, whole = {place.path for _, place in layout.stored}, self.read_items(layout.root)
+        tensors = {
+            name: replace(tensor, chunks=tuple(chunk for chunk in tensor.chunks if chunk.path in used))
+            for name, tensor in whole.tensors.items()
+        }
+        blobs = {name: blob for name, blob in whole.blobs.items() if blob.path in used}
+        return replace(whole, tensors=tensors, blobs=blobs)
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""

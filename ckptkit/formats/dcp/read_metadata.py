@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import check_name, read_small, recognise
+from ckptkit.formats.dcp.flat_names import infer_keys
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
 from ckptkit.formats.torchfile.locate import ENVELOPE
@@ -50,6 +51,9 @@ _NAMES = frozenset(
         (f"{_THERE}.filesystem", "_StoragePrefix"),
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+        # OLMo-core has a writer of its own, with torch's names for what it leaves
+        ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("olmo_core.distributed.checkpoint.filesystem", "_StoragePrefix"),
         *(("torch", name) for name in (*DTYPES, "Size", "strided")),
         ("torch.serialization", "_get_layout"),
         *(
@@ -159,7 +163,8 @@ class Reading:
     def layout(self, name: str) -> Layout:
         """Return what was gathered, as a layout of the format `name`."""
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
-        return Layout(self.root, name, tensors, self.blobs, self.keys)
+        keys = self.keys or infer_keys((*tensors, *self.blobs), tensors)
+        return Layout(self.root, name, tensors, self.blobs, keys)
 
 
 def attributes_of(value: Any) -> Attributes:

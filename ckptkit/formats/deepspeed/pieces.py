@@ -66,4 +66,5 @@ def join(shape: Shape, runs: Iterable[Run], buffers: Sequence[Chunk]) -> StoredT
 def part_of(buffer: Chunk, box: Box, start: int) -> Chunk:
     """Return the chunk with a box of a tensor, from byte `start` of a buffer, by which it is checked."""
     length = box.numel * buffer.dtype.itemsize
-    return Chunk(box, buffer.path, buffer.offset + start, length, buffer.dtype, storage=buffer.checked_as)
+    place = (buffer.path, buffer.offset + start, length)
+    return Chunk(box, *place, buffer.dtype, crc32=buffer.crc32, run=buffer.bytes)

@@ -16,9 +16,9 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, names_in, read_small
 from ckptkit.files.ranges import read_ahead
-from ckptkit.formats.hf.headers import check_readable, check_writable, make_header, read_header
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import Writer
+from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Spec, StoredTensor, check_cover
 
 SINGLE = "model.safetensors"

@@ -28,7 +28,10 @@ from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 MAIN = "state.pt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # what trainers leave beside the model, and is none
-_BESIDE = re.compile(r"(optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict)")
+_BESIDE = re.compile(
+    r"(optim|distrib_optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict|meta\."
+    r"|(latest_)?train_state|common\.pt$|data\.pt$)"
+)
 
 
 class Pt(Writer):

@@ -104,8 +104,9 @@ class Flattening:
             error.hint = error.hint and "save it as a plain dense tensor"
             raise
         dtype, shape = found.tensor.dtype, found.tensor.shape
-        place = (self.path, found.offset, found.length)
-        chunk = Chunk(whole(shape), *place, dtype, found.strides, found.crc32, storage=found.storage)
+        chunk = Chunk(whole(shape), self.path, found.offset, found.length, dtype, found.strides, found.crc32)
+        if found.storage is not None:
+            chunk = chunk._replace(crc32=found.storage.crc32, run=(found.storage.offset, found.storage.length))
         return StoredTensor(Spec(dtype, shape), (chunk,))
 
     def blob(self, value: Any) -> Blob:

@@ -18,6 +18,7 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.opcodes import rewrite
 
 _MOST_NAMES = 10_000  # in one pickle; each is a class, of a kilobyte
+_LONGEST_NAME = 512  # characters of a name that is made of others
 
 
 class Global(type):
@@ -113,6 +114,28 @@ class Record:
         self.args[0].append(member)
 
 
+class _Attribute(Global):
+    """The name of `getattr`. A call of it with a name and a text is a name too: that of a class inside a class."""
+
+    _find: Callable[[str, str], Any]
+
+    def __new__(cls, module: str, name: str, find: Callable[[str, str], Any]) -> Global:
+        """Return the class that asks `find` for the names that its calls make."""
+        made = super().__new__(cls, module, name)
+        type.__setattr__(made, "_find", staticmethod(find))
+        return made
+
+    def __init__(cls, module: str, name: str, find: Callable[[str, str], Any]) -> None:
+        pass  # a class is made by `__new__`
+
+    def __call__(cls, *args: Any) -> Any:
+        """Return the name, or the record of another call."""
+        match args:
+            case (Global() as of, str(name)) if len(of.name) + len(name) < _LONGEST_NAME and "\n" not in name:
+                return cls._find(of.module, f"{of.name}.{name}")
+        return Record(cls, args)
+
+
 def _make(of: Global, *args: Any) -> Record:
     """Return the instance of a class that is made without its `__init__`."""
     return Record(of, args, is_new=True)
@@ -145,6 +168,7 @@ Names = Container[tuple[str, str]]
 ANY_NAME: Final = _AnyName()  # for the pickle of a user's own state: a name does no harm, since none is ever imported
 _SET = Global("builtins", "set")
 _SIZE = ("torch", "Size")
+_GETATTR = (("builtins", "getattr"), ("__builtin__", "getattr"))
 _tuple_itself = ().__add__  # gives back the tuple that it is called with, and nothing else
 SCALARS: Final = (str, int, float, bytes, bool, type(None))
 _MALFORMED = (
@@ -193,7 +217,9 @@ class _Unpickler(pickle.Unpickler):
                 )
             if len(self._known) == _MOST_NAMES:
                 raise Unsupported(f"the pickle has more than {_MOST_NAMES} names")
-            known = self._known[module, name] = Global(module, name)
+            is_getattr = (module, name) in _GETATTR
+            known = _Attribute(module, name, self.find_class) if is_getattr else Global(module, name)
+            self._known[module, name] = known
         return known
 
     def persistent_load(self, pid: Any) -> Any:

@@ -19,7 +19,6 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.file import recognise
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
-from ckptkit.layout import Storage
 from ckptkit.tensors.box import Shape
 from ckptkit.tensors.dtypes import DTYPES, DType
 
@@ -146,7 +145,7 @@ class Located(NamedTuple):
     length: int
     strides: Shape | None
     crc32: int | None
-    storage: Storage | None = None
+    storage: Entry | None = None
 
 
 def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, Entry]]:
@@ -176,7 +175,7 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
         length=nbytes,
         strides=None if tensor.is_row_major else tensor.strides,
         crc32=storage.crc32 if is_whole and storage.crc32 else None,
-        storage=None if is_whole or not storage.crc32 else Storage(storage.offset, storage.length, storage.crc32),
+        storage=None if is_whole or not storage.crc32 else storage,
     )
 
 

@@ -41,18 +41,18 @@ class Storages:
     def _tensor(self, name: str, stored: StoredTensor) -> Record:
         """Return a tensor with a storage of its own; tied ones, which have the same chunks, share it.
 
-        Not so a mere number: an optimizer counts the steps of each parameter in place, and they may have been saved as
-        one.
+        Single numbers never do: the steps of two parameters may be read from one place, but count by themselves.
         """
         kept = stored if stored.spec.shape else (name, stored)
         key = self._keys.get(kept)
         if key is None:
-            key = self._add(stored.spec.nbytes)
+            key = self.add(stored.spec.nbytes)
             if stored.chunks:
                 self._keys[kept] = key
         return describe_tensor(stored.spec, key)
 
-    def _add(self, content: int | bytes) -> str:
+    def add(self, content: int | bytes) -> str:
+        """Return the key of a new storage, with its bytes or how many will come."""
         key = str(len(self.contents))
         self.contents[key] = content
         return key
@@ -86,7 +86,7 @@ class Storages:
                     if key not in keys:
                         content = read_entry(read, entries, f"data/{key}", limit=self._room)
                         self._spend(len(content))
-                        keys[key] = self._add(content)
+                        keys[key] = self.add(content)
                     part.value = ("storage", kind, keys[key], *rest)
                 case _:
                     raise Corrupt("data.pkl refers to something else than a storage")

@@ -16,6 +16,7 @@ from ckptkit.formats.torchfile.inert_pickle import Dict, Global, PersistentId, R
 _i32, _u32, _f64 = Struct("<i"), Struct("<I"), Struct(">d")
 _SMALL_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 _BYTES = Global("_codecs", "encode")  # protocol 2 knows no bytes: a call makes them of a string
+_GETATTR = Global("__builtin__", "getattr")
 
 
 def dump(value: Any) -> bytes:
@@ -141,9 +142,17 @@ class Pickler:
     # what would be imported and called
 
     def _name(self, value: Global) -> None:
-        if not self._recall(value):
+        if self._recall(value):
+            return
+        above, _, last = value.name.rpartition(".")
+        if above:  # protocol 2 knows no class inside a class: a call finds it
+            self._name(_GETATTR)
+            self._name(Global(value.module, above))
+            self._string(last)
+            self.out += b"\x86R"
+        else:
             self.out += f"c{value.module}\n{value.name}\n".encode()
-            self._remember(value)
+        self._remember(value)
 
     def _call(self, value: Record) -> None:
         if self._recall(id(value)):

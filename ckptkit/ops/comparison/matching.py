@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.expected import HEAD
 from ckptkit.checkpoints.fit import restore_tied
+from ckptkit.checkpoints.optimizer_keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed
+from ckptkit.checkpoints.parameter_order import find_names
 from ckptkit.checkpoints.parameters import NewName, is_list_of_parameters, rename_in, rename_list
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import LeftOut, Weights, find_prefix, find_weights, has_weights, model_name
@@ -47,21 +50,75 @@ class Side:
 
     def renamed(self, new_name: NewName) -> Self:
         """Return it with other names for parameters, wherever these occur."""
-        keys = {name: rename_in(self.layout.key(name), new_name, name in self.weights) for name in self.layout.names}
+        own = {self.layout.key(name)[-1] for name in self.weights}
+        keys = {
+            name: rename_in(self.layout.key(name), new_name, name in self.weights, own) for name in self.layout.names
+        }
         weights = frozenset(new_name(name) for name in self.weights)
         return replace(self, layout=with_keys(self.layout, keys, new_name), weights=weights)
 
 
-def pair_parts(one: Checkpoint, two: Checkpoint, notes: list[str]) -> list[tuple[Part, Part]]:
-    """Return the parts to be compared: all of both if they have the same parts, or else those with the model."""
+class Compared(NamedTuple):
+    """A directory or file that is compared, and its layout."""
+
+    path: Path
+    layout: Layout
+
+
+Pair = tuple[Compared, Compared]
+
+
+def pair_parts(one: Checkpoint, two: Checkpoint, notes: list[str]) -> list[Pair]:
+    """Return the parts to be compared: all of both if they have the same parts, or else those with the model.
+
+    Files beside a model are compared with it, where the other checkpoint has all in one.
+    """
     ours, theirs = ({part.place: part for part in checkpoint.parts} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
-        return [(ours[place], theirs[place]) for place in ours]
+        return [(as_part(ours[place]), as_part(theirs[place])) for place in ours]
+    whole = join_files(one), join_files(two)
+    if whole[0] is not None and whole[1] is not None:
+        return [with_names_of_both((one, whole[0]), (two, whole[1]), notes)]
     for checkpoint in (one, two):
         model = checkpoint.model_part
         rest = ", ".join(part.path.name for part in checkpoint.parts if part is not model)
         notes += [f"of {model.path.parent} only {model.path.name} was compared, not {rest}"] if rest else []
-    return [(one.model_part, two.model_part)]
+    return [(as_part(one.model_part), as_part(two.model_part))]
+
+
+def as_part(part: Part) -> Compared:
+    """Return a part by itself."""
+    return Compared(part.path, part.layout)
+
+
+def join_files(checkpoint: Checkpoint) -> Compared | None:
+    """Return a checkpoint with the files beside its model; None where that has other parts."""
+    model = checkpoint.model_part
+    if any(part.under is None for part in checkpoint.parts if part is not model):
+        return None
+    return Compared(model.path, checkpoint.layout)
+
+
+def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], notes: list[str]) -> Pair:
+    """Return both sides with optimizers by name, where one has names, and numbers in the other can get them."""
+    kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
+    if kinds != {NAMES, IDS}:
+        return one[1], two[1]
+    return named(*one, notes), named(*two, notes)
+
+
+def named(checkpoint: Checkpoint, side: Compared, notes: list[str]) -> Compared:
+    """Return a side with names for the numbers of its optimizers, as far as they are certain."""
+    layout = side.layout
+    for optimizer in find_optimizers(layout):
+        if not optimizer.is_named:
+            try:
+                names = find_names(checkpoint.model_part, layout, optimizer)
+            except (Mismatch, Unsupported) as error:
+                notes.append(f"`{optimizer.name}` in {side.path} has numbers, not names: {error.message}")
+            else:
+                layout = rekeyed(layout, optimizer, names)
+    return side._replace(layout=layout)
 
 
 def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:

@@ -126,4 +126,4 @@ def write_manifest(draft: Draft, plan: Plan, copied: Copied, names: Iterable[str
 def extent_of(target: Target, copied: Copied) -> Extent:
     """Return what was written of a target."""
     chunk = target.chunk
-    return Extent(chunk.path, chunk.offset, chunk.length, copied.checksums[place_of(chunk)], target.name)
+    return Extent(chunk.path, *chunk.bytes, copied.checksums[place_of(chunk)], target.name)

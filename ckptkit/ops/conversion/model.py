@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import step_of
 from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
-from ckptkit.checkpoints.fit import drop_tied, fit, restore_tied
+from ckptkit.checkpoints.fit import drop_tied, find_prefix, fit, restore_tied
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
@@ -26,13 +26,18 @@ from ckptkit.tensors.dtypes import DType
 def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) -> Conversion:
     """Draft the weights in `parts`, or their mean, with config and tokenizer if the format is that of a model alone."""
     origins = [Origin.of(part.path) for part in parts]
-    found = align(parts, [open_weights(part, options.edits) for part in parts])
     is_alone = options.writer.is_model_only
     companions = find_companions(parts[0].path, options.base) if is_alone else Companions()
+    notes: list[str] = []
+    opened = [open_weights(part, options.edits) for part in parts]
+    if not options.rename:
+        opened = [without_prefix(weights, companions, notes) for weights in opened]
+    found = align(parts, opened)
     if is_alone:
-        layouts, notes = fit_all(found, companions, strict=options.strict)
+        layouts, remarks = fit_all(found, companions, strict=options.strict)
+        notes += remarks
     else:
-        layouts, notes = put_back(parts[0].layout, found, options.edits), []
+        layouts = put_back(parts[0].layout, found, options.edits)
     first, casts = options.edits.cast(layouts[0], lambda _: True)
     world_size = options.world_size or parts[0].layout.world_size or 1
     draft = Draft.of(
@@ -63,6 +68,19 @@ def open_weights(part: Part, asked: Edits) -> Weights:
     new_name = asked.renaming()
     came_from = {new_name(name): old for name, old in found.came_from.items()}
     return replace(found, layout=edits.rename(found.layout, new_name), came_from=came_from)
+
+
+def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> Weights:
+    """Return the weights without what a trainer's module puts before all their names, if config.json tells so."""
+    prefix = find_prefix(found.layout, companions.config or {})
+    if not prefix:
+        return found
+    note = f"`{prefix}` was taken off all names: without it they are those that config.json calls for"
+    notes += [] if note in notes else [note]
+    came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
+    return replace(
+        found, layout=edits.rename(found.layout, lambda name: name.removeprefix(prefix)), came_from=came_from
+    )
 
 
 def align(parts: Sequence[Part], found: Sequence[Weights]) -> Sequence[Weights]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, TypeVar
 
+from ckptkit.checkpoints.optimizer_keys import IDS, NAMES
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, Writer, get_writer
 from ckptkit.ops.selection import Edits
@@ -27,8 +28,9 @@ _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes
 class ConvertOptions:
     """The options of a conversion. `of` makes one of what users give, and checks it.
 
-    `weights` are those of the mean of several checkpoints, one for each; with `only_sharded`, parts of a checkpoint
-    that are the same for any number of ranks stay as they are, if it has others.
+    Without `optimizer_keys` an optimizer stays as it is, but for one in a file that becomes shards: it is named where
+    that is certain. `weights` are those of the mean of several checkpoints, one for each; with `only_sharded`, parts of
+    a checkpoint that are the same for any number of ranks stay as they are, if it has others.
     """
 
     to: str
@@ -36,6 +38,9 @@ class ConvertOptions:
         None
     )
     under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
+    optimizer_keys: Annotated[
+        str | None, About("Call the optimizer's parameters by names, or number them by ids.", "names|ids")
+    ] = None
     weights: tuple[float, ...] = ()
     only_sharded: bool = False
     dtype: Annotated[
@@ -96,6 +101,10 @@ class ConvertOptions:
         if self.under and writer.is_model_only:
             hint = "rename them with --rename '^=>KEY.'"
             raise Usage("the weights of a Hugging Face model lie under no key", hint=hint)
+        if self.optimizer_keys not in (None, NAMES, IDS):
+            raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
+        if self.optimizer_keys and writer.is_model_only:
+            raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
         if (self.base is not None or self.strict) and not writer.is_model_only:
             hint = f"leave {'--strict' if self.base is None else '--base'} out"
             raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)

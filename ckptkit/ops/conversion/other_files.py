@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.trainers import is_kept
 from ckptkit.errors import translate_os_errors
 from ckptkit.files.folders import children
 from ckptkit.formats import get_format
@@ -16,7 +17,7 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     """Return the regular files anywhere in a checkpoint directory, by their names in it, and the names of all others.
 
     What is in `taken`, files and directories, is not among them, nor are manifests, which are true of what they
-    describe only. Nothing that begins with a dot is.
+    describe only. Hidden files are only if a trainer's checkpoint needs them.
     """
     found: dict[str, Path] = {}
     left: list[str] = []
@@ -31,11 +32,18 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
 
 def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
     """Yield all that is anywhere in a directory, but for directories and what is in `taken`; the deeper the later."""
-    inside = [path for path in children(folder) if not (path in taken or path.name.startswith("."))]
+    there = children(folder)
+    names = {path.name for path in there}
+    inside = [path for path in there if path not in taken and not is_left(path.name, names)]
     below = [path for path in inside if path.is_dir() and not path.is_symlink()]
     yield from (path for path in inside if path not in below and path.name != MANIFEST)
     for path in below:
         yield from walk(path, taken)
+
+
+def is_left(name: str, beside: Iterable[str]) -> bool:
+    """Return whether a hidden file stays behind, as all do that are no part of some trainer's checkpoint."""
+    return name.startswith(".") and not is_kept(name, beside)
 
 
 def read_files(layout: Layout) -> set[str]:

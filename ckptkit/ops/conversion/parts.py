@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.parameters import rename_parameters
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.part import Part, join_layouts
+from ckptkit.checkpoints.trainers import say_opaque
 from ckptkit.checkpoints.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
@@ -19,30 +21,68 @@ from ckptkit.formats import detect_format, get_format
 from ckptkit.layout import Layout
 from ckptkit.ops.conversion.destination import entry_at
 from ckptkit.ops.conversion.draft import Conversion, Draft
+from ckptkit.ops.conversion.optimizers import Keyed, key_optimizers
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.other_files import files_beside, own_files
 from ckptkit.ops.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The parts of a checkpoint that become one: a directory or file, and the files beside it that belong to it.
+
+    `restored` is the head that was left out because config.json ties it, if it is there again.
+    """
+
+    parts: tuple[Part, ...]
+    layout: Layout
+    restored: frozenset[str]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Self:
+        """Join the parts."""
+        first, *others = parts
+        complete = restore_tied(first.layout, find_companions(first.path, None).config or {})
+        restored = frozenset(complete.tensors.keys() - first.layout.tensors)
+        if not others:
+            return cls((first,), complete, restored)
+        layout = join_layouts(complete.root, parts, [complete, *(part.layout for part in others)])
+        return cls(tuple(parts), layout, restored)
+
+    @property
+    def place(self) -> str:
+        """Return where in the output it belongs."""
+        return self.parts[0].place
+
+    def dropped_from(self, chosen: Layout) -> tuple[LeftOut, ...]:
+        """Return what is not to be written if `chosen` is."""
+        left = set(chosen.names) | self.restored
+        return summarise(self.layout, (), [name for name in self.layout.names if name not in left])
+
+
 def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
     """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them."""
     origin = Origin.of(checkpoint.path)
-    parts = choose_parts(checkpoint, only_sharded=options.only_sharded)
-    layouts = [part.layout for part in parts]
+    pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
+    layouts = [piece.layout for piece in pieces]
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
     options.edits.check_globs(layouts)
     notes: list[str] = []
-    chosen = [choose(part, options, world_size, notes) for part in parts]
-    kept = [(part, layout) for part, layout in zip(parts, chosen, strict=True) if layout.names or not part.layout.names]
-    if not kept:
+    chosen = [choose(piece, options, world_size, notes) for piece in pieces]
+    keyed = key_optimizers(checkpoint, layouts, options, notes)
+    drafts = [
+        draft_piece(piece, one, options, optimizers, world_size)
+        for piece, one, optimizers in zip(pieces, chosen, keyed, strict=True)
+        if one.names or not piece.layout.names
+    ]
+    if not drafts:
         raise Mismatch("nothing is left to be written", path=checkpoint.path, hint="check --include and --exclude")
-    drafts = [draft_part(part, layout, options, world_size) for part, layout in kept]
     conversion = Conversion(
         origins=[origin],
         output=output,
         options=options,
         drafts=drafts,
-        dropped=[left for part, layout in zip(parts, chosen, strict=True) for left in dropped_from(part, layout)],
+        dropped=[left for piece, one in zip(pieces, chosen, strict=True) for left in piece.dropped_from(one)],
         world_size=world_size if options.writer.is_sharded else None,
         notes=notes,
     )
@@ -56,17 +96,26 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     return conversion if any(not part.place for part in checkpoint.parts) else without_copy(conversion, checkpoint.path)
 
 
-def choose_parts(checkpoint: Checkpoint, *, only_sharded: bool) -> list[Part]:
-    """Return the parts of a checkpoint that are to be written anew."""
+def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Part]]:
+    """Return the parts of a checkpoint that are to be written anew, those together that become one.
+
+    Files beside a model that is in the wanted format already stay files, as its trainer looks for them.
+    """
     sharded = [part for part in checkpoint.parts if get_format(part.layout.format).is_sharded]
-    return sharded if only_sharded and sharded else list(checkpoint.parts)
+    parts = sharded if options.only_sharded and sharded else list(checkpoint.parts)
+    beside = [part for part in parts if part.under is not None]
+    main = [part for part in parts if part.under is None]
+    if main[0].layout.format == options.to:
+        beside = []
+    return [[main[0], *beside], *([part] for part in main[1:])]
 
 
-def choose(part: Part, options: ConvertOptions, world_size: int, notes: list[str]) -> Layout:
-    """Return what is to be written of a part, and add to `notes` what there is to say of it."""
-    complete = restore_tied(part.layout, find_companions(part.path, None).config or {})
-    chosen = edits.select(complete, options.edits.admit)
-    notes += [f"`{name}` is tied, and was written too" for name in chosen.tensors.keys() - part.layout.tensors]
+def choose(piece: Piece, options: ConvertOptions, world_size: int, notes: list[str]) -> Layout:
+    """Return what is to be written of a piece, and add to `notes` what there is to say of it."""
+    chosen = edits.select(piece.layout, options.edits.admit)
+    opaque = say_opaque(chosen.tensors)
+    notes += [opaque] if opaque else []
+    notes += [f"`{name}` is tied, and was written too" for name in chosen.tensors.keys() & piece.restored]
     if not options.writer.is_sharded:
         return chosen
     chosen, remarks = drop_state_of_ranks(chosen, world_size)
@@ -74,21 +123,22 @@ def choose(part: Part, options: ConvertOptions, world_size: int, notes: list[str
     return chosen
 
 
-def dropped_from(part: Part, chosen: Layout) -> tuple[LeftOut, ...]:
-    """Return what of a part is not to be written."""
-    left = set(chosen.names)
-    return summarise(part.layout, (), [name for name in part.layout.names if name not in left])
-
-
-def draft_part(part: Part, chosen: Layout, options: ConvertOptions, world_size: int) -> Draft:
-    """Draft a part as it shall be: cast, renamed and put under a key."""
+def draft_piece(
+    piece: Piece, chosen: Layout, options: ConvertOptions, optimizers: Sequence[Keyed], world_size: int
+) -> Draft:
+    """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key."""
     asked = options.edits
     weights = find_names(chosen) if asked.are_of_weights else frozenset()
     layout, casts = asked.cast(chosen, weights.__contains__)
-    layout, renamed = rename_parameters(layout, weights, asked.renaming())
+    for keyed in optimizers:
+        layout = keyed.edit(layout)
+    layout, _ = rename_parameters(layout, weights, asked.renaming())
+    renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
+    if len(piece.parts) > 1:
+        layout = edits.nest(layout, ())
     nested = edits.nest(layout, (options.under,)) if options.under else layout
     casts = {renamed.get(name, name): change for name, change in casts.items()}
-    return Draft.of([nested], options, world_size, place=part.place, renamed=renamed, cast=casts)
+    return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts)
 
 
 def find_names(layout: Layout) -> frozenset[str]:

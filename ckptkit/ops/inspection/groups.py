@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ckptkit.checkpoints.weights import OF_ONE
 from ckptkit.layout import Layout
 
 
@@ -50,7 +51,11 @@ def sum_up(parts: Iterable[tuple[Layout, list[str]]]) -> Group:
         entries += len(names)
         dtypes.update(bytes_by_dtype(layout, names))
         nbytes += sum(layout.blobs[name].length for name in names if name in layout.blobs)
-        under |= {str(key[0]): None for name in names if len(key := layout.key(name)) > 1 or name in layout.blobs}
+        under |= {
+            str(key[0]).partition(OF_ONE)[0]: None
+            for name in names
+            if len(key := layout.key(name)) > 1 or name in layout.blobs
+        }
     return Group(entries, nbytes + sum(dtypes.values()), dict(dtypes.most_common()), tuple(under))
 
 

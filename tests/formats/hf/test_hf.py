@@ -19,7 +19,7 @@ from torch import Tensor
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.hf.format import HuggingFace
-from ckptkit.formats.hf.headers import _SPELLINGS, is_known
+from ckptkit.formats.safetensors_headers import _SPELLINGS, is_known
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.ops.convert import convert
 from ckptkit.tensors.box import whole

@@ -17,7 +17,14 @@ from ckptkit.ops.conversion.options import ConvertOptions, Keywords
 def test_the_functions_take_what_the_dataclass_has() -> None:
     """But for what a preset settles, or one command only takes."""
     names = {field.name for field in fields(ConvertOptions)}
-    assert names - set(Keywords.__annotations__) == {"to", "world_size", "under", "weights", "only_sharded"}
+    assert names - set(Keywords.__annotations__) == {
+        "to",
+        "world_size",
+        "under",
+        "optimizer_keys",
+        "weights",
+        "only_sharded",
+    }
     assert set(Keywords.__annotations__) <= names
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.hf.headers import read_header
+from ckptkit.formats.safetensors_headers import read_header
 from tests.formats.contract import assert_holds
 from tests.producers import counted
 

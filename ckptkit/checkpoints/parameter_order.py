@@ -1,0 +1,146 @@
+"""Tell a model's parameters in the order of its `parameters()`, by its file or by its config. Reads no tensor.
+
+A file of torch.save has the order of the model's `state_dict()`, which is that of its modules. Safetensors are sorted
+by name, and a distributed checkpoint by what ranks share: of these only the config tells, for a model type that is
+known here, or one that transformers builds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ckptkit.checkpoints.companions import find_config
+from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied
+from ckptkit.checkpoints.optimizer_keys import Optimizer, names_of
+from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.weights import find_prefix, find_weights
+from ckptkit.errors import Unsupported
+from ckptkit.layout import Layout, StoredTensor
+from ckptkit.tensors.box import Shape
+
+_IN_ORDER = "pt"  # the format that keeps the order of a state dict
+_MOST_EXPERTS = 1024
+
+
+def find_names(model: Part, layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
+    """Return the name for each number of an optimizer in a layout, by the order of the model's parameters.
+
+    Raises `Unsupported` where it is not certain, `Mismatch` where there is no model.
+    """
+    return names_of(layout, optimizer, ordered_parameters(model.layout, find_config(model.path)))
+
+
+def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict[str, Shape]:
+    """Return the shapes of the model's tensors in the order of its parameters, tied ones once, as the keys call them.
+
+    Raises `Unsupported` where nothing tells the order.
+    """
+    above = len(find_prefix(layout))
+    first: dict[object, str] = {}
+    for name in find_weights(layout).came_from.values():
+        first.setdefault(place_of(name, layout.tensors[name]), name)
+    names = {name: ".".join(map(str, layout.key(name)[above:])) for name in first.values()}
+    tensors = {own: layout.tensors[name] for name, own in names.items()}
+    shapes = {name: tensor.spec.shape for name, tensor in tensors.items() if tensor.spec.dtype.kind == "float"}
+    if layout.format == _IN_ORDER and is_order_of_modules(shapes):
+        return shapes
+    order = order_by_config(shapes, config)
+    return {name: shapes[name] for name in order if name in shapes}
+
+
+def is_order_of_modules(names: Iterable[str]) -> bool:
+    """Return whether names come as a model's modules give them: each module's own first, then those of its children.
+
+    Numbered ones come by their numbers. Names that are sorted do not: a model with more than numbered layers has them
+    in the order of its source.
+    """
+    names = list(names)
+    closed: set[str] = set()
+    before: list[str] = []
+    for name in names:
+        modules = modules_of(name)
+        left = before[shared(before, modules) :]
+        closed.update(left)
+        entered = modules[len(before) - len(left) :]
+        if (left and not entered) or not closed.isdisjoint(entered) or (left and is_back(left[0], entered[0])):
+            return False
+        before = modules
+    kinds = {tuple(step for step in name.split(".") if not step.isdecimal()) for name in names}
+    return len(kinds) <= 1 or names != sorted(names)
+
+
+def modules_of(name: str) -> list[str]:
+    """Return the modules that a parameter lies in, from the outermost."""
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+
+
+def shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many items two lists begin with in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def is_back(left: str, entered: str) -> bool:
+    """Return whether a module's number is lower than that of its sibling before it."""
+    one, other = left.rpartition(".")[2], entered.rpartition(".")[2]
+    return one.isdecimal() and other.isdecimal() and int(one) > int(other)
+
+
+def place_of(name: str, tensor: StoredTensor) -> object:
+    """Return where a tensor lies, by which tied ones are told; of an empty one, which lies nowhere, its name."""
+    places = tuple((chunk.path, chunk.offset, chunk.strides) for chunk in tensor.chunks)
+    return (places, tensor.spec) if tensor.spec.nbytes else name
+
+
+def order_by_config(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Iterable[str]:
+    """Return all names of the model that a config describes, in order, if these are the shapes of its tensors."""
+    if config is None:
+        hint = "put the model's config.json beside the checkpoint"
+        raise Unsupported("nothing tells the order of the model's parameters", hint=hint)
+    expected = (expected_shapes(config) if is_known(config) else build_shapes(config, len(shapes))) or {}
+    missing = [name for name in expected if name not in shapes and not (name == HEAD and is_tied(config))]
+    wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
+    if not expected or missing or wrong:
+        name = min([*missing, *wrong], default=None)
+        raise Unsupported("config.json calls for other tensors: it does not tell the order of these", tensor=name)
+    return expected
+
+
+def build_shapes(config: Mapping[str, Any], most_layers: int) -> dict[str, Shape]:
+    """Return the shapes of the parameters of a model that transformers builds by a config, without memory for it.
+
+    Raises `Unsupported` without transformers, and for a model that it does not know. Code of the model's own is not
+    run.
+    """
+    model_type = config.get("model_type")
+    hint = "known without transformers are Llama and its like"
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        raise Unsupported(f"the order of parameters of a `{model_type}` is not known here", hint=hint) from None
+    architecture = (config.get("architectures") or [None])[0]
+    if not is_modest(config, most_layers):
+        raise Unsupported(f"config.json calls for more layers than there are tensors, {most_layers}")
+    try:
+        known = transformers.AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model = getattr(transformers, str(architecture))._from_config(known)
+    except Exception as error:  # transformers' own model code may raise anything
+        message = f"transformers builds no `{architecture}` of type `{model_type}`"
+        raise Unsupported(message, hint=hint) from error
+    return {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+
+def is_modest(config: Mapping[str, Any], most_layers: int) -> bool:
+    """Return whether a config of a stranger's calls for a model that can be built in no time, however it nests."""
+    waiting = [config]
+    while waiting:
+        for name, value in waiting.pop().items():
+            if isinstance(value, dict):
+                waiting.append(value)
+            most = most_layers if "layer" in name else _MOST_EXPERTS if "expert" in name else None
+            if most is not None and type(value) is int and value > most:
+                return False
+    return True

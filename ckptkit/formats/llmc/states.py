@@ -1,0 +1,90 @@
+"""Find the moments of each tensor in the states of llm.c's ranks.
+
+Source: karpathy/llm.c, train_gpt2.cu, gpt2_update, and llmc/zero.cuh. A rank's state holds first moments, second
+moments and perhaps weights in 32 bits, each for all tensors in their order. With ZeRO-1 each rank has its share of
+every layer of each tensor; or else each has all. Which of the two it is, the length of a file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from struct import Struct
+
+from ckptkit.errors import Corrupt
+from ckptkit.files.file import file_size, opening, read_at
+from ckptkit.formats.llmc.header import HEADER, Config, State, count, is_stacked, shapes_of
+from ckptkit.layout import Chunk, Spec, StoredTensor
+from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.tensors.flat_ranges import boxes_of_range
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "master_weights")
+_FLOAT = DTYPES["float32"]
+_COUNT = Struct("<Q")
+_GENERATOR = 2520  # bytes of the state of a Mersenne twister
+
+
+def find_moments(
+    root: Path, files: Sequence[str], states: Sequence[State], config: Config
+) -> dict[tuple[str, str], StoredTensor]:
+    """Return the tensors of an optimizer, by the name of the parameter and of the moment; `files` in order of rank."""
+    total, ranks = count(config), len(files)
+    shares = 1 if ranks == 1 or holds(root / files[0], states[0], total) else ranks
+    used = files[:1] if shares == 1 else files
+    for file, state in zip(files, states, strict=True):
+        if total % shares or not holds(root / file, state, total // shares):
+            wanted = HEADER.size + moments_in(state) * total // shares * _FLOAT.itemsize
+            message = f"the file has {file_size(root / file)} bytes, the moments of {total} parameters need {wanted}"
+            raise Corrupt(message, path=root / file, hint=f"is it of another model than that of {ranks} ranks here?")
+    names = _MOMENTS[: moments_in(states[0])]
+    return {
+        (name, moment): StoredTensor(
+            Spec(_FLOAT, shape), tuple(chunks_of(used, name, shape, places[name] + i * total, shares))
+        )
+        for places in (offsets(shapes_of(config)),)
+        for i, moment in enumerate(names)
+        for name, shape in shapes_of(config).items()
+    }
+
+
+def moments_in(state: State) -> int:
+    """Return how many numbers a rank's state has for each parameter."""
+    return 3 if state.has_masters else 2
+
+
+def holds(path: Path, state: State, numel: int) -> bool:
+    """Return whether a rank's file holds the state of so many parameters, and nothing else that is not a loader's."""
+    end = HEADER.size + moments_in(state) * numel * _FLOAT.itemsize
+    with opening(path) as file:
+        at = end
+        for _ in range(2 if state.is_shuffled else 0):  # the orders of shards, and of samples in one
+            if at + _COUNT.size > file.size:
+                return False
+            at += _COUNT.size + 4 * _COUNT.unpack(read_at(file, _COUNT.size, at))[0]
+        return file.size == at + (_GENERATOR if state.is_shuffled else 0)
+
+
+def offsets(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return where each tensor begins, in elements from the first."""
+    found, at = {}, 0
+    for name, shape in shapes.items():
+        found[name] = at
+        at += prod(shape)
+    return found
+
+
+def chunks_of(files: Sequence[str], name: str, shape: tuple[int, ...], start: int, shares: int) -> Iterator[Chunk]:
+    """Yield where a moment lies that begins at element `start` of all ranks' together, in `shares` of every layer."""
+    layers = shape[0] if is_stacked(name) else 1
+    size = prod(shape) // layers
+    share = size // shares
+    if size % shares:
+        raise Corrupt(f"{size} elements of a layer cannot be shared by {shares} ranks", tensor=name)
+    for rank, file in enumerate(files):
+        for layer in range(layers):
+            first = layer * size + rank * share
+            held = HEADER.size + (start // shares + layer * share) * _FLOAT.itemsize
+            for box, at in boxes_of_range(shape, first, first + share):
+                offset = held + at * _FLOAT.itemsize
+                yield Chunk(box, file, offset, box.numel * _FLOAT.itemsize, _FLOAT)

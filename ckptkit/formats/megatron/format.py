@@ -1,0 +1,129 @@
+"""Read Megatron's legacy checkpoints, a file of torch.save for each rank of tensors and pipeline, as one model.
+
+Source: megatron/training/checkpointing.py, `--ckpt-format torch`. Names stay those of Megatron's modules; tensors are
+joined by the rule for each name, layers and experts are numbered through. What is of one rank only, such as its random
+state, lies under `rank_state` and the number of its directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.megatron.grid import FILES, Rank, file_in, find_directories, has_rank, place
+from ckptkit.formats.megatron.join import Job
+from ckptkit.formats.megatron.result import Result
+from ckptkit.formats.megatron.saved import Saved, check_arguments, check_version
+from ckptkit.formats.protocols import Reader
+from ckptkit.formats.torchfile.extents import extents_of
+from ckptkit.formats.torchfile.state_files import entries_of, opened
+from ckptkit.layout import Extent, Layout
+
+_EMBEDDING = "word_embeddings.weight"
+
+
+class Megatron(Reader):
+    """The format of Megatron's legacy checkpoints, which is only read."""
+
+    name = "megatron"
+    known_by = "Megatron's `mp_rank_00`"
+    is_sharded = True
+
+    def owns(self, name: str) -> bool:
+        """Return True for the directory of a rank."""
+        return bool(find_directories([name]))
+
+    def rank_of(self, name: str) -> int | None:
+        """Return a number for the directory of a rank, one for each."""
+        found = find_directories([name])
+        return int("".join(f"{number:04d}" for number in found[0].numbers)) if found else None
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a directory with those of ranks, for one of these, and for the file in it."""
+        if path.is_dir():
+            return any(has_rank(path / found.name) for found in find_directories(names_in(path))) or has_rank(path)
+        return path.name in FILES and is_there(path)
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report each rank's directory without a file, and each file that breaks off; raise if a rank is missing."""
+        root, files = find_files(path)
+        numbers = [found.numbers for found in find_directories(files)]
+        if len({len(one) for one in numbers}) == 1 and len(numbers) > 1:
+            place(root, find_directories(files), None, has_stages=True)
+        for name in files:
+            try:
+                with opened(root / files[name]) as (read, length):
+                    entries_of(read, length)
+            except CkptError as error:
+                report(error.blame(path=root / files[name]))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - what does not fit is one error
+        """Return the layout of the whole model, with its optimizer where it is certain what its states are of.
+
+        Raises `Corrupt` if a rank is missing or of another job, `Unsupported` for a tensor of which no rule says how it
+        is split.
+        """
+        root, files = find_files(path)
+        saved = {name: Saved.read(root, file) for name, file in files.items()}
+        job = Job(root, arrange(root, saved))
+        check_same_job(job)
+        check_version(job.ranks[Rank(0, 0, 0)], job.sizes.tensor)
+        check_arguments(job.ranks[Rank(0, 0, 0)], job.sizes)
+        result = Result(job)
+        result.add_model()
+        result.add_optimizer()
+        result.add_rest()
+        return result.layout(self.name, tuple(files.values()))
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return every entry of the files: storages, pickles and what torch puts beside them."""
+        return extents_of(layout, {place.path for _, place in layout.stored} | set(layout.descriptions), report)
+
+
+def find_files(path: Path) -> tuple[Path, dict[str, str]]:
+    """Return the directory of a checkpoint, and each rank's file as seen from there, by its directory.
+
+    One rank's directory, or its file, is a checkpoint only if there is no other.
+    """
+    if path.is_dir() and not has_rank(path):
+        return path, {found.name: file_in(path, found) for found in find_directories(names_in(path))}
+    folder = path if path.is_dir() else path.parent
+    others = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
+    name = path.name if not path.is_dir() else next(name for name in FILES if is_there(path / name))
+    sizes = Saved.read(folder, name).sizes
+    if others > 1 or (sizes and sizes != (1, 1, 1)):
+        message = "this is one of several ranks, of which each has a part of every tensor"
+        raise Unsupported(message, path=path, hint=f"name the directory above, {folder.parent}")
+    return folder, {"": name}
+
+
+def arrange(root: Path, saved: Mapping[str, Saved]) -> Mapping[Rank, Saved]:
+    """Return the files by rank."""
+    if "" in saved:
+        return {Rank(0, 0, 0): saved[""]}
+    directories = find_directories(saved)
+    first = saved[directories[0].name]
+    sizes = first.sizes
+    has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_embedding, saved.values()))
+    return {rank: saved[name] for rank, name in place(root, directories, sizes, has_stages).items()}
+
+
+def has_embedding(saved: Saved) -> bool:
+    """Return whether a rank has the first tensor of a model, as only those of the first stage do."""
+    return any(name.endswith(_EMBEDDING) for run in saved.models for name in saved.specs(run))
+
+
+def check_same_job(job: Job) -> None:
+    """Raise `Corrupt` if the files are of several saves, or of jobs of several sizes."""
+    first = next(iter(job.ranks.values()))
+    for saved in job.ranks.values():
+        for what, one, other in (
+            ("iteration", first.number("iteration"), saved.number("iteration")),
+            ("checkpoint version", first.number("checkpoint_version"), saved.number("checkpoint_version")),
+            ("number of ranks", first.sizes, saved.sizes),
+        ):
+            if one != other:
+                message = f"its {what} is {other}, that of `{first.path}` {one}: files of several saves lie here"
+                raise Corrupt(message, path=job.root / saved.path)

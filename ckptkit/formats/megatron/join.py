@@ -1,0 +1,103 @@
+"""Join what all ranks have saved into the tensors of one model, and of its optimizer where that is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.formats.megatron.grid import Rank, Sizes
+from ckptkit.formats.megatron.numbering import Numbering, Run, count_layers, number
+from ckptkit.formats.megatron.rules import rule_for
+from ckptkit.formats.megatron.saved import Saved
+from ckptkit.formats.torchfile.join_ranks import join_copies, join_ranks
+from ckptkit.layout import StoredTensor
+
+_GROUPED = (".experts.weight1", ".experts.weight2")
+
+Held = Mapping[Rank, Mapping[int, Mapping[str, StoredTensor]]]  # what ranks have of runs of layers, by local names
+
+
+@dataclass(frozen=True)
+class Job:
+    """The files of all ranks of one job in directory `root`."""
+
+    root: Path
+    ranks: Mapping[Rank, Saved]
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Return how many ranks there are of each kind."""
+        return Sizes(*(1 + max(numbers) for numbers in zip(*self.ranks, strict=True)))
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """Return every run of layers, in the order of the layers."""
+        return sorted((run, rank.stage) for rank, saved in self.ranks.items() for run in saved.models if is_first(rank))
+
+    @cached_property
+    def numbering(self) -> Numbering:
+        """Return how layers and experts are numbered through."""
+        return number({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return the model's tensors, whole and by their names in it. Raises `Corrupt` where the ranks do not fit."""
+        joined = self.join({rank: saved.weights for rank, saved in self.ranks.items()})
+        self.check_layers(joined)
+        return joined
+
+    def join(self, held: Held) -> dict[str, StoredTensor]:
+        """Return what ranks have for the parameters of the model, such as these themselves, by their names in it."""
+        found: dict[str, StoredTensor] = {}
+        for run, stage in self.runs:
+            for expert in range(self.sizes.experts):
+                for name, local, parts in self.parts_of(held, run, Rank(0, stage, expert)):
+                    try:
+                        tensor = self.join_parts(local, parts, run, stage)
+                        found[name] = join_copies([found[name], tensor]) if name in found else tensor
+                    except CkptError as error:
+                        raise error.blame(path=self.root, tensor=name) from None
+        return found
+
+    def parts_of(self, held: Held, run: int, first: Rank) -> Iterator[tuple[str, str, list[StoredTensor]]]:
+        """Yield each tensor of a run of layers: its name in the model, its local one, and each tensor rank's part."""
+        found = [held[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
+        for i, one in enumerate(found):
+            missing = found[0].keys() ^ one.keys()
+            if missing:
+                path = self.root / self.ranks[first._replace(tensor=i)].path
+                raise Corrupt("not every tensor-parallel rank has it", path=path, tensor=min(missing))
+        for local in found[0]:
+            try:
+                name = self.numbering.name(local, (run, first.stage), first.expert)
+            except CkptError as error:
+                raise error.blame(path=self.root / self.ranks[first].path, tensor=local) from None
+            yield name, local, [one[local] for one in found]
+
+    def join_parts(self, local: str, parts: list[StoredTensor], run: int, stage: int) -> StoredTensor:
+        """Return the tensor of which each tensor rank has a part, by the rule for its name."""
+        ranks, experts = self.sizes.tensor, self.sizes.experts
+        if local.endswith(_GROUPED) and max(ranks, experts) > 1:
+            raise Unsupported(f"the experts of {ranks * experts} ranks in one tensor each", hint="not read yet")
+        if len(parts) == 1:
+            return parts[0]
+        if not parts[0].spec.shape:  # the step of an optimizer
+            return join_copies(parts)
+        return join_ranks(parts, rule_for(local, self.ranks[Rank(0, stage, 0)].specs(run), ranks))
+
+    def check_layers(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Raise `Corrupt` if there are not as many layers as the arguments say."""
+        first = self.ranks[Rank(0, 0, 0)]
+        stacks = {stack: count for stack, count in count_layers(tensors).items() if not stack.startswith("mtp.")}
+        wanted = first.args.get("num_layers")
+        if type(wanted) is int and len(stacks) == 1 and wanted not in stacks.values():
+            count = next(iter(stacks.values()))
+            message = f"the {self.sizes.stages} stages have {count} layers, the arguments say {wanted}"
+            raise Corrupt(message, path=self.root / first.path)
+
+
+def is_first(rank: Rank) -> bool:
+    """Return whether a rank is the first of its stage."""
+    return rank.tensor == rank.expert == 0

@@ -1,0 +1,121 @@
+"""Gather the layout of a whole checkpoint, by key paths as torch's own state dicts have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from ckptkit.files.file import is_there
+from ckptkit.formats.megatron.grid import BUFFERS, Rank
+from ckptkit.formats.megatron.join import Job
+from ckptkit.formats.megatron.saved import OPTIMIZER, is_own_state
+from ckptkit.formats.megatron.states import Named, name_states
+from ckptkit.formats.torchfile.flatten import Flat, flatten
+from ckptkit.formats.torchfile.state_files import read_state_file
+from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
+
+_MODEL = "model"
+_RANKS = "rank_state"
+_ARGS = "args"  # of which the first rank's are as good as any
+
+
+@dataclass
+class Result:
+    """The tensors and entries of a checkpoint as they are gathered."""
+
+    job: Job
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    keys: dict[str, KeyPath] = field(default_factory=dict)
+
+    def add_model(self) -> None:
+        """Add the model's tensors, and what its layers on each rank hold beside."""
+        for name, tensor in self.job.tensors().items():
+            self.put((_MODEL, name), tensor)
+        for i, saved in enumerate(self.job.ranks.values()):
+            for run, flat in saved.models.items():
+                own: dict[str, StoredTensor | Blob] = {**flat.blobs}
+                own |= {name: tensor for name, tensor in flat.tensors.items() if is_own_state(name)}
+                for name, entry in own.items():
+                    self.put((_RANKS, i, f"{_MODEL}{run or ''}", name), entry)
+
+    def add_optimizer(self) -> None:
+        """Add the optimizer by name if that is certain on every rank, or else each rank's as it is."""
+        ranks = {rank: name_states(saved) for rank, saved in self.job.ranks.items()}
+        named = {rank: one for rank, one in ranks.items() if one}
+        if len(named) == len(ranks) and len({len(one.groups) for one in named.values()}) == 1:
+            self.add_named(named)
+        else:
+            self.add_of_ranks(OPTIMIZER, {rank: saved.entries.get(OPTIMIZER) for rank, saved in self.job.ranks.items()})
+        for i, saved in enumerate(self.job.ranks.values()):
+            beside = str(PurePosixPath(saved.path).with_name(BUFFERS))
+            if is_there(self.job.root / beside):
+                state = read_state_file(self.job.root, beside)
+                self.put_all((_RANKS, i, PurePosixPath(BUFFERS).stem), flatten(state.value, state.entries, beside))
+
+    def add_named(self, named: Mapping[Rank, Named]) -> None:
+        """Add the states of parameters, joined as these are, and the groups with the names of all."""
+        first = named[Rank(0, 0, 0)]
+        for moment in dict.fromkeys(moment for one in named.values() for moment in one.tensors):
+            by_rank = {rank: one.tensors.get(moment, {}) for rank, one in named.items()}
+            for name, tensor in self.job.join(by_rank).items():
+                self.put((OPTIMIZER, "state", name, moment), tensor)
+        names: list[dict[str, None]] = [{} for _ in first.groups]
+        for rank, one in named.items():
+            for group, members in zip(names, one.groups, strict=True):
+                group.update({self.whole_name(name, run, rank): None for run, name, _ in members})
+            for (run, name, moment), blob in one.blobs.items():
+                self.put((OPTIMIZER, "state", self.whole_name(name, run, rank), moment), blob)
+        saved = self.job.ranks[Rank(0, 0, 0)]
+        for i, (group, settings) in enumerate(zip(names, first.settings, strict=True)):
+            self.put_all((OPTIMIZER, "param_groups", i), saved.flatten({**settings, "params": list(group)}))
+        for key in first.others:
+            self.add_common((OPTIMIZER,), key, {rank: one.others.get(key) for rank, one in named.items()})
+
+    def whole_name(self, name: str, run: int, rank: Rank) -> str:
+        """Return what a parameter of a rank is called in the whole model."""
+        return self.job.numbering.name(name, (run, rank.stage), rank.expert)
+
+    def add_rest(self) -> None:
+        """Add what lies beside model and optimizer: once if it is the same on all ranks, or else for each."""
+        for key in dict.fromkeys(key for saved in self.job.ranks.values() for key in saved.others):
+            self.add_common((), key, {rank: saved.others.get(key) for rank, saved in self.job.ranks.items()})
+
+    def add_common(self, above: KeyPath, key: str, values: Mapping[Rank, Any]) -> None:
+        """Add an entry of all ranks once, under its own key; or for each rank, if they differ or hold tensors."""
+        flats = [self.job.ranks[rank].flatten({key: value}) for rank, value in values.items()]
+        contents = [{name: blob.content for name, blob in flat.blobs.items()} for flat in flats]
+        is_same = not flats[0].tensors and all(one == contents[0] for one in contents)
+        if len(flats) == 1 or is_same or key == _ARGS:
+            self.put_all(above, flats[0])
+            return
+        for i, flat in enumerate(flats):
+            self.put_all((_RANKS, i, *above), flat)
+
+    def add_of_ranks(self, key: str, values: Mapping[Rank, Any]) -> None:
+        """Add an entry of each rank as it is; that of an only rank under its own key."""
+        for i, (rank, value) in enumerate(values.items()):
+            if value is not None:
+                above: KeyPath = (_RANKS, i) if len(values) > 1 else ()
+                self.put_all(above, self.job.ranks[rank].flatten({key: value}))
+
+    def put_all(self, above: KeyPath, flat: Flat) -> None:
+        """Add what was flattened, below a key path."""
+        entries: dict[str, StoredTensor | Blob] = {**flat.tensors, **flat.blobs}
+        for name, entry in entries.items():
+            self.put((*above, *flat.keys[name]), entry)
+
+    def put(self, key: KeyPath, entry: StoredTensor | Blob) -> None:
+        """Add one entry by its key path."""
+        name = ".".join(map(str, key))
+        self.keys[name] = key
+        if isinstance(entry, Blob):
+            self.blobs.setdefault(name, entry)
+        else:
+            self.tensors[name] = entry
+
+    def layout(self, format_name: str, files: tuple[str, ...]) -> Layout:
+        """Return what was gathered; `files` are those of the ranks."""
+        return Layout(self.job.root, format_name, self.tensors, self.blobs, self.keys, len(files), files)

@@ -1,0 +1,56 @@
+"""Say how the tensors of Megatron's layers are split over tensor-parallel ranks, by name.
+
+Source: megatron/core/tensor_parallel/layers.py, transformer/{attention,mlp}.py, transformer/moe/{experts,router}.py: a
+ColumnParallelLinear has rows of its weight and of its bias on each rank, a RowParallelLinear columns of its weight and
+all of its bias. Of a gated layer each rank has its gates and then what they gate. Queries, keys and values lie by
+groups, of which each rank has whole ones. The names before Megatron-Core are those of megatron/legacy/model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.torchfile.join_ranks import BY_COLUMNS, BY_HALVES, BY_ROWS, COPIED, Rule, Rules, find_rule
+from ckptkit.layout import Spec
+
+_RULES: Rules = (
+    (r"(.*\.)?word_embeddings\.weight", BY_ROWS),
+    (r"(.*\.)?output_layer\.(weight|bias)", BY_ROWS),
+    (r".*\.linear_qkv\.(weight|bias)", BY_ROWS),
+    (r".*\.query_key_value\.(weight|bias)", BY_ROWS),
+    (r".*\.linear_q(_up)?_proj\.weight|.*\.linear_kv_up_proj\.weight", BY_ROWS),
+    (r".*\.linear_proj\.weight", BY_COLUMNS),
+    (r".*\.(self|inter)_attention\.dense\.weight", BY_COLUMNS),
+    (r".*\.linear_fc2\.weight[0-9]*", BY_COLUMNS),
+    (r".*\.dense_4h_to_h\.weight", BY_COLUMNS),
+    (r".*\.(linear_proj|linear_fc2|dense|dense_4h_to_h)\.bias[0-9]*", COPIED),
+    (r".*(layernorm|layer_norm)[._](weight|bias)", COPIED),
+    (r"(.*\.)?(position|tokentype)_embeddings\.weight", COPIED),
+    (r".*\.router\.(weight|bias|expert_bias|local_tokens_per_expert)", COPIED),
+    (r".*\.shared_experts\.gate_weight", COPIED),
+    (r".*\.eh_proj\.weight", BY_ROWS),
+    (r".*\.(enorm|hnorm)\.weight", COPIED),
+    (r"(.*\.)?rotary_pos_emb\.inv_freq", COPIED),
+)
+_FIRST = re.compile(r"(.*\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)([0-9]*)")
+_SECOND = ("linear_fc2", "dense_4h_to_h")
+
+
+def rule_for(name: str, specs: Mapping[str, Spec], ranks: int) -> Rule:
+    """Return how the ranks share a tensor. `specs` are those of all tensors of one rank, by the same names.
+
+    Raises `Unsupported` for a name that is not known.
+    """
+    match = _FIRST.fullmatch(name)
+    if match is None:
+        return find_rule(name, _RULES, ranks)
+    second = next((spec for layer in _SECOND if (spec := specs.get(f"{match[1]}{layer}.weight{match[2]}"))), None)
+    if second is None or len(second.shape) != 2:
+        message = "whether it is gated shows in the shape of the layer after it, which is not here"
+        raise Unsupported(message, tensor=name)
+    rows, inner = specs[name].shape[0], second.shape[1]
+    if rows not in (inner, 2 * inner):
+        raise Corrupt(f"it has {rows} rows on each rank, and the layer after it {inner} columns", tensor=name)
+    return BY_HALVES if rows == 2 * inner else BY_ROWS

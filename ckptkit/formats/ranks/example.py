@@ -1,0 +1,95 @@
+"""Take from the files of one rank how files of ranks are to be written: their names, the mesh, and what is spread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckptkit.errors import Unsupported
+from ckptkit.files.file import names_in
+from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
+from ckptkit.formats.torchfile.dtensors import Placed, is_dtensor
+from ckptkit.formats.torchfile.flatten import pairs_of
+from ckptkit.formats.torchfile.held import RankFile, read_rank_file
+from ckptkit.formats.torchfile.inert_pickle import PersistentId, Record, walk
+from ckptkit.formats.torchfile.sharded_tensors import Sharded
+from ckptkit.formats.torchfile.write_dtensors import Grid
+from ckptkit.layout import Layout
+from ckptkit.tensors.placements import Placement, Shard
+
+_ROWS = Shard(0)
+
+
+ALONE = Grid((1,))  # the mesh of a single rank
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """How to write: the names of files, the mesh, and by name of a model's tensor how it lies, None if on each rank.
+
+    `calls` are the DTensors themselves, to be taken after. `is_told` if what is spread and what is not shows at all.
+    """
+
+    naming: Naming = WITH_WORLD
+    label: str = ""
+    grid: Grid = ALONE
+    spread: Mapping[str, tuple[Placement, ...] | None] = field(default_factory=dict)
+    calls: Mapping[str, Record] = field(default_factory=dict)
+    is_told: bool = False
+
+    def for_world(self, world: int) -> Grid:
+        """Return the mesh of `world` ranks: the first axis has what the others leave."""
+        rest = self.grid.shape[1:]
+        if world % prod(rest):
+            message = f"the mesh has axes of {' and '.join(map(str, rest))} ranks beside the first"
+            raise Unsupported(f"{message}, of which {world} is no multiple", hint=f"name a multiple of {prod(rest)}")
+        return self.grid._replace(shape=(world // prod(rest), *rest))
+
+
+def example_of(wanted: Layout) -> Example:
+    """Return how the checkpoint was written, if it lies in files of ranks; else how to write one of rows by FSDP2."""
+    found = find_files(names_in(wanted.root)) if wanted.format == "ranks" else None
+    if found is None:
+        return Example()
+    if not found.naming.templates:
+        raise Unsupported("files with such names are read, but not written", hint="use `convert --to dcp`")
+    model = read_rank_file(wanted.root, found.files[MODEL][0], 0, (MODEL,))
+    meshes = [held.spread.mesh for held in model.tensors.values() if isinstance(held.spread, Placed)]
+    if any(len(mesh.ranks) != found.world or mesh != meshes[0] for mesh in meshes):
+        raise Unsupported("tensors lie on several meshes, or on a part of the ranks", hint="use `convert --to dcp`")
+    calls = dtensors_in(model)
+    grid = Grid((found.world,))
+    if meshes:
+        like = next(iter(calls.values())).args[3][-1]["_spec"].attributes()["mesh"]
+        grid = Grid(meshes[0].shape, meshes[0].names, meshes[0].device, like)
+    spread = {name: how_spread(held.spread) for name, held in model.tensors.items()}
+    return Example(
+        naming=found.naming,
+        label=found.label,
+        grid=grid if meshes else grid._replace(device=device_of(model.value)),
+        spread=spread,
+        calls=calls,
+        is_told=any(spread.values()),
+    )
+
+
+def how_spread(spread: Placed | Sharded | None) -> tuple[Placement, ...] | None:
+    """Return how a tensor lies on a mesh: ShardedTensors are written as DTensors in rows."""
+    if isinstance(spread, Placed):
+        return spread.placements
+    return (_ROWS,) if isinstance(spread, Sharded) else None
+
+
+def dtensors_in(model: RankFile) -> dict[str, Record]:
+    """Return the calls that make the model's DTensors, by name."""
+    return {f"{MODEL}.{name}": value for name, value in pairs_of(model.value) or () if is_dtensor(value)}
+
+
+def device_of(value: Any) -> str:
+    """Return the kind of device that the tensors of a state dict were on."""
+    for part in walk(value):
+        if isinstance(part, PersistentId) and isinstance(part.value, tuple) and len(part.value) > 3:
+            return str(part.value[3]).partition(":")[0]
+    return "cuda"

@@ -1,0 +1,142 @@
+"""Read and write directories in which each rank has left its shards by torch.save: DTensors and their elders.
+
+Nothing describes the whole: each tensor says where its rank's part belongs, and the names of files which rank that is.
+So all files are opened, and what they say must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.files.file import names_in, read_small
+from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.protocols import Writer
+from ckptkit.formats.ranks.example import example_of
+from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, RankFiles, find_files, is_there, rank_in
+from ckptkit.formats.ranks.optimizer import join_files, join_optimizer
+from ckptkit.formats.ranks.rest import join_rest
+from ckptkit.formats.ranks.seal import seal_files
+from ckptkit.formats.ranks.views import without_views
+from ckptkit.formats.ranks.write_files import arrange_files
+from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.held import RankFile, read_rank_file
+from ckptkit.formats.torchfile.locate import collector_paused
+from ckptkit.formats.torchfile.state_files import entries_of, opened
+from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
+
+_CONFIG_LIMIT = 1 << 16  # bytes
+
+
+class Ranks(Writer):
+    """The format of one file of torch.save for each rank: a directory with the files of all ranks."""
+
+    name = "ranks"
+    known_by = "a file of torch.save for each rank"
+    is_sharded = True
+
+    def owns(self, name: str) -> bool:
+        """Return True for the file of a rank, and for the one that says how many there are."""
+        return name == CONFIG or rank_in(name) is not None
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank that wrote a file."""
+        return rank_in(name)
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a directory with files of ranks that hold a model."""
+        return path.is_dir() and is_there(names_in(path))
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report files that break off; raise `Corrupt` if one is missing, or one is there of another run."""
+        for name in find(path).names:
+            try:
+                with opened(path / name) as (read, length):
+                    entries_of(read, length)
+            except CkptError as error:
+                report(error.blame(path=path / name))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of the checkpoint in directory `path`; model and optimizer under these keys.
+
+        Every tensor that a file leads to is in it, or the directory is refused.
+        """
+        found = find(path)
+        with collector_paused():
+            try:
+                flat = join_all(path, found)
+            except CkptError as error:
+                raise error.blame(path=path) from None
+            descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(found.names))
+            layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, found.world, descriptions)
+            check_cover(layout, report)
+        return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return every entry of every rank's file: its storages, its pickle and what torch puts beside them."""
+        places = {
+            (chunk.path, chunk.offset): name for name, tensor in layout.tensors.items() for chunk in tensor.chunks
+        }
+        for path in find(layout.root).names:
+            try:
+                with opened(layout.root / path) as (read, length):
+                    for entry in entries_of(read, length).values():
+                        name = places.get((path, entry.offset), "")
+                        yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)
+            except CkptError as error:
+                report(error.blame(path=layout.root / path))
+
+    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+        """Return the files of `options.world_size` ranks, called and spread as those that `wanted` lies in, if any."""
+        return tuple(arrange_files(wanted, example_of(wanted), options.world_size))
+
+    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+        """Return the copies of what several ranks have alike, and the CRC-32 of each storage."""
+        found = find(made.root)
+        files = [read_files(made.root, found, kind, (kind,)) for kind in found.files]
+        return seal_files(made.root, files, checksums)
+
+
+def find(path: Path) -> RankFiles:
+    """Return the files of ranks in a directory. Raises `Corrupt` where they are not those of one whole checkpoint."""
+    try:
+        found = find_files(names_in(path))
+        if found is None:
+            raise Corrupt("no file of a rank holds a model")
+        check_config(path, found)
+    except CkptError as error:
+        raise error.blame(path=path) from None
+    return found
+
+
+def check_config(path: Path, found: RankFiles) -> None:
+    """Raise `Corrupt` if the file that says how many ranks there were says another number."""
+    if "{world}" not in found.naming.templates.get(MODEL, "") or not (path / CONFIG).exists():
+        return
+    config = parse_json(read_small(path / CONFIG, _CONFIG_LIMIT), path / CONFIG)
+    said = config.get("world_size") if isinstance(config, dict) else None
+    if type(said) is int and said != found.world:
+        message = f"it says {said} ranks, the files are of {found.world}"
+        raise Corrupt(message, path=path / CONFIG, hint="are these files of one run?")
+
+
+def join_all(path: Path, found: RankFiles) -> Flat:
+    """Return model, optimizer and the rest of all ranks."""
+    model = without_views(read_files(path, found, MODEL, (MODEL,)))
+    flats = [join_files(model)]
+    if OPTIMIZER in found.files:
+        flats.append(join_optimizer(read_files(path, found, OPTIMIZER, (OPTIMIZER,)), model))
+    if REST in found.files:
+        flats.append(join_rest(read_files(path, found, REST, ()), (MODEL, OPTIMIZER)))
+    whole = Flat()
+    for flat in flats:
+        whole.tensors.update(flat.tensors)
+        whole.blobs.update(flat.blobs)
+        whole.keys.update(flat.keys)
+    return whole
+
+
+def read_files(path: Path, found: RankFiles, kind: str, above: tuple[str, ...]) -> list[RankFile]:
+    """Return what is in the files of one kind, in order of rank."""
+    return [read_rank_file(path, name, rank, above) for rank, name in sorted(found.files[kind].items())]

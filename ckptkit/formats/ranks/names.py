@@ -1,0 +1,130 @@
+"""Know what the files of ranks are called: which hold the model, which the optimizer and which the rest. Opens none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ckptkit.errors import Corrupt, Unsupported
+
+MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
+CONFIG = "fsdp_config.json"  # beside the files of which the name says how many ranks there are
+
+
+@dataclass(frozen=True)
+class Naming:
+    """A way to name the files of ranks: a pattern for each kind of file, with groups `rank`, `set` and `world`.
+
+    What `set` matches is the same for all files of one checkpoint. `templates` are the names to be written.
+    """
+
+    patterns: dict[str, str]
+    templates: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def compiled(self) -> dict[str, re.Pattern[str]]:
+        """Return the patterns, compiled."""
+        return {kind: re.compile(pattern) for kind, pattern in self.patterns.items()}
+
+    def match(self, name: str) -> tuple[str, re.Match[str]] | None:
+        """Return the kind of a file, and its name's parts; None for a file of no rank."""
+        found = ((kind, pattern.fullmatch(name)) for kind, pattern in self.compiled.items())
+        return next(((kind, match) for kind, match in found if match), None)
+
+
+_RANK = r"(?P<rank>[0-9]{1,7})"
+_WORLD = rf"(?P<set>)_world_size_(?P<world>[0-9]{{1,7}})_rank_{_RANK}\.pt"
+_PLAIN = rf"(?P<set>(?:_[0-9]+)?)_rank{_RANK}\.bin"
+_ANY = rf"(?P<set>(?:[._-][\w.-]*?)?)[._-]rank[_-]?{_RANK}\.(?:pt|pth|bin)"
+
+WITH_WORLD = Naming(
+    {MODEL: f"model{_WORLD}", OPTIMIZER: f"optim{_WORLD}", REST: f"extra_state{_WORLD}"},
+    {
+        MODEL: "model_world_size_{world}_rank_{rank}.pt",
+        OPTIMIZER: "optim_world_size_{world}_rank_{rank}.pt",
+        REST: "extra_state_world_size_{world}_rank_{rank}.pt",
+    },
+)
+WITHOUT_WORLD = Naming(
+    {MODEL: f"pytorch_model_fsdp{_PLAIN}", OPTIMIZER: f"optimizer{_PLAIN}"},
+    {MODEL: "pytorch_model_fsdp{set}_rank{rank}.bin", OPTIMIZER: "optimizer{set}_rank{rank}.bin"},
+)
+OTHER = Naming({MODEL: f"model{_ANY}", OPTIMIZER: f"(?:optim|optimizer){_ANY}"})
+NAMINGS = (WITH_WORLD, WITHOUT_WORLD, OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one checkpoint, by kind and rank; `world` is the number of ranks, `label` what its names share."""
+
+    naming: Naming
+    label: str
+    world: int
+    files: dict[str, dict[int, str]]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        return [name for by_rank in self.files.values() for name in by_rank.values()]
+
+
+def rank_in(name: str) -> int | None:
+    """Return the rank in the name of a file, None for a file of no rank."""
+    found = next((match for naming in NAMINGS if (match := naming.match(name))), None)
+    return int(found[1]["rank"]) if found else None
+
+
+def find_files(names: Iterable[str]) -> RankFiles | None:
+    """Return the files of ranks in a directory, None where none hold a model.
+
+    Raises `Corrupt` for a rank whose file is missing and for files of several runs, `Unsupported` for several models.
+    """
+    names = sorted(names)
+    for naming in NAMINGS:
+        found = [(name, *match) for name in names if (match := naming.match(name))]
+        if any(kind == MODEL for _, kind, _ in found) and (naming is not OTHER or len(found) > 1):
+            return gather(naming, found)
+    return None
+
+
+def is_there(names: Iterable[str]) -> bool:
+    """Return whether files of ranks that hold a model are in a directory."""
+    kinds = [(naming, match[0]) for name in names for naming in NAMINGS if (match := naming.match(name))]
+    models = [naming for naming, kind in kinds if kind == MODEL]
+    return any(naming is not OTHER or models.count(OTHER) > 1 for naming in models)
+
+
+def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]]) -> RankFiles:
+    """Return the files as those of one checkpoint."""
+    worlds = sorted({int(match["world"]) for *_, match in found if "world" in match.re.groupindex})
+    if len(worlds) > 1:
+        message = f"files of runs with {' and '.join(map(str, worlds))} ranks are in one directory"
+        raise Corrupt(message, hint="move those of the earlier run away")
+    labels = sorted({match["set"] for _, kind, match in found if kind == MODEL})
+    if len(labels) > 1:
+        names = ", ".join(next(name for name, _, match in found if match["set"] == label) for label in labels[:4])
+        raise Unsupported(f"files of {len(labels)} models: {names}", hint="move each model's to a directory of its own")
+    files: dict[str, dict[int, str]] = {}
+    for name, kind, match in found:
+        if match["set"] == labels[0]:
+            files.setdefault(kind, {})[int(match["rank"])] = name
+    world = worlds[0] if worlds else 1 + max(files[MODEL])
+    gathered = RankFiles(naming, labels[0], world, files)
+    check_ranks(gathered)
+    return gathered
+
+
+def check_ranks(found: RankFiles) -> None:
+    """Raise `Corrupt` unless each of the ranks has a file of each kind, and none besides."""
+    for by_rank in found.files.values():
+        missing = [rank for rank in range(found.world) if rank not in by_rank]
+        name = next(iter(by_rank.values()))
+        if missing:
+            some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            message = f"{len(missing)} of {found.world} files like `{name}` are missing: of rank {some}"
+            raise Corrupt(message, hint="files of other nodes were never copied here, or were lost")
+        if len(by_rank) > found.world:
+            message = f"`{by_rank[max(by_rank)]}` is of rank {max(by_rank)}, but there are {found.world} ranks"
+            raise Corrupt(message, hint="it may be of an earlier run")

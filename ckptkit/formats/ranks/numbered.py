@@ -1,0 +1,190 @@
+"""Name the states of an optimizer that numbers its parameters, where it is certain which parameter each number is.
+
+Source: torch/optim/optimizer.py: parameters are numbered through all groups, in the order in which the optimizer was
+given them; that is the order of `model.parameters()`, and of the model's state dict without buffers. What is not
+certain keeps its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckptkit.errors import Corrupt
+from ckptkit.formats.torchfile.dtensors import Placed
+from ckptkit.formats.torchfile.flatten import pairs_of
+from ckptkit.formats.torchfile.held import Held, RankFile
+from ckptkit.layout import Chunk, KeyPath, StoredTensor
+from ckptkit.tensors.box import Shape
+from ckptkit.tensors.flat_ranges import boxes_of_range
+
+_STEP = "step"  # a moment that is one number, whatever the parameter's shape
+AT = 2  # where in a key path the parameter is: `("optimizer", "state", "3", "exp_avg")`
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the model: its name and shape, and the ranks of which each has a piece of it, if flattened."""
+
+    name: str
+    shape: Shape
+
+
+def groups_of(value: Any) -> list[list[int]] | None:
+    """Return the parameters' numbers in the groups of an optimizer's state dict; None for one that has names."""
+    groups = dict(pairs_of(value) or ()).get("param_groups")
+    if not isinstance(groups, list):
+        return None
+    numbers = [dict(pairs_of(group) or ()).get("params") for group in groups]
+    if not all(isinstance(found, list) and all(type(n) is int for n in found) for found in numbers):
+        return None
+    return [list(found) for found in numbers if isinstance(found, list)]
+
+
+def parameters_of(model: RankFile) -> list[Parameter]:
+    """Return the model's parameters in order, as one rank's file has them: what is spread over ranks, each tensor once.
+
+    Where nothing is, all tensors: one rank alone has no need to tell buffers apart.
+    """
+    held = model.tensors
+    is_spread = any(one.spread is not None for one in held.values())
+    found: dict[object, Parameter] = {}
+    for name, one in held.items():
+        if one.spread is not None or not is_spread:
+            place = (one.chunks[0].path, one.chunks[0].offset) if one.chunks and one.spec.numel else name
+            has_bytes = bool(one.chunks) and one.chunks[0].box.numel > 0
+            found.setdefault(place if has_bytes else name, Parameter(str(model.flat.keys[name][-1]), one.spec.shape))
+    return list(found.values())
+
+
+def match(
+    groups: Sequence[Sequence[int]], parameters: Sequence[Parameter], shapes: Mapping[int, Shape | int]
+) -> dict[int, Parameter] | None:
+    """Return the parameter behind each number, None if that is not certain.
+
+    `shapes` are those of the moments, or how many numbers they have where they were flattened. With one group the order
+    is the model's; with several it must show by the shapes which parameters are in which, none being in two.
+    """
+    numbers = [number for group in groups for number in group]
+    if len(numbers) != len(parameters) or numbers != list(range(len(numbers))):
+        return None
+    if len(groups) == 1:
+        found = dict(zip(numbers, parameters, strict=True))
+    else:
+        deal = deal_out(groups, parameters, shapes)
+        if deal is None:
+            return None
+        found = deal
+    fits = all(fits_shape(found[number].shape, shape) for number, shape in shapes.items() if number in found)
+    return found if fits and shapes.keys() <= found.keys() else None
+
+
+def fits_shape(shape: Shape, found: Shape | int) -> bool:
+    """Return whether moments that were found can be those of a parameter of `shape`."""
+    return prod(shape) == found if isinstance(found, int) else shape == found
+
+
+def deal_out(
+    groups: Sequence[Sequence[int]], parameters: Sequence[Parameter], shapes: Mapping[int, Shape | int]
+) -> dict[int, Parameter] | None:
+    """Return the parameter behind each number of several groups; None if a shape is in two, or one is not known."""
+    group_of: dict[Shape | int, int] = {}
+    for index, group in enumerate(groups):
+        for number in group:
+            if number not in shapes or group_of.setdefault(shapes[number], index) != index:
+                return None
+    flattened = any(isinstance(shape, int) for shape in group_of)
+    dealt: list[list[Parameter]] = [[] for _ in groups]
+    for parameter in parameters:
+        index = group_of.get(prod(parameter.shape) if flattened else parameter.shape, -1)
+        if index < 0:
+            return None
+        dealt[index].append(parameter)
+    if [len(group) for group in dealt] != [len(group) for group in groups]:
+        return None
+    pairs = (zip(group, found, strict=True) for group, found in zip(groups, dealt, strict=True))
+    return {number: parameter for pair in pairs for number, parameter in pair}
+
+
+def is_moment(key: KeyPath, held: Held) -> bool:
+    """Return whether a tensor at a key path is a moment with a number for each of the parameter's."""
+    return len(key) == AT + 2 and key[1] == "state" and key[-1] != _STEP and held.spec.shape != ()
+
+
+def is_flattened(files: Sequence[RankFile], model: RankFile) -> bool:
+    """Return whether each rank has a piece of each moment, flattened: plain tensors where the model's are spread."""
+    moments = [held for file in files for name, held in file.tensors.items() if is_moment(file.flat.keys[name], held)]
+    is_spread = any(held.spread is not None for held in model.tensors.values())
+    return is_spread and bool(moments) and all(h.spread is None and len(h.spec.shape) == 1 for h in moments)
+
+
+def shapes_of(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
+    """Return the shape of each number's moments, or if they are flattened how many numbers all ranks have."""
+    found: dict[int, Shape | int] = {}
+    of_moment: dict[tuple[int, Any], int] = {}
+    for file in files:
+        for name, held in file.tensors.items():
+            key = file.flat.keys[name]
+            if not is_moment(key, held):
+                continue
+            number = int(key[AT])
+            if flattened:
+                of_moment[number, key[-1]] = of_moment.get((number, key[-1]), 0) + held.spec.numel
+            elif found.setdefault(number, held.spec.shape) != held.spec.shape:
+                found[number] = ()  # moments of several shapes: none of ours
+    for (number, what), count in of_moment.items():
+        if found.setdefault(number, count) != count:
+            raise Corrupt(
+                f"the pieces of `{what}` of parameter {number} are {count} numbers, of another moment {found[number]}"
+            )
+    return found
+
+
+def holders(model: Sequence[RankFile]) -> list[int]:
+    """Return the ranks that hold the model between them; others hold the same again."""
+    return [
+        file.rank
+        for file in model
+        if not any(isinstance(one.spread, Placed) and one.spread.is_replica for one in file.tensors.values())
+    ]
+
+
+def join_flattened(
+    files: Sequence[RankFile], found: Mapping[int, Parameter] | None
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the moments of which the ranks, one after the other, have pieces.
+
+    They have the shapes of their parameters, or one dimension if it is not known which these are.
+    """
+    names = dict.fromkeys(
+        name for file in files for name, held in file.tensors.items() if is_moment(file.flat.keys[name], held)
+    )
+    for name in names:
+        there = [(file, file.tensors[name]) for file in files if name in file.tensors]
+        total = sum(held.spec.numel for _, held in there)
+        key = there[0][0].flat.keys[name]
+        shape = found[int(key[AT])].shape if found else (total,)
+        chunks: list[Chunk] = []
+        at = 0
+        for _, held in there:
+            chunks += cut(held.chunks[0], shape, at, held.spec.numel)
+            at += held.spec.numel
+        yield name, StoredTensor(replace(there[0][1].spec, shape=shape), tuple(chunks))
+
+
+def cut(chunk: Chunk, shape: Shape, start: int, count: int) -> Iterator[Chunk]:
+    """Yield the chunks that a run of a flattened tensor is, which lies in one chunk; empty runs make none."""
+    size = chunk.dtype.itemsize
+    for box, at in boxes_of_range(shape, start, start + count):
+        whole = box.numel == count
+        crc = chunk.crc32 if whole else None
+        yield Chunk(box, chunk.path, chunk.offset + at * size, box.numel * size, chunk.dtype, None, crc)
+
+
+def named(key: KeyPath, found: Mapping[int, Parameter]) -> KeyPath:
+    """Return a key path with the name of the parameter in place of its number."""
+    if len(key) > AT and key[1] == "state" and str(key[AT]).isdecimal():
+        return (*key[:AT], found[int(key[AT])].name, *key[AT + 1 :])
+    return key

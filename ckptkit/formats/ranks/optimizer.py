@@ -1,0 +1,81 @@
+"""Join the files of the ranks' optimizers, with the names of parameters where they had numbers. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckptkit.formats.ranks import numbered
+from ckptkit.formats.ranks.numbered import Parameter, is_moment
+from ckptkit.formats.ranks.units import join_units, match_units
+from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.held import RankFile
+from ckptkit.formats.torchfile.join import join_blobs, join_tensors
+from ckptkit.formats.torchfile.values import with_value
+from ckptkit.layout import StoredTensor
+
+PARAMS = "params"  # the list of a group's parameters
+
+
+def join_optimizer(files: Sequence[RankFile], model: Sequence[RankFile]) -> Flat:
+    """Return the optimizer of all ranks, whose `model` tells what its parameters are called.
+
+    Where it is not certain which parameter a number is, all keep their numbers, and flattened moments one dimension.
+    """
+    groups = numbered.groups_of(files[0].value)
+    if groups is None:
+        return join_files(files)
+    flattened = numbered.is_flattened(files, model[0])
+    holding = numbered.holders(model)
+    own = [file for file in files if file.rank in holding] if flattened else list(files)
+    shapes = numbered.shapes_of(own, flattened=flattened)
+    parameters = numbered.parameters_of(model[0])
+    found = numbered.match(groups, parameters, shapes)
+    if flattened:
+        rest = join_files([without_moments(file) for file in files])
+        totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
+        units = match_units(groups, parameters, totals, len(own)) if found is None else None
+        if units is not None:
+            return with_lists(join_units(own, units, rest, parameters), [parameters])
+        tensors = {**dict(numbered.join_flattened(own, found)), **rest.tensors}
+        keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
+        joined = Flat(tensors, rest.blobs, keys)
+    else:
+        joined = join_files(files)
+    return joined if found is None else with_names(joined, groups, found)
+
+
+def join_files(files: Sequence[RankFile]) -> Flat:
+    """Return what is in the files of all ranks, each tensor whole."""
+    tensors = join_tensors(files)
+    blobs, keys = join_blobs(files)
+    every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
+    return Flat(tensors, blobs, {name: every[name] for name in tensors} | keys)
+
+
+def without_moments(file: RankFile) -> RankFile:
+    """Return a rank's file without what is to be joined in another way."""
+    tensors = {name: held for name, held in file.tensors.items() if not is_moment(file.flat.keys[name], held)}
+    return replace(file, flat=Flat(dict[str, StoredTensor](tensors), file.flat.blobs, file.flat.keys))
+
+
+def with_lists(joined: Flat, groups: Sequence[Sequence[Parameter]]) -> Flat:
+    """Return an optimizer with the names of the parameters in the lists of its groups."""
+    for name, blob in joined.blobs.items():
+        key = joined.keys[name]
+        if key[-3:-2] == ("param_groups",) and key[-1] == PARAMS:
+            joined.blobs[name] = with_value(blob, [parameter.name for parameter in groups[int(key[-2])]])
+    return joined
+
+
+def with_names(joined: Flat, groups: Sequence[Sequence[int]], found: Mapping[int, Parameter]) -> Flat:
+    """Return an optimizer with the names of parameters in place of their numbers."""
+    named = Flat()
+    for old, key in joined.keys.items():
+        new = numbered.named(key, found)
+        name = ".".join(map(str, new))
+        if old in joined.tensors:
+            named.tensors[name], named.keys[name] = joined.tensors[old], new
+        elif old in joined.blobs:
+            named.blobs[name], named.keys[name] = joined.blobs[old], new
+    return with_lists(named, [[found[number] for number in group] for group in groups])

@@ -1,0 +1,203 @@
+"""Arrange the files of ranks: what each will hold of every tensor, with room for the data. Writes none.
+
+Each rank's file has DTensors for what is spread, and whole copies of what is not. Of an optimizer that numbers its
+parameters they are numbered through its groups again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.ranks.example import Example
+from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD
+from ckptkit.formats.ranks.numbered import AT
+from ckptkit.formats.torchfile.inert_pickle import Record
+from ckptkit.formats.torchfile.join import OWN
+from ckptkit.formats.torchfile.meshes import unravel
+from ckptkit.formats.torchfile.storages import Storages
+from ckptkit.formats.torchfile.unflatten import unflatten
+from ckptkit.formats.torchfile.values import load_value
+from ckptkit.formats.torchfile.write_archive import describe_tensor, make_envelope
+from ckptkit.formats.torchfile.write_dtensors import Grid, describe_dtensor, describe_mesh, rank_map
+from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.layout import KeyPath, Layout, NewFile, Spec
+from ckptkit.tensors.placements import Placement, Shard, place
+
+_PARAMS = "params"
+
+
+def arrange_files(wanted: Layout, example: Example, world: int) -> Iterator[NewFile]:
+    """Yield the files of `world` ranks, and the one that says how many there are if names do too."""
+    writing = Writing(wanted, example, example.for_world(world))
+    for kind, names in writing.kinds().items():
+        template = example.naming.templates.get(kind)
+        if template is None:
+            hint = f"leave it out with --exclude '{names[0].partition('.')[0]}*'"
+            raise Unsupported("files with such names have no place for it", tensor=names[0], hint=hint)
+        for rank in range(world):
+            name = template.format(world=world, rank=rank, set=example.label)
+            yield writing.file(name, names, rank)
+    if example.naming is WITH_WORLD:
+        config = json.dumps({"FSDP_version": 2, "world_size": world}, indent=4).encode()
+        yield NewFile(CONFIG, len(config), ((0, config),))
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint to be written for the ranks of a mesh. `numbers` are those of the optimizer's parameters by name."""
+
+    wanted: Layout
+    example: Example
+    grid: Grid
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Number the parameters if their names are not to be written."""
+        if self.example.naming is WITH_WORLD:
+            object.__setattr__(self, "numbers", number(self.wanted))
+
+    def kinds(self) -> dict[str, list[str]]:
+        """Return the names of entries by the kind of file that they go in."""
+        kinds: dict[str, list[str]] = {}
+        for name in self.wanted.names:
+            top = self.wanted.key(name)[0]
+            kind = str(top) if top in (MODEL, OPTIMIZER) else REST
+            if top != OWN:
+                kinds.setdefault(kind, []).append(name)
+        unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.is_of_unknown(name)), None)
+        if unknown is not None:
+            message = "it is not certain which parameter this is of, and so not how to spread it"
+            raise Unsupported(message, tensor=unknown, hint="leave the optimizer out with --exclude 'optimizer.*'")
+        if MODEL not in kinds:
+            raise Unsupported(f"there is no model under `{MODEL}`", hint=f"put all under it with --under {MODEL}")
+        return kinds
+
+    def is_of_unknown(self, name: str) -> bool:
+        """Return whether a tensor with many numbers is of a parameter that the model has not by this name."""
+        key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
+        is_state = len(key) == AT + 2 and key[1] == "state"
+        return bool(is_state and stored and stored.spec.shape and self.parameter(str(key[AT])) is None)
+
+    def file(self, name: str, names: list[str], rank: int) -> NewFile:
+        """Return the file of a rank with these entries, as far as they are its own."""
+        held = RankStorages(self, rank)
+        mine = [entry for entry in names if owner(self.wanted.key(entry)) in (None, rank)]
+        value = unflatten(mine, self.key, held.value)
+        envelope = make_envelope(dump(value), held.contents)
+        return NewFile(name, envelope.nbytes, envelope.parts)
+
+    def key(self, name: str) -> KeyPath:
+        """Return the way to an entry in the file of a rank."""
+        key = self.wanted.key(name)
+        if key[0] == MODEL:
+            return (".".join(map(str, key[1:])),)
+        if key[0] == OPTIMIZER:
+            numbered = len(key) > AT and key[1] == "state" and key[AT] in self.numbers
+            return (key[1], str(self.numbers[str(key[AT])]), *key[AT + 1 :]) if numbered else key[1:]
+        return key if owner(key) is None else (key[0], *key[2:])
+
+    def placements(self, name: str) -> tuple[Placement, ...] | None:
+        """Return how a tensor is spread over the mesh, None if each rank has all of it."""
+        key = self.wanted.key(name)
+        spec = self.wanted.tensors[name].spec
+        if key[0] == OPTIMIZER and len(key) == AT + 2 and key[1] == "state":
+            parameter = self.parameter(str(key[AT]))
+            is_moment = parameter is not None and self.wanted.tensors[parameter].spec.shape == spec.shape
+            return self.placements(parameter) if parameter is not None and is_moment else None
+        if key[0] != MODEL or not spec.shape:
+            return None
+        if self.example.is_told and name in self.example.spread:
+            return self.example.spread[name]
+        rows = (Shard(0), *(None for _ in self.grid.shape[1:]))
+        return rows if self.is_parameter(name) else None
+
+    def is_parameter(self, name: str) -> bool:
+        """Return whether a tensor of the model is a parameter and no buffer, where no file tells.
+
+        Those are of which an optimizer has moments, or that lie in several pieces; without either, all floats.
+        """
+        if len(self.wanted.tensors[name].chunks) > 1 or name in self.optimized:
+            return True
+        some_are = bool(self.optimized) or any(len(tensor.chunks) > 1 for tensor in self.wanted.tensors.values())
+        return not some_are and self.wanted.tensors[name].spec.dtype.kind == "float"
+
+    @property
+    def optimized(self) -> frozenset[str]:
+        """Return the names of the model's tensors that an optimizer has."""
+        return frozenset(f"{MODEL}.{name}" for name in self.numbers or number(self.wanted))
+
+    def parameter(self, step: str) -> str | None:
+        """Return the model's tensor that a state of the optimizer is of, None if that is not known."""
+        return next((n for n in (f"{MODEL}.{step}",) if n in self.wanted.tensors), None)
+
+
+class RankStorages(Storages):
+    """The values in one rank's file, and the storages that they need."""
+
+    def __init__(self, writing: Writing, rank: int) -> None:
+        super().__init__(writing.wanted)
+        self.writing = writing
+        self.rank = rank
+        self.where = unravel(rank, writing.grid.shape)
+        self._mesh: Record | None = None
+        self._local: dict[object, str] = {}
+
+    def value(self, name: str) -> Any:
+        """Return the rank's part of a tensor, or an entry that is none, as `write_pickle.dump` takes it."""
+        key = self.wanted.key(name)
+        if key[0] == OPTIMIZER and key[-1] == _PARAMS and self.writing.numbers:
+            return [self.writing.numbers[one] for one in load_value(self.wanted.root, self.wanted.blobs[name])]
+        placements = self.writing.placements(name) if name in self.wanted.tensors else None
+        if placements is None:
+            return super().value(name)
+        try:
+            return self.dtensor(name, placements)
+        except CkptError as error:
+            raise error.blame(tensor=name) from None
+
+    def dtensor(self, name: str, placements: tuple[Placement, ...]) -> Record:
+        """Return a DTensor with a storage of its own; tied ones share theirs."""
+        stored = self.wanted.tensors[name]
+        grid = self.writing.grid
+        held, pieces = place(stored.spec.shape, grid.shape, self.where, placements)
+        if len(pieces) > 1:
+            raise Unsupported(f"rank {self.rank} would hold {len(pieces)} pieces of it")
+        local = Spec(stored.spec.dtype, held)
+        place_of = stored.chunks or name
+        if place_of not in self._local:
+            self._local[place_of] = self.add(local.nbytes)
+        record = describe_tensor(local, self._local[place_of])
+        like = self.writing.example.calls.get(name) or self.like_parameter(name)
+        return describe_dtensor(stored.spec, placements, self.mesh(), record, "cpu", like)
+
+    def like_parameter(self, name: str) -> Record | None:
+        """Return the DTensor of the parameter that a moment is of."""
+        key = self.wanted.key(name)
+        return self.writing.example.calls.get(f"{MODEL}.{key[AT]}") if key[0] == OPTIMIZER else None
+
+    def mesh(self) -> Record:
+        """Return the mesh, which all tensors of the file share."""
+        if self._mesh is None:
+            spec, content = rank_map(self.writing.grid)
+            self._mesh = describe_mesh(self.writing.grid, self.rank, describe_tensor(spec, self.add(content)))
+        return self._mesh
+
+
+def owner(key: KeyPath) -> int | None:
+    """Return the rank whose own an entry is, None if it is all ranks'."""
+    step = str(key[1]) if len(key) > 2 and key[0] not in (MODEL, OPTIMIZER) else ""
+    rank = step.removeprefix("rank_")
+    return int(rank) if rank != step and rank.isdecimal() else None
+
+
+def number(wanted: Layout) -> dict[str, int]:
+    """Return the number of each parameter by name, as the optimizer's groups list them; {} if they are numbers."""
+    lists = [name for name in wanted.blobs if wanted.key(name)[:2] == (OPTIMIZER, "param_groups")]
+    lists = [name for name in lists if wanted.key(name)[-1] == _PARAMS]
+    lists.sort(key=lambda name: int(wanted.key(name)[AT]))
+    names = [one for name in lists for one in load_value(wanted.root, wanted.blobs[name])]
+    return {one: i for i, one in enumerate(names)} if all(isinstance(one, str) for one in names) else {}

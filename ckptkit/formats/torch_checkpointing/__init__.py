@@ -1,0 +1,1 @@
+"""Handle what the package torch_checkpointing leaves: files of each rank, and metadata that say how tensors lie."""

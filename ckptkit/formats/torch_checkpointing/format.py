@@ -1,0 +1,115 @@
+"""Read checkpoints of the package torch_checkpointing: an item's files of all ranks, with or without metadata.
+
+Source: torch_checkpointing/{checkpoint_writer,metadata_serialization}.py: `metadata.pkl` describes the items whose
+tensors can be resharded; of all others each rank has a file `ITEM_RANK.pt`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.protocols import Reader
+from ckptkit.formats.torch_checkpointing.items import read_item_files
+from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
+from ckptkit.formats.torchfile.join import join_blobs, join_tensors
+from ckptkit.formats.torchfile.locate import collector_paused
+from ckptkit.formats.torchfile.state_files import entries_of, is_torch_save, opened
+from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor, check_cover
+
+_OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?:pt|safetensors|json|bin)")
+
+
+class TorchCheckpointing(Reader):
+    """The format of a directory with `metadata.pkl` and each rank's files."""
+
+    name = "torch_checkpointing"
+    known_by = "torch_checkpointing's `metadata.pkl`"
+    is_sharded = True
+
+    def owns(self, name: str) -> bool:
+        """Return True for the metadata, and for the file of a rank."""
+        return name == NAME or bool(_OF_RANK.fullmatch(name))
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank that wrote a file."""
+        match = _OF_RANK.fullmatch(name)
+        return int(match["rank"]) if match else None
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a directory with the metadata and a file of rank 0."""
+        if not path.is_dir():
+            return False
+        names = names_in(path)
+        return NAME in names and any(match["rank"] == "0" for match in map(_OF_RANK.fullmatch, names) if match)
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report each file that the metadata name and that is not there."""
+        items, _ = find_items(path)
+        for file in files_of(items.values()):
+            if not is_there(path / file):
+                report(missing(path, file))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of the checkpoint in directory `path`; each item is a key."""
+        items, world = find_items(path)
+        tensors: dict[str, StoredTensor] = {}
+        blobs: dict[str, Blob] = {}
+        keys: dict[str, KeyPath] = {}
+        for file in files_of(items.values()):
+            if not is_there(path / file):
+                raise missing(path, file)
+        with collector_paused():
+            for name, item in items.items():
+                files = read_item_files(path, name, item)
+                try:
+                    tensors |= join_tensors(files)
+                except CkptError as error:
+                    raise error.blame(path=path) from None
+                others, ways = join_blobs(files)
+                blobs |= others
+                keys |= {name: key for file in files for name, key in file.flat.keys.items() if name in tensors} | ways
+            layout = Layout(path, self.name, tensors, blobs, keys, world, (NAME, *sorted(files_of(items.values()))))
+            check_cover(layout, report)
+        return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return every entry of the files of torch.save, and the tensors of others, which have no checksums."""
+        places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
+        for file in sorted(files_of(find_items(layout.root)[0].values())):
+            try:
+                if not is_torch_save(layout.root / file):
+                    continue
+                with opened(layout.root / file) as (read, length):
+                    for entry in entries_of(read, length).values():
+                        name = places.pop((file, entry.offset), "")
+                        yield Extent(file, entry.offset, entry.length, entry.crc32 or None, name)
+            except CkptError as error:
+                report(error.blame(path=layout.root / file))
+        for name, tensor in layout.tensors.items():
+            for chunk in tensor.chunks:
+                if (chunk.path, chunk.offset) in places:
+                    yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
+
+
+def find_items(path: Path) -> tuple[dict[str, Item], int]:
+    """Return the items that the metadata name, and those of which each rank has a file besides; and how many ranks."""
+    items, world = read_items(path)
+    taken = set(files_of(items.values()))
+    matches = (match for name in sorted(set(names_in(path)) - taken) if (match := _OF_RANK.fullmatch(name)))
+    for name in dict.fromkeys(match["item"] for match in matches if match[0].endswith(".pt")):
+        items.setdefault(name, Item({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
+    return items, world
+
+
+def files_of(items: Iterable[Item]) -> Iterator[str]:
+    """Yield the name of every file of items."""
+    return (file for item in items for file, _ in item.files.values())
+
+
+def missing(path: Path, file: str) -> Corrupt:
+    """Return the error for a file that is not there."""
+    return Corrupt(f"`{file}` is missing", path=path, hint="files of other nodes were never copied here, or were lost")

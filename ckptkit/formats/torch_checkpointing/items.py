@@ -1,0 +1,92 @@
+"""Read the files of one item: torch.save, safetensors, JSON or bytes, each rank's with its part of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.errors import CkptError
+from ckptkit.files.file import read_small
+from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.safetensors_headers import read_header
+from ckptkit.formats.torch_checkpointing.read_metadata import JSON, SAFETENSORS, TORCH, Item, Spread
+from ckptkit.formats.torchfile.dtensors import Placed
+from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.held import Held, RankFile, read_rank_file
+from ckptkit.formats.torchfile.read_archive import TensorRecord
+from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.layout import Blob, Chunk, KeyPath, Spec
+from ckptkit.tensors.blocks import row_major
+
+_LIMIT = 1 << 24  # bytes of a file that is read whole
+
+
+def read_item_files(root: Path, name: str, item: Item) -> list[RankFile]:
+    """Return what each rank has of an item. Every error names the file."""
+    return [read_file(root, name, rank, *file, item) for rank, file in sorted(item.files.items())]
+
+
+def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: Item) -> RankFile:
+    """Return what one rank has of an item."""
+    try:
+        if kind == TORCH:
+            return spread_out(read_rank_file(root, file, rank, (name,), is_dict=False), item.spread)
+        if kind == SAFETENSORS:
+            return spread_out(read_safetensors(root, file, rank, name, item.spread), item.spread)
+        data = read_small(root / file, _LIMIT)
+        value = parse_json(data, root / file) if kind == JSON else data
+        flat = Flat({}, {name: Blob(file, 0, 0, dump(value))}, {name: (name,)})
+        return RankFile(rank, file, flat, value)
+    except CkptError as error:
+        raise error.blame(path=root / file) from None
+
+
+def read_safetensors(root: Path, file: str, rank: int, item: str, spread: Mapping[KeyPath, object]) -> RankFile:
+    """Return the tensors in a file of safetensors, where the steps of a key path are joined by dots."""
+    paths = {".".join(map(str, path)): path for path in spread}
+    flat = Flat()
+    for name, chunk in read_header(root / file).items():
+        key = (item, *paths.get(name, (name,)))
+        own = ".".join(map(str, key))
+        flat.keys[own] = key
+        flat.tensors[own] = Held(Spec(chunk.dtype, chunk.size), (chunk._replace(path=file),))
+    return RankFile(rank, file, flat, None)
+
+
+def spread_out(found: RankFile, spread: Mapping[KeyPath, Mapping[int, Spread]]) -> RankFile:
+    """Return a rank's file with the plain tensors of which the metadata say that they are parts of larger ones."""
+    tensors = dict(found.flat.tensors)
+    for name, held in found.tensors.items():
+        how = spread.get(found.flat.keys[name][1:], {}).get(found.rank)
+        if how is not None and held.spread is None:
+            try:
+                tensors[name] = part_of(held, how, found.rank)
+            except CkptError as error:
+                raise error.blame(tensor=name) from None
+    return replace(found, flat=replace(found.flat, tensors=tensors))
+
+
+def part_of(held: Held, how: Spread, rank: int) -> Held:
+    """Return a plain tensor as the part of a larger one that a rank has."""
+    (chunk,) = held.chunks
+    shape, strides = held.spec.shape, chunk.strides or row_major(held.spec.shape)
+    record = TensorRecord("", chunk.dtype, 0, shape, strides)
+    placed = Placed(Spec(chunk.dtype, how.shape), how.seen_by(rank), how.placements, None, record)
+    return Held(placed.spec, tuple(cut(chunk, placed)), spread=placed)
+
+
+def cut(chunk: Chunk, placed: Placed) -> list[Chunk]:
+    """Return the boxes of the whole tensor that lie in the chunk that is a rank's part."""
+    pieces = placed.pieces
+    if len(pieces) == 1:
+        return [chunk._replace(box=pieces[0].box)]
+    strides, size = placed.held.strides, chunk.dtype.itemsize
+    found = []
+    for box, at in pieces:
+        start = sum(i * step for i, step in zip(at, strides, strict=True))
+        span = 1 + sum((n - 1) * step for n, step in zip(box.size, strides, strict=True))
+        is_dense = strides == row_major(box.size)
+        stored = chunk._replace(offset=chunk.offset + start * size, length=span * size, crc32=None)
+        found.append(stored._replace(box=box, strides=None if is_dense else strides))
+    return found

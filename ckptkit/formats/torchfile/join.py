@@ -1,0 +1,139 @@
+"""Join what the ranks hold of each tensor to the whole of it. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.formats.torchfile.dtensors import Placed
+from ckptkit.formats.torchfile.held import Held, RankFile
+from ckptkit.formats.torchfile.sharded_tensors import Sharded
+from ckptkit.layout import Blob, Chunk, KeyPath, StoredTensor
+from ckptkit.tensors.box import Box
+
+OWN = "own_state"  # the key above what is another for each rank, where it should not be
+# buffers that each rank keeps for itself: statistics of what it has seen
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def join_tensors(files: Sequence[RankFile]) -> dict[str, StoredTensor]:
+    """Return every tensor with the chunks of all ranks, in the order in which the first rank that has it has it."""
+    names = dict.fromkeys(name for file in files for name in file.flat.tensors)
+    by_rank = [(file.rank, file.name, file.tensors) for file in files]
+    joined = {}
+    for name in names:
+        held = {rank: tensors[name] for rank, _, tensors in by_rank if name in tensors}
+        try:
+            joined[name] = join(held, may_differ=name.endswith(_STATISTICS))
+        except CkptError as error:
+            raise error.blame(tensor=name) from None
+    return joined
+
+
+def join(held: Mapping[int, Held], *, may_differ: bool = False) -> StoredTensor:
+    """Return one tensor with the chunks of all ranks. A plain one is that of the first rank, if no other has another.
+
+    Raises `Unsupported` if one has, by its checksum, unless they may differ.
+    """
+    first, tensor = next(iter(held.items()))
+    for rank, other in held.items():
+        if other.spec != tensor.spec or type(other.spread) is not type(tensor.spread):
+            message = f"rank {rank} has it as {describe(other)}, rank {first} as {describe(tensor)}"
+            raise Corrupt(message, hint="are these files of one run?")
+    if isinstance(tensor.spread, Placed):
+        return StoredTensor(tensor.spec, unique(join_placed(held, tensor.spread)))
+    if isinstance(tensor.spread, Sharded):
+        check_same_shards(held, tensor.spread)
+        return StoredTensor(tensor.spec, unique(chunk for other in held.values() for chunk in other.chunks))
+    for rank, other in held.items():
+        if not may_differ:
+            compare(first, tensor, rank, other)
+    return StoredTensor(tensor.spec, tensor.chunks)
+
+
+def describe(held: Held) -> str:
+    """Return in words what a rank has."""
+    kinds = {Placed: "a DTensor", Sharded: "a ShardedTensor"}
+    return f"{kinds.get(type(held.spread), 'a plain tensor')} {held.spec}"
+
+
+def join_placed(held: Mapping[int, Held], of_first: Placed) -> Iterable[Chunk]:
+    """Yield the chunks of a DTensor that are no replicas, in the order of the mesh.
+
+    A mesh may be a part of a larger one: then ranks off it hold the same again.
+    """
+    for rank, other in held.items():
+        spread = other.spread
+        assert isinstance(spread, Placed)
+        here = (spread.mesh.shape, spread.placements, spread.order)
+        there = (of_first.mesh.shape, of_first.placements, of_first.order)
+        if here != there:
+            message = f"rank {rank} has it on a mesh of {list(here[0])}, rank {min(held)} on one of {list(there[0])}"
+            raise Corrupt(f"{message}, or placed in another way", hint="are these files of one run?")
+    missing = [rank for rank in of_first.mesh.ranks if rank not in held]
+    if missing:
+        raise Corrupt(
+            f"it lies on {len(of_first.mesh.ranks)} ranks, and rank {missing[0]} has no part of it here",
+            hint="a file is missing, or of another run",
+        )
+    first = {}
+    for rank in of_first.mesh.ranks:
+        spread = held[rank].spread
+        assert isinstance(spread, Placed)
+        first[spread.mesh.coordinate] = rank
+        if not spread.is_replica:
+            yield from held[rank].chunks
+    for rank, other in held.items():
+        if rank not in of_first.mesh.ranks:
+            assert isinstance(other.spread, Placed)
+            compare(first[other.spread.mesh.coordinate], held[first[other.spread.mesh.coordinate]], rank, other)
+
+
+def compare(one: int, held: Held, other: int, other_held: Held) -> None:
+    """Raise `Unsupported` if by their checksums two ranks have other numbers where they should have the same."""
+    for chunk, again in zip(held.chunks, other_held.chunks, strict=True):
+        if None not in (chunk.crc32, again.crc32) and chunk.crc32 != again.crc32:
+            raise Unsupported(
+                f"ranks {one} and {other} have other numbers under this name, and nothing says how they fit",
+                hint="is it local to each rank, as experts and stages of a pipeline may be?",
+            )
+
+
+def check_same_shards(held: Mapping[int, Held], of_first: Sharded) -> None:
+    """Raise `Corrupt` unless all ranks agree on all boxes, and each holds one of them."""
+    for rank, other in held.items():
+        spread = other.spread
+        assert isinstance(spread, Sharded)
+        if spread.boxes != of_first.boxes:
+            message = f"rank {rank} knows {len(spread.boxes)} shards, rank {min(held)} {len(of_first.boxes)} or others"
+            raise Corrupt(message, hint="are these files of one run?")
+        if not {chunk.box for chunk in other.chunks} <= set(of_first.boxes):
+            raise Corrupt(f"rank {rank} holds a shard that is not in the list of all")
+    beyond = [rank for rank in of_first.ranks if rank is not None and rank not in held]
+    if beyond:
+        message = f"it lies on {len(of_first.ranks)} ranks, and rank {beyond[0]} has no part of it here"
+        raise Corrupt(message, hint="a file is missing, or of another run")
+
+
+def unique(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    """Return the first chunk of each box; of those that are empty one."""
+    found: dict[Box | None, Chunk] = {}
+    for chunk in chunks:
+        found.setdefault(chunk.box if chunk.box.numel else None, chunk)
+    return tuple(found.values())
+
+
+def join_blobs(files: Sequence[RankFile]) -> tuple[dict[str, Blob], dict[str, KeyPath]]:
+    """Return the entries that are no tensors, and their key paths: one for all ranks, or else each rank's own."""
+    blobs: dict[str, Blob] = {}
+    keys: dict[str, KeyPath] = {}
+    for name in dict.fromkeys(name for file in files for name in file.flat.blobs):
+        there = [(file, file.flat.blobs[name]) for file in files if name in file.flat.blobs]
+        key = there[0][0].flat.keys[name]
+        if len({blob.content for _, blob in there}) == 1:
+            blobs[name], keys[name] = there[0][1], key
+            continue
+        for file, blob in there:
+            own = (OWN, f"rank_{file.rank}", *key)
+            blobs[".".join(map(str, own))], keys[".".join(map(str, own))] = blob, own
+    return blobs, keys

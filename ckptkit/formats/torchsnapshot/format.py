@@ -1,0 +1,138 @@
+"""Read snapshots of torchsnapshot: what all ranks have alike once, shards joined, and what is each rank's own by rank.
+
+Source: torchsnapshot/{snapshot,manifest,manifest_ops}.py. There are no checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.files.file import names_in, opening, read_at
+from ckptkit.formats.protocols import Reader
+from ckptkit.formats.torchfile.join import OWN
+from ckptkit.formats.torchfile.locate import ENVELOPE, locate
+from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.torchsnapshot.read_manifest import NAME, Entry, Places, is_container, read_manifest, value_of
+from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, check_cover
+from ckptkit.tensors.box import Box
+
+_TENSORS = ("Tensor", "ShardedTensor", "ChunkedTensor")
+_COMPARED = 1 << 20  # bytes of a tensor that every rank has, and that may be the same on all
+
+
+class TorchSnapshot(Reader):
+    """The format of a directory with `.snapshot_metadata`."""
+
+    name = "torchsnapshot"
+    known_by = "torchsnapshot's `.snapshot_metadata`"
+    is_sharded = True
+
+    def owns(self, name: str) -> bool:
+        """Return True for the manifest, and for the directories of what it points to."""
+        return name in (NAME, "batched", "sharded", "replicated")
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a directory with the manifest, which is written last."""
+        return path.is_dir() and NAME in names_in(path)
+
+    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - the first file that is missing says all
+        """Raise `Corrupt` for a file that is missing, or too short for what lies in it."""
+        self.read(path)
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of the snapshot in directory `path`."""
+        entries, world = read_manifest(path)
+        gathering = _Gathering(path)
+        by_key: dict[KeyPath, list[Entry]] = {}
+        for entry in entries:
+            if not is_container(entry):
+                by_key.setdefault(entry.key, []).append(entry)
+        for key, found in by_key.items():
+            gathering.add(key, found)
+        tensors, blobs, keys = gathering.tensors, gathering.blobs, gathering.keys
+        layout = Layout(path, self.name, tensors, blobs, keys, world, (NAME,))
+        check_cover(layout, report)
+        return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return the bytes of every tensor; those in archives of torch.save have a CRC-32, others none."""
+        located = locate(layout, report)
+        for name, tensor in located.tensors.items():
+            for chunk in tensor.chunks:
+                if chunk.wrapper is None:
+                    yield Extent(chunk.path, chunk.offset, chunk.length, chunk.crc32, name)
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """The entries of a snapshot as they are gathered from those of all ranks."""
+
+    root: Path
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    keys: dict[str, KeyPath] = field(default_factory=dict)
+
+    def add(self, key: KeyPath, entries: list[Entry]) -> None:
+        """Add what lies at one key path: once, or by rank if ranks have different things there."""
+        places = Places(self.root)
+        if all(entry.kind == "ShardedTensor" for entry in entries):
+            self.add_tensor(key, None, [chunk for entry in entries for chunk in places.chunks(entry)[1]])
+        elif entries[0].said.get("replicated") or len(entries) == 1 or self.are_same(entries, places):
+            self.add_entry(key, entries[0], places)
+        else:
+            for entry in entries:
+                self.add_entry((OWN, f"rank_{entry.rank}", *key), entry, places)
+
+    def add_entry(self, key: KeyPath, entry: Entry, places: Places) -> None:
+        """Add what one rank has."""
+        if entry.kind in _TENSORS:
+            self.add_tensor(key, *places.chunks(entry))
+            return
+        name = self.name(key)
+        if entry.kind == "object":
+            self.blobs[name] = Blob(*places.run(entry.said))
+        else:
+            self.blobs[name] = Blob(NAME, 0, 0, dump(value_of(entry)))
+
+    def add_tensor(self, key: KeyPath, spec: Spec | None, chunks: list[Chunk]) -> None:
+        """Add a tensor. Of shards the shape is in no file: it is as large as they reach."""
+        name = self.name(key)
+        unique: dict[Box, Chunk] = {}
+        for chunk in chunks:
+            unique.setdefault(chunk.box, chunk)
+        if spec is None:
+            if not chunks or len({(chunk.dtype, len(chunk.size)) for chunk in chunks}) > 1:
+                raise Corrupt("its shards have different dtypes or numbers of axes", path=self.root, tensor=name)
+            ends = zip(*(box.stop for box in unique), strict=True)
+            spec = Spec(chunks[0].dtype, tuple(max(along) for along in ends))
+        self.tensors[name] = StoredTensor(spec, tuple(unique.values()))
+
+    def name(self, key: KeyPath) -> str:
+        """Return the name at a key path, and keep the path."""
+        name = ".".join(map(str, key))
+        if name in self.keys:
+            raise Corrupt("two entries of the manifest have this name", path=self.root, tensor=name)
+        self.keys[name] = key
+        return name
+
+    def are_same(self, entries: list[Entry], places: Places) -> bool:
+        """Return whether all ranks have the same value or, of small tensors, the same bytes."""
+        if any(entry.kind != entries[0].kind for entry in entries) or entries[0].kind == "object":
+            return False
+        if entries[0].kind not in _TENSORS:
+            return all(value_of(entry) == value_of(entries[0]) for entry in entries)
+        found = [places.chunks(entry) for entry in entries]
+        spec, chunks = found[0]
+        small = spec is not None and spec.nbytes <= _COMPARED
+        if not small or any(other != spec or len(those) != 1 for other, those in found):
+            return False
+        first = self.content(chunks[0])
+        return all(those[0].wrapper != ENVELOPE and self.content(those[0]) == first for _, those in found)
+
+    def content(self, chunk: Chunk) -> bytes:
+        """Return the bytes of a small chunk."""
+        with opening(self.root / chunk.path) as file:
+            return read_at(file, chunk.length, chunk.offset)

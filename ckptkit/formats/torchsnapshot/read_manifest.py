@@ -1,0 +1,161 @@
+"""Read `.snapshot_metadata`: what each rank saved, and where in which file it lies. Opens no other file.
+
+Source: torchsnapshot/{manifest,flatten}.py, 0.1.0. The manifest is JSON; versions before wrote YAML. Each entry has a
+path, the rank and then the steps to it, with `/` and `%` in a step written as `%2F` and `%25`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any
+from urllib.parse import unquote
+
+from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckptkit.files.file import check_name, file_size, read_small
+from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.torchfile.locate import ENVELOPE
+from ckptkit.formats.torchfile.read_archive import as_shape
+from ckptkit.layout import Chunk, KeyPath, Spec
+from ckptkit.tensors.box import Box, Shape, whole
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+NAME = ".snapshot_metadata"
+_LIMIT = 1 << 28  # bytes
+_float = Struct("<d")
+_LISTS, _DICTS = ("list",), ("dict", "OrderedDict")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of one rank: the way to it, and what the manifest says of it."""
+
+    rank: int
+    key: KeyPath
+    said: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """Return what it is."""
+        return str(self.said["type"])
+
+
+def read_manifest(root: Path) -> tuple[list[Entry], int]:
+    """Return what is in the manifest of a snapshot at `root`, in its order, and the number of ranks."""
+    path = root / NAME
+    data = read_small(path, _LIMIT)
+    if not data.lstrip().startswith(b"{"):
+        hint = "open and save it again with torchsnapshot 0.1"
+        raise Unsupported("the manifest is no JSON, as versions before 0.1 wrote it", path=path, hint=hint)
+    try:
+        found = parse_json(data, path)
+        manifest, world = found["manifest"], found["world_size"]
+        if type(world) is not int or world < 1:
+            raise ValueError("world_size")
+        kinds = {name: said["type"] for name, said in manifest.items()}
+        return [entry_of(name, said, kinds) for name, said in manifest.items()], world
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Corrupt("the manifest makes no sense", path=path) from error
+
+
+def entry_of(name: str, said: Mapping[str, Any], kinds: Mapping[str, str]) -> Entry:
+    """Return an entry; what lies in a list is led to by numbers."""
+    rank, *steps = name.split("/")
+    key: list[str | int] = []
+    above = rank
+    for step in steps:
+        key.append(int(step) if kinds.get(above) in _LISTS else unquote(step))
+        above = f"{above}/{step}"
+    return Entry(int(rank), tuple(key), said)
+
+
+def is_container(entry: Entry) -> bool:
+    """Return whether an entry only says what others lie in."""
+    return entry.kind in (*_LISTS, *_DICTS) and (entry.kind in _LISTS or bool(entry.said["keys"]))
+
+
+def value_of(entry: Entry) -> Any:
+    """Return the value of an entry that stands in the manifest itself. Raises `Unsupported` for an unknown kind."""
+    if entry.kind in _DICTS:
+        return {}
+    text = entry.said.get("serialized_value")
+    if not isinstance(text, str):
+        raise Unsupported(f"an entry of the kind `{entry.kind!a}`")
+    match entry.kind:
+        case "int":
+            return int(text)
+        case "str":
+            return text
+        case "bool":
+            return {"True": True, "False": False}[text]
+        case "bytes":
+            return base64.b64decode(text)
+        case "float":
+            return _float.unpack(base64.b64decode(text))[0]
+    raise Unsupported(f"an entry of the kind `{entry.kind!a}`")
+
+
+class Places:
+    """Where entries lie in the files of a snapshot at `root`, each compared with the size of its file."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.sizes: dict[str, int] = {}
+
+    def run(self, said: Mapping[str, Any]) -> tuple[str, int, int]:
+        """Return the file, offset and length of a run of bytes. Raises `Corrupt` if the file is shorter."""
+        file = said["location"]
+        if not isinstance(file, str):
+            raise Unsafe(f"the manifest refers to `{file!a}`", path=self.root)
+        if file not in self.sizes:
+            for part in file.split("/"):
+                check_name(part, self.root)
+            self.sizes[file] = file_size(self.root / file)
+        start, end = as_shape(tuple(said["byte_range"])) if said.get("byte_range") else (0, self.sizes[file])
+        if not start <= end <= self.sizes[file]:
+            message = f"the manifest needs bytes {start}:{end} of a file of {self.sizes[file]}"
+            raise Corrupt(message, path=self.root / file, hint="the file is truncated, or belongs to another snapshot")
+        return file, start, end - start
+
+    def chunk(self, said: Mapping[str, Any], start: Shape | None = None) -> Chunk:
+        """Return the chunk that a tensor is, which begins at index `start` of a larger one."""
+        spec = Spec(dtype_of(said["dtype"]), as_shape(tuple(said["shape"])))
+        box = whole(spec.shape) if start is None else Box(start, spec.shape)
+        file, offset, length = self.run(said)
+        serializer = said["serializer"]
+        if serializer == "torch_save":
+            return Chunk(box, file, offset, length, spec.dtype, wrapper=ENVELOPE)
+        if serializer != "buffer_protocol":
+            raise Unsupported(f"a tensor in the format `{serializer!a}`")
+        if length != spec.nbytes:
+            raise Corrupt(f"{spec} needs {spec.nbytes} bytes, the manifest gives it {length}", path=self.root / file)
+        return Chunk(box, file, offset, length, spec.dtype)
+
+    def chunks(self, entry: Entry) -> tuple[Spec | None, list[Chunk]]:
+        """Return the chunks of a tensor that one rank saved, and its dtype and shape; None where only all tell it."""
+        said = entry.said
+        try:
+            if entry.kind == "Tensor":
+                chunk = self.chunk(said)
+                return Spec(chunk.dtype, chunk.size), [chunk]
+            sharded = entry.kind == "ShardedTensor"
+            shards = [(as_shape(tuple(s["offsets"])), s) for s in said["shards" if sharded else "chunks"]]
+            chunks = [self.chunk(shard["tensor"], start) for start, shard in shards]
+            if any(chunk.size != as_shape(tuple(s["sizes"])) for chunk, (_, s) in zip(chunks, shards, strict=True)):
+                raise Corrupt("a shard's tensor has another shape than the shard")
+            return None if sharded else Spec(dtype_of(said["dtype"]), as_shape(tuple(said["shape"]))), chunks
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Corrupt("the manifest makes no sense", path=self.root / NAME) from error
+        except CkptError as error:
+            raise error.blame(tensor=".".join(map(str, entry.key))) from None
+
+
+def dtype_of(name: str) -> DType:
+    """Return the dtype that torch calls so."""
+    dtype = DTYPES.get(name.removeprefix("torch."))
+    if dtype is None:
+        raise Unsupported(f"dtype `{name!a}`")
+    return dtype

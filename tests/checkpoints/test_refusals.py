@@ -1,0 +1,54 @@
+"""What other programs save that cannot be a source: refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptkit
+from ckptkit.errors import CkptError
+
+
+def save_vllm(root: Path) -> list[Path]:
+    for rank in range(2):
+        tensors = {"model.layers.0.self_attn.qkv_proj.weight": torch.ones(2, 2)}
+        save_file(tensors, root / f"model-rank-{rank}-part-0.safetensors")
+    return [root, root / "model-rank-0-part-0.safetensors"]
+
+
+def save_orbax(root: Path) -> list[Path]:
+    items = root / "100" / "items"
+    (items / "ocdbt.process_0").mkdir(parents=True)
+    for file in (root / "100" / "_CHECKPOINT_METADATA", items / "_METADATA", items / "manifest.ocdbt"):
+        file.write_text("{}")
+    return [root, root / "100", items]
+
+
+def save_zarr(root: Path) -> list[Path]:
+    place = root / "iter_0000010"
+    (place / "decoder.layers.mlp.linear_fc1.weight").mkdir(parents=True)
+    (place / "decoder.layers.mlp.linear_fc1.weight" / ".zarray").write_text("{}")
+    (place / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    torch.save({"iteration": 10}, place / "common.pt")
+    return [root, place]
+
+
+@pytest.mark.parametrize(
+    ("save", "message", "hint"),
+    [
+        (save_vllm, "a sharded_state of vLLM", "the model that it was made of"),
+        (save_orbax, "arrays as orbax saves", "load them with orbax"),
+        (save_zarr, "arrays of zarr, as Megatron saved", "load and save it with a Megatron-LM"),
+    ],
+)
+def test_it_is_refused_by_name(tmp_path: Path, save: Callable[[Path], list[Path]], message: str, hint: str) -> None:
+    for path in save(tmp_path):
+        for command in (ckptkit.open, ckptkit.inspect, lambda path: ckptkit.consolidate(path, tmp_path / "out")):
+            with pytest.raises(CkptError, match=message) as raised:
+                command(path)
+            assert (raised.value.exit_code, hint in str(raised.value.hint)) == (3, True)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,165 @@
+"""Axes of stored tensors against numpy's own: the same elements, whatever the chunks that a tensor lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit import axes
+from ckptkit.errors import Mismatch
+from ckptkit.layout import Chunk, Spec, StoredTensor
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.dtypes import DTYPES
+from tests.raw import Numbers
+
+INT32 = DTYPES["int32"]
+FILE = 1 << 12  # elements
+
+
+def stored(numbers: Numbers, cuts: list[int], order: list[int]) -> tuple[StoredTensor, Numbers]:
+    """A tensor in slabs of its first axis, each with its axes in `order`, in a file of numbers; and the file."""
+    chunks: list[Chunk] = []
+    parts: list[Numbers] = []
+    at = 0
+    edges = [0, *sorted({c for c in cuts if c < len(numbers)} - {0}), len(numbers)]
+    for a, b in pairwise(edges):
+        part = numbers[a:b]
+        size = tuple(part.shape)
+        permuted = part.transpose(order)
+        steps = [prod(permuted.shape[d + 1 :]) for d in range(part.ndim)]
+        strides = tuple(steps[order.index(axis)] for axis in range(part.ndim))
+        box = Box((a, *(0 for _ in size[1:])), size)
+        chunks.append(Chunk(box, "f", 4 * at, 4 * part.size, INT32, axes.plain(strides, size), crc32=len(chunks)))
+        parts.append(permuted.reshape(-1))
+        at += part.size
+    file = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    return StoredTensor(Spec(INT32, tuple(numbers.shape)), tuple(chunks)), file
+
+
+def contents(tensor: StoredTensor, file: Numbers) -> Numbers:
+    """The elements of a tensor, which its chunks must tile."""
+    found = np.full(tensor.shape_of_chunks, -1, np.int32)
+    for chunk in tensor.chunks:
+        index = tuple(slice(a, b) for a, b in zip(chunk.start, chunk.box.stop, strict=True))
+        assert (found[index] == -1).all()
+        assert chunk.offset % 4 == 0
+        steps = [4 * step for step in axes.steps_of(chunk)]
+        raw = file[chunk.offset // 4 : (chunk.offset + chunk.length) // 4]
+        found[index] = np.ndarray(chunk.size, np.int32, raw.tobytes(), 0, steps) if chunk.box.numel else 0
+        run_start, run_length = chunk.bytes
+        assert run_start <= chunk.offset
+        assert chunk.offset + chunk.length <= run_start + run_length
+    return found.reshape(tensor.spec.shape)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, ndim: int = 3) -> tuple[Numbers, StoredTensor, Numbers]:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=ndim, max_size=ndim)))
+    numbers = np.arange(prod(shape), dtype=np.int32).reshape(shape)
+    cuts = draw(st.lists(st.integers(0, 6), max_size=3))
+    tensor, file = stored(numbers, cuts, draw(st.permutations(range(ndim))))
+    return numbers, tensor, file
+
+
+@given(tensors(), st.data())
+def test_cut_and_take(made: tuple[Numbers, StoredTensor, Numbers], data: st.DataObject) -> None:
+    numbers, tensor, file = made
+    axis = data.draw(st.integers(0, 2))
+    start = data.draw(st.integers(0, numbers.shape[axis] - 1))
+    stop = data.draw(st.integers(start, numbers.shape[axis]))
+    found = axes.cut(tensor, axis, start, stop)
+    expected = np.moveaxis(np.moveaxis(numbers, axis, 0)[start:stop], 0, axis)
+    assert np.array_equal(contents(found, file), expected)
+    assert np.array_equal(contents(axes.take(tensor, axis, start), file), numbers.take(start, axis))
+    parts = [axes.cut(tensor, axis, a, b) for a, b in ((0, start), (start, stop), (stop, numbers.shape[axis]))]
+    assert np.array_equal(contents(axes.concatenate(parts, axis), file), numbers)
+
+
+@given(tensors(), st.permutations(range(3)))
+def test_permute(made: tuple[Numbers, StoredTensor, Numbers], order: list[int]) -> None:
+    numbers, tensor, file = made
+    assert np.array_equal(contents(axes.permute(tensor, order), file), numbers.transpose(order))
+
+
+@given(tensors(2), st.data())
+def test_rows_of_split_axes_in_another_order(made: tuple[Numbers, StoredTensor, Numbers], data: st.DataObject) -> None:
+    """Split the first axis, permute its parts and merge them again: with splits or without."""
+    numbers, _, _ = made
+    extents = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    rows = prod(extents)
+    numbers = np.arange(rows * numbers.shape[1], dtype=np.int32).reshape(rows, numbers.shape[1])
+    tensor, file = stored(numbers, data.draw(st.lists(st.integers(0, rows), max_size=3)), [0, 1])
+    order = data.draw(st.permutations(range(len(extents))))
+    apart = axes.split(tensor, 0, extents)
+    assert np.array_equal(contents(apart, file), numbers.reshape(*extents, -1))
+    moved = axes.permute(apart, [*order, len(extents)])
+    merged = axes.merge(moved, 0, len(extents))
+    expected = numbers.reshape(*extents, -1).transpose([*order, len(extents)]).reshape(numbers.shape)
+    assert merged.spec.shape == numbers.shape
+    assert np.array_equal(contents(merged, file), expected)
+    assert np.array_equal(contents(axes.unsplit(merged), file), expected)
+    if merged.splits is not None:
+        assert np.array_equal(contents(axes.resplit(tensor, merged.splits), file), numbers)
+
+
+@given(tensors(2))
+def test_stack(made: tuple[Numbers, StoredTensor, Numbers]) -> None:
+    numbers, tensor, file = made
+    found = axes.stack([tensor, tensor, tensor])
+    assert np.array_equal(contents(found, file), np.stack([numbers] * 3))
+    merged = axes.merge(found, 0, 2)
+    assert np.array_equal(contents(merged, file), np.concatenate([numbers] * 3))
+
+
+def test_the_fused_projections_of_groups_come_apart_and_together() -> None:
+    groups, heads, width, hidden = 2, 3, 4, 5
+    numbers = np.arange(groups * (heads + 2) * width * hidden, dtype=np.int32).reshape(-1, hidden)
+    tensor, file = stored(numbers, [7, 11], [0, 1])
+    apart = axes.split(tensor, 0, (groups, heads + 2, width))
+    query = axes.merge(axes.cut(apart, 1, 0, heads), 0, 3)
+    value = axes.merge(axes.cut(apart, 1, heads + 1, heads + 2), 0, 3)
+    view = numbers.reshape(groups, heads + 2, width, hidden)
+    assert query.splits is None
+    assert np.array_equal(contents(query, file), view[:, :heads].reshape(-1, hidden))
+    assert np.array_equal(contents(value, file), view[:, -1].reshape(-1, hidden))
+
+
+def test_rotary_rows_are_one_box_of_split_axes() -> None:
+    """Of 2 heads of 8 rows, in one chunk: HF has the even rows of a head first."""
+    numbers = np.arange(16, dtype=np.int32).reshape(16, 1)
+    tensor, file = stored(numbers, [], [0, 1])
+    moved = axes.merge(axes.permute(axes.split(tensor, 0, (2, 4, 2)), (0, 2, 1, 3)), 0, 3)
+    assert contents(moved, file)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+    assert moved.splits == ((2, 2, 4), (1,))
+    assert len(moved.chunks) == 1
+
+
+Wrong = Callable[[StoredTensor], StoredTensor]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda tensor: axes.cut(tensor, 0, 2, 9),
+        lambda tensor: axes.split(tensor, 0, (3, 3)),
+        lambda tensor: axes.concatenate([tensor, axes.cut(tensor, 1, 0, 1)], 0),
+        lambda tensor: axes.stack([tensor, axes.cut(tensor, 1, 0, 1)]),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(wrong: Wrong) -> None:
+    tensor, _ = stored(np.zeros((4, 2), np.int32), [], [0, 1])
+    with pytest.raises(Mismatch):
+        wrong(tensor)
+
+
+def test_a_part_keeps_the_bytes_that_its_checksum_is_over() -> None:
+    tensor, _ = stored(np.arange(8, dtype=np.int32).reshape(4, 2), [2], [0, 1])
+    parts = axes.cut(axes.cut(tensor, 0, 1, 4), 1, 0, 1).chunks
+    assert [part.bytes for part in parts] == [(0, 16), (16, 16)]
+    assert [part.crc32 for part in parts] == [0, 1]
