@@ -26,28 +26,29 @@ class Storages:
     def __init__(self, wanted: Layout) -> None:
         self.wanted = wanted
         self.contents: dict[str, int | bytes] = {}
-        self._keys: dict[StoredTensor, str] = {}
+        self._keys: dict[StoredTensor | tuple[str, StoredTensor], str] = {}
         self._room = _ENTRY_LIMIT
 
     def value(self, name: str) -> Any:
         """Return the tensor or other entry of this name, as `write_pickle.dump` takes it."""
         try:
             if name in self.wanted.tensors:
-                return self._tensor(self.wanted.tensors[name])
+                return self._tensor(name, self.wanted.tensors[name])
             return self._entry(self.wanted.blobs[name])
         except CkptError as error:
             raise error.blame(tensor=name) from None
 
-    def _tensor(self, stored: StoredTensor) -> Record:
+    def _tensor(self, name: str, stored: StoredTensor) -> Record:
         """Return a tensor with a storage of its own; tied ones, which have the same chunks, share it.
 
         Single numbers never do: the steps of two parameters may be read from one place, but count by themselves.
         """
-        key = self._keys.get(stored)
+        kept = stored if stored.spec.shape else (name, stored)
+        key = self._keys.get(kept)
         if key is None:
             key = self.add(stored.spec.nbytes)
-            if stored.chunks and stored.spec.shape:
-                self._keys[stored] = key
+            if stored.chunks:
+                self._keys[kept] = key
         return describe_tensor(stored.spec, key)
 
     def add(self, content: int | bytes) -> str:
