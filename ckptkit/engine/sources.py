@@ -26,14 +26,13 @@ class Sources:
 
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
-        self._names = {source_place(copy): target.name for target in plan.targets for copy in target.copies}
-        runs = {source_place(copy): copy.src for copy in plan.copies}
-        self._waiting = {place: chunk for place, chunk in runs.items() if chunk.crc32 is not None}
+        runs = {source_place(copy): (target.name, copy.src) for target in plan.targets for copy in target.copies}
+        self._waiting = {place: run for place, run in runs.items() if run[1].crc32 is not None}
         self._read = ledger.read
         self._asked = count_asked(plan, runs)
         self.checked_bytes = 0
-        for place, chunk in list(self._waiting.items()):
-            self._compare_if_whole(place, chunk)
+        for place in [place for place, *_ in self._read if place in self._waiting]:
+            self._compare_if_whole(place)
 
     @property
     def unchecked_bytes(self) -> int:
@@ -49,12 +48,12 @@ class Sources:
             for piece in found:
                 path, offset, start = place_in_run(piece.chunk, piece.start)
                 place = number, path, offset
-                chunk = self._waiting.get(place)
-                if chunk is not None:
+                if place in self._waiting:
                     self._read.add(place, start, piece.length, piece.crc)
-                    self._compare_if_whole(place, chunk)
+                    self._compare_if_whole(place)
 
-    def _compare_if_whole(self, place: SourcePlace, chunk: Chunk) -> None:
+    def _compare_if_whole(self, place: SourcePlace) -> None:
+        name, chunk = self._waiting[place]
         offset, length = chunk.bytes
         found = self._read.whole(place, length)
         if found is None:
@@ -64,7 +63,7 @@ class Sources:
                 f"the {length} bytes at {offset} are damaged: "
                 f"their CRC-32 is {found:08x}, recorded is {chunk.crc32:08x}",
                 path=self._plan.sources[place[0]].root / chunk.path,
-                tensor=self._names[place],
+                tensor=name,
                 hint="the file changed after it was written: restore it from a copy, or use another checkpoint",
             )
         self.checked_bytes += self._asked[place]
@@ -75,25 +74,25 @@ class Sources:
 
         A run of which much was not asked for, since it has other chunks, is left.
         """
-        targets = (target for place, chunk in self._waiting.items() for target in self._rest(place, chunk))
+        targets = (target for place, run in self._waiting.items() for target in self._rest(place, *run))
         return replace(self._plan, targets=in_order(targets), combination=None)
 
-    def _rest(self, place: SourcePlace, chunk: Chunk) -> Iterator[Target]:
+    def _rest(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
         """Yield what was not read in order of a run."""
         offset, length = chunk.bytes
         if length - self._asked[place] > max(length // _NEARLY, _FEW):
             return
         for start, missing in self._read.missing(place, length):
             part = Chunk(whole((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.bytes)
-            yield itself(self._names[place], part, place[0])
+            yield itself(name, part, place[0])
 
 
-def count_asked(plan: Plan, runs: Mapping[SourcePlace, Chunk]) -> Counter[SourcePlace]:
+def count_asked(plan: Plan, runs: Mapping[SourcePlace, tuple[str, Chunk]]) -> Counter[SourcePlace]:
     """Return the bytes of each run that are asked for: of a chunk by itself all, of one with others those read."""
     asked: Counter[SourcePlace] = Counter()
     for copy in plan.copies:
         asked[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
-    for place, chunk in runs.items():
+    for place, (_, chunk) in runs.items():
         _, length = chunk.bytes
         asked[place] = length if chunk.run is None else min(length, asked[place])
     return asked

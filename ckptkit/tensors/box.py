@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from operator import add, itemgetter, le, sub
@@ -49,10 +49,12 @@ class BoxIndex:
     """An index of many boxes, which finds those that meet a given one without trying them all.
 
     Boxes are sorted along the axis on which they differ most; `furthest[i]` is the largest stop among
-    the first `i + 1`, so a query is two bisections and a scan of the boxes between.
+    the first `i + 1`, so a query is two bisections and a scan of the boxes between. Where it reaches `across`
+    all of them on every other axis, as it does for shards, one comparison tells that a box is met whole.
+    Empty boxes meet nothing.
     """
 
-    __slots__ = ("_axis", "_boxes", "_furthest", "_order", "_starts")
+    __slots__ = ("_across", "_axis", "_boxes", "_furthest", "_order", "_starts")
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         ndim = len(boxes[0].start) if boxes else 0
@@ -62,9 +64,11 @@ class BoxIndex:
         if self._axis is None:
             return
         start, size = starts[self._axis], sizes[self._axis]
-        self._order = sorted(range(len(boxes)), key=start.__getitem__)
+        self._order = sorted((i for i, box in enumerate(boxes) if all(box.size)), key=start.__getitem__)
         self._starts = [start[i] for i in self._order]
         self._furthest = list(accumulate((start[i] + size[i] for i in self._order), max))
+        others = [axis for axis in range(ndim) if axis != self._axis]
+        self._across = [(axis, min(starts[axis]), max(map(add, starts[axis], sizes[axis]))) for axis in others]
 
     @property
     def is_stacked(self) -> bool:
@@ -73,18 +77,18 @@ class BoxIndex:
 
     def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
         """Yield the position of each box that meets `wanted`, with the box they share, in order of start."""
-        for i in self._candidates(wanted):
-            shared = intersect(self._boxes[i], wanted)
-            if shared is not None:
-                yield i, shared
-
-    def _candidates(self, wanted: Box) -> Iterable[int]:
         if self._axis is None:
-            return range(len(self._boxes))
-        low = wanted.start[self._axis]
-        high = low + wanted.size[self._axis]
-        first = bisect_left(self._furthest, low + 1)
-        return self._order[first : bisect_left(self._starts, high)]
+            yield from enumerate(self._boxes)
+            return
+        axis, stop = self._axis, wanted.stop
+        low, high = wanted.start[axis], stop[axis]
+        is_across = all(wanted.start[d] <= start and end <= stop[d] for d, start, end in self._across)
+        for i in self._order[bisect_left(self._furthest, low + 1) : bisect_left(self._starts, high)]:
+            box = self._boxes[i]
+            if is_across and box.start[axis] >= low and box.start[axis] + box.size[axis] <= high:
+                yield i, box
+            elif (shared := intersect(box, wanted)) is not None:
+                yield i, shared
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
