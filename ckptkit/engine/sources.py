@@ -91,7 +91,8 @@ def count_asked(plan: Plan, runs: Mapping[SourcePlace, tuple[str, Chunk]]) -> Co
     """Return the bytes of each run that are asked for: of a chunk by itself all, of one with others those read."""
     asked: Counter[SourcePlace] = Counter()
     for copy in plan.copies:
-        asked[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
+        if copy.src.run is not None:
+            asked[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
     for place, (_, chunk) in runs.items():
         _, length = chunk.bytes
         asked[place] = length if chunk.run is None else min(length, asked[place])
