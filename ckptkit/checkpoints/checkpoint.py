@@ -19,11 +19,12 @@ from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.weights import Weights, find_weights
+from ckptkit.edits import select
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import children, entry_of, folders
 from ckptkit.files.path import list_ahead, to_local, to_path
-from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file
+from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file, unpack
 from ckptkit.formats.torchfile.values import load_value
 from ckptkit.layout import KeyPath, Layout
 
@@ -126,12 +127,16 @@ class Checkpoint:
         return next((note for note in notes if type(note) is int and note >= 0), None)
 
     def value(self, key: KeyPath) -> object:
-        """Return the number or text of an entry that is no tensor, None if there is none at a key path."""
+        """Return the number or text of an entry that is no tensor, None if none at a key path can be read."""
+        name = ".".join(map(str, key))
         for part in self.parts:
-            layout = part.layout
-            name = ".".join(map(str, key))
+            layout = select(part.layout, name.__eq__)
             if name in layout.blobs and layout.key(name) == key:
-                return load_value(layout.root, layout.blobs[name])
+                try:
+                    unpacked = unpack(layout)
+                    return load_value(unpacked.root, unpacked.blobs[name])
+                except (Corrupt, IOFailure, Unsafe, Unsupported):
+                    return None
         return None
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -25,8 +26,9 @@ def reshard(
     `dst` is by default `SRC-toN` beside it. Parts that are the same for any number of ranks, such as safetensors
     beside an optimizer in shards, are copied as they are. For the options, and the errors, see `convert`.
     """
+    asked = ConvertOptions.of(options, to="dcp", world_size=to, only_sharded=True)
     source = Checkpoint.open(src if src is not None else default_source())
-    asked = ConvertOptions.of(options, to=own_format(source), world_size=to, only_sharded=True)
+    asked = replace(asked, to=own_format(source))
     return carry_out([source], dst if dst is not None else default_output(source.path, to), asked)
 
 
