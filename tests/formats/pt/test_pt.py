@@ -142,7 +142,10 @@ def test_views_strides_and_ties(tmp_path: Path) -> None:
     crcs = {name: tensor.chunks[0].crc32 for name, tensor in layout.tensors.items()}
     assert crcs["transposed"] is not None
     assert crcs["whole"] is not None
-    assert crcs["rows"] is crcs["cells"] is None, "a part of a storage has no checksum of its own"
+    runs = {name: tensor.chunks[0].run for name, tensor in layout.tensors.items()}
+    whole = layout.tensors["whole"].chunks[0]
+    assert runs["rows"] == runs["cells"] == (whole.offset, whole.length), "a part has the checksum of its storage"
+    assert crcs["rows"] == crcs["cells"] == crcs["whole"]
     assert layout.tensors["embed"] == layout.tensors["head"]
     consolidate(source, out)
     assert_same(load_file(out / "model.safetensors"), {n: t.contiguous() for n, t in state.items()})
