@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 
+from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.crc32 import crc32
@@ -105,15 +104,3 @@ def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob
         report(error.blame(path=path, tensor=name, offset=blob.offset))
         return blob
     return blob._replace(crc32=crc32(data))
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause garbage collection inside the block: of millions of objects made none is garbage, and it would walk all."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
