@@ -28,7 +28,7 @@ READERS = tuple(sorted(f"formats.{path.parent.name}" for path in PACKAGE.glob("f
 
 # From the bottom up. A module imports only from layers below its own.
 LAYERS = (
-    ("errors", "version", "progress", "settings", "files", "engine", "tensors"),
+    ("errors", "version", "progress", "collector", "settings", "files", "engine", "tensors"),
     ("files.system", "files.stores"),
     ("files.stores.*",),
     ("files.path",),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ckptkit.files.file import Opened, read_at
+from collections.abc import Callable
+
+from ckptkit.errors import Corrupt
+from ckptkit.files.file import Opened
 
 _WINDOW = 1 << 12  # bytes that a small read brings at least
 
@@ -15,20 +18,33 @@ class ReadAhead:
         self._name = ""
         self._size = 0
         self._start = 0
-        self._window = b""
+        self._window = bytearray()
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from byte `offset` of file `name`. Raises `Corrupt` if there are fewer."""
-        at = offset - self._start
-        if name != self._name or not 0 <= at <= len(self._window) - length:
-            self._bring(name, offset, length)
-            at = 0
-        return self._window[at : at + length]
+        window, at = self.hold(name, offset, length)
+        return bytes(window[at : at + length])
 
-    def _bring(self, name: str, offset: int, length: int) -> None:
-        """Read at least `length` bytes of a file, and as many more as are worth no call of their own."""
+    def hold(self, name: str, offset: int, length: int) -> tuple[bytearray, int]:
+        """Return bytes of a file, and where among them those of `read` are. Raises `Corrupt` if there are fewer."""
+        at = offset - self._start
+        if name == self._name and 0 <= at <= len(self._window) - length:
+            return self._window, at
         file = self._files[name]
         if name != self._name:
-            self._name, self._size, self._window = name, file.size, b""
-        self._window = read_at(file, max(length, min(_WINDOW, self._size - offset)), offset)
-        self._start = offset
+            self._name, self._size = name, file.size
+        self._window = bytearray()  # nothing, if the read fails
+        window = bytearray(max(length, min(_WINDOW, self._size - offset)))
+        file.read_into(memoryview(window), offset)
+        self._start, self._window = offset, window
+        return window, 0
+
+    def inside(self, name: str, start: int, length: int) -> Callable[[int, int], bytes]:
+        """Return a function that reads in the `length` bytes from `start` of a file, and nowhere else."""
+
+        def read(offset: int, count: int) -> bytes:
+            if offset < 0 or count < 0 or offset + count > length:
+                raise Corrupt(f"bytes {offset}:{offset + count} lie outside the item's {length}")
+            return self.read(name, start + offset, count)
+
+        return read

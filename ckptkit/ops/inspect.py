@@ -11,6 +11,7 @@ from ckptkit.checkpoints.companions import find_config
 from ckptkit.checkpoints.optimizer_keys import kind_of_keys
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import find_weights, has_weights
+from ckptkit.collector import collector_paused
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
@@ -46,6 +47,7 @@ class Inspected:
         return bytes_by_dtype(self.layout, self.layout.tensors)
 
 
+@collector_paused()
 def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     """Look at the checkpoint at `source`, or the latest of the run there. Reads no tensor data.
 

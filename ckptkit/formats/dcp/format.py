@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import Opened, file_size, names_in
@@ -21,7 +22,7 @@ from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
 from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.formats.protocols import Writer
-from ckptkit.formats.torchfile.locate import collector_paused, ends_of, reading
+from ckptkit.formats.torchfile.locate import ends_of
 from ckptkit.formats.torchfile.read_archive import large_entries
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, Spec, check_cover
 
@@ -215,7 +216,7 @@ def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:
 
 def extents_of(files: ReadAhead, item: Extent) -> Iterator[Extent]:
     """Return the large entries of an item's archive, the small ones compared; the item itself if it is none."""
-    read = reading(files, item)
+    read = files.inside(item.path, item.offset, item.length)
     if read(0, min(2, item.length)) != b"PK":
         yield item
         return

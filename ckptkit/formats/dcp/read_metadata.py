@@ -152,7 +152,7 @@ class Reading:
         for box in map(Box, starts, sizes):
             path, offset, length, wrapper = self._place(places.get(box.start))
             if box not in chunks:  # a replica: one copy is enough
-                chunks[box] = Chunk(box, path, offset, length, spec.dtype, wrapper=wrapper)
+                chunks[box] = Chunk(box, path, offset, length, spec.dtype, None, None, wrapper)
 
     def _place(self, info: Flat | None) -> tuple[str, int, int, str]:
         """Return file name, offset, length and kind of envelope of one item."""

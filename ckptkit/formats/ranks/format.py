@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.json_text import parse_json
@@ -22,7 +23,6 @@ from ckptkit.formats.ranks.views import without_views
 from ckptkit.formats.ranks.write_files import arrange_files
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile, read_rank_file
-from ckptkit.formats.torchfile.locate import collector_paused
 from ckptkit.formats.torchfile.state_files import entries_of, opened
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
 

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torch_checkpointing.items import read_item_files
 from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
 from ckptkit.formats.torchfile.join import join_blobs, join_tensors
-from ckptkit.formats.torchfile.locate import collector_paused
 from ckptkit.formats.torchfile.state_files import entries_of, is_torch_save, opened
 from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor, check_cover
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 
+from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import Opened, read_at
 from ckptkit.files.ranges import Range, read_ahead
 from ckptkit.formats.torchfile.moulds import Moulds
-from ckptkit.formats.torchfile.read_archive import GLANCE, ReadAt, check_contents
-from ckptkit.layout import Blob, Chunk, Extent, Layout, Spec, StoredTensor
+from ckptkit.formats.torchfile.read_archive import GLANCE, check_contents
+from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 
 ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name
 ZSTD = "stream.zstd/1"  # the one of them that is known, as torch names it, with the version
@@ -43,7 +42,7 @@ def locate_chunks(
     each of its chunks.
     """
     found = {
-        name: [chunk if chunk.box.numel else chunk._replace(length=0, wrapper=None) for chunk in tensor.chunks]
+        name: [chunk._replace(length=0, wrapper=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
         for name, tensor in layout.tensors.items()
         if any(chunk.wrapper is not None for chunk in tensor.chunks)
     }
@@ -65,17 +64,6 @@ def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
     return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
 
 
-def reading(files: ReadAhead, place: Chunk | Blob | Extent) -> ReadAt:
-    """Return a function that reads inside an item, and nowhere else."""
-
-    def read(offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > place.length:
-            raise Corrupt(f"bytes {offset}:{offset + length} lie outside the item's {place.length}")
-        return files.read(place.path, place.offset + offset, length)
-
-    return read
-
-
 def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: ReadAhead, moulds: Moulds, report: Report) -> Chunk:
     """Return the chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
     try:
@@ -90,13 +78,11 @@ def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: ReadAhead, moul
 
 def open_envelope(chunk: Chunk, files: ReadAhead, moulds: Moulds) -> Chunk:
     """Return the chunk whose archive lies there with its bytes' own offset, length, order and CRC."""
-    found = moulds.locate(reading(files, chunk), chunk.length)
-    if (found.tensor.dtype, found.tensor.shape) != (chunk.dtype, chunk.box.size):
-        stored = Spec(found.tensor.dtype, found.tensor.shape)
-        promised = Spec(chunk.dtype, chunk.box.size)
+    tensor, start, nbytes, strides, crc, _ = moulds.locate(files, chunk.path, chunk.offset, chunk.length)
+    if (tensor.dtype, tensor.shape) != (chunk.dtype, chunk.box.size):
+        stored, promised = Spec(tensor.dtype, tensor.shape), Spec(chunk.dtype, chunk.box.size)
         raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
-    offset = chunk.offset + found.offset
-    return Chunk(chunk.box, chunk.path, offset, found.length, chunk.dtype, found.strides, found.crc32)
+    return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, chunk.dtype, strides, crc)
 
 
 def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob:
@@ -118,15 +104,3 @@ def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob
         report(error.blame(path=path, tensor=name, offset=blob.offset))
         return blob
     return blob._replace(crc32=crc32(data))
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause garbage collection inside the block: of millions of objects made none is garbage, and it would walk all."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from struct import Struct
 
+from ckptkit.files.ahead import ReadAhead
 from ckptkit.formats.torchfile.read_archive import GLANCE, Entry, Located, ReadAt, open_archive
 
+_crc32 = Struct("<I")
 _MOST = 4096  # moulds that are kept at once
 _SERIAL = ".data/serialization_id"  # a number that torch makes of all checksums
 
@@ -19,15 +22,16 @@ class Moulds:
     def __init__(self) -> None:
         self._kept: dict[int, Mould] = {}
 
-    def locate(self, read: ReadAt, length: int) -> Located:
-        """Find the one tensor of an archive of `length` bytes.
+    def locate(self, files: ReadAhead, path: str, offset: int, length: int) -> Located:
+        """Find the one tensor of the archive of `length` bytes at `offset` of a file.
 
         Raises `Corrupt`, or `Unsupported` naming what it holds.
         """
         known = self._kept.get(length)
-        fitting = known.fit(read, length) if known is not None else None
+        fitting = known.fit(files, path, offset, length) if known is not None else None
         if fitting is not None:
             return fitting
+        read = files.inside(path, offset, length)
         found, entries = open_archive(read, length)
         made = make_mould(read, length, found, entries)
         if made is not None:
@@ -42,29 +46,30 @@ class Mould:
     """The bytes before and behind the tensor of an archive, in which it was `found`.
 
     Another archive fits if it has the same `head`, and behind its tensor the `same` bytes, each from an offset in the
-    `tail`. Checksums stand there twice, at the `pairs` of spans; the first is that of the tensor.
+    `tail`. Checksums stand there twice, at the `pairs` of offsets; the first is that of the tensor.
     """
 
     head: bytes
     tail: int
     same: tuple[tuple[int, bytes], ...]
-    pairs: tuple[tuple[Span, Span], ...]
+    pairs: tuple[tuple[int, int], ...]
     found: Located
 
-    def fit(self, read: ReadAt, length: int) -> Located | None:
+    def fit(self, files: ReadAhead, path: str, offset: int, length: int) -> Located | None:
         """Return where the tensor of an archive of this length lies, None if the archive does not fit."""
-        if read(0, len(self.head)) != self.head:
+        head, at = files.hold(path, offset, len(self.head))
+        if not head.startswith(self.head, at):
             return None
-        tail = read(length - self.tail, self.tail)
+        tail, at = files.hold(path, offset + length - self.tail, self.tail)
         for start, wanted in self.same:
-            if not tail.startswith(wanted, start):
+            if not tail.startswith(wanted, at + start):
                 return None
-        for (start, stop), (again, end) in self.pairs:
-            if tail[start:stop] != tail[again:end]:
+        for one, other in self.pairs:
+            if _crc32.unpack_from(tail, at + one) != _crc32.unpack_from(tail, at + other):
                 return None
-        (start, stop), _ = self.pairs[0]
-        tensor, offset, nbytes, strides, *_ = self.found
-        return Located(tensor, offset, nbytes, strides, int.from_bytes(tail[start:stop], "little") or None)
+        (crc32,) = _crc32.unpack_from(tail, at + self.pairs[0][0])
+        tensor, start, nbytes, strides, *_ = self.found
+        return Located(tensor, start, nbytes, strides, crc32 or None)
 
 
 def make_mould(read: ReadAt, length: int, found: Located, entries: Mapping[str, Entry]) -> Mould | None:
@@ -77,21 +82,16 @@ def make_mould(read: ReadAt, length: int, found: Located, entries: Mapping[str, 
     if found.length != storage.length or max(storage.offset, length - begin) > GLANCE:
         return None
     sealed = [storage] if serial is None else [storage, serial]
-    pairs = [(span_at(one - begin), span_at(other - begin)) for one, other in (entry.crc_at for entry in sealed)]
-    free = [span for pair in pairs for span in pair]
+    pairs = tuple((one - begin, other - begin) for one, other in (entry.crc_at for entry in sealed))
+    free = [(start, start + _crc32.size) for pair in pairs for start in pair]
     if serial is not None:
         free.append((serial.offset - begin, serial.offset - begin + serial.length))
     tail = read(begin, length - begin)
-    checksums = [entry.crc32.to_bytes(4, "little") for entry in sealed for _ in entry.crc_at]
+    checksums = [_crc32.pack(entry.crc32) for entry in sealed for _ in entry.crc_at]
     if min(free)[0] < 0 or [tail[slice(*span)] for span in free[: len(checksums)]] != checksums:
         return None
     same = tuple((start, tail[start:stop]) for start, stop in between(free, len(tail)))
-    return Mould(read(0, storage.offset), len(tail), same, tuple(pairs), found)
-
-
-def span_at(start: int) -> Span:
-    """Return the span of a CRC-32 at an offset."""
-    return start, start + 4
+    return Mould(read(0, storage.offset), len(tail), same, pairs, found)
 
 
 def between(spans: Iterable[Span], end: int) -> Iterator[Span]:

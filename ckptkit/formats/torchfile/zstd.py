@@ -17,7 +17,7 @@ from ckptkit.files.allocation import check_room
 from ckptkit.files.file import Opened, read_at
 from ckptkit.files.path import RemotePath
 from ckptkit.files.temporary import TemporaryFile
-from ckptkit.formats.torchfile.locate import ZSTD, open_envelope, reading
+from ckptkit.formats.torchfile.locate import ZSTD, open_envelope
 from ckptkit.formats.torchfile.moulds import Moulds
 from ckptkit.formats.torchfile.read_archive import check_archive
 from ckptkit.layout import Blob, Chunk, Layout, Place
@@ -107,7 +107,7 @@ class Room:
         self._file.writelines(decompress(item, self._files, self._decompressor))
         self._file.flush()
         length = self._file.tell() - start
-        read = reading(self._ahead, item._replace(path=str(self.kept.path), offset=start, length=length))
+        read = self._ahead.inside(str(self.kept.path), start, length)
         if isinstance(item, Chunk) or read(0, min(2, length)) == b"PK":
             check_archive(read, length)
         return start, length

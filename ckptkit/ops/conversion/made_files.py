@@ -10,6 +10,7 @@ from ckptkit import edits
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.sums import sum_files
+from ckptkit.collector import collector_paused
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow
 from ckptkit.engine.sources import place_of
@@ -26,6 +27,7 @@ from ckptkit.tensors.box import Box
 _PART = 1 << 22  # bytes held of a file that is copied as it is
 
 
+@collector_paused()
 def create(conversion: Conversion, room: Path, share: Share = WHOLE) -> list[Plan]:
     """Make every file in directory `room` with what is known of it, unless it is there.
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.collector import collector_paused
 from ckptkit.engine.copy import copy, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
@@ -60,6 +61,7 @@ def report_on(
     return complete(prospect, written, time.perf_counter() - began)
 
 
+@collector_paused()
 def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conversion:
     """Think a conversion through: find every byte, and arrange the files. Nothing is written."""
     writer = options.writer

@@ -59,7 +59,7 @@ def test_plain_values_come_back(protocol: int, value: Any) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_large_and_shared_values_come_back(protocol: int) -> None:
-    shared = ["x" * 300, 2**31, 2**40, *([b"y" * 300, b"z"] if protocol > 2 else [])]
+    shared = ["x" * 300, "y" * 200_000, 2**31, 2**40, *([b"y" * 300, b"z"] if protocol > 2 else [])]
     value = {"list": list(range(3000)), "again": [shared, shared], "map": {str(i): i for i in range(3000)}}
     found, _ = load(pickle.dumps(value, protocol), ())
     assert found == value
@@ -258,6 +258,35 @@ def test_a_flat_state_says_the_same(metadata: bytes) -> None:
     assert end == same_end == len(metadata)
     assert plain_of(flat) == plain_of(deep)
     assert len([part for part in walk(flat) if isinstance(part, Flat)]) > 10
+
+
+class Point:
+    """An object with a state of three attributes, in whatever order."""
+
+    def __init__(self, **attributes: int) -> None:
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_attributes_of_a_flat_object_are_found_in_any_order(protocol: int) -> None:
+    points = [Point(x=1, y=2, z=3), Point(z=3, x=1, y=2), Point(x=1, y=2), Point(x=1), Point(z=3), Point()]
+    found, _ = load(pickle.dumps(points, protocol), EVERYTHING, is_flat=True)
+    assert [point.fields(["x", "y", "z"]) for point in found] == [
+        [1, 2, 3],
+        [1, 2, 3],
+        [1, 2, None],
+        [1, None, None],
+        [None, None, 3],
+        [None, None, None],
+    ]
+    assert [point.attributes() for point in found] == [vars(point) for point in points]
+
+
+def test_a_flat_object_that_is_shared_is_one() -> None:
+    point = Point(x=1, y=2)
+    (one, other, by_key), _ = load(pickle.dumps([point, point, {point: 1}]), EVERYTHING, is_flat=True)
+    assert one is other
+    assert list(by_key) == [one]
 
 
 def plain_of(value: Any) -> Any:

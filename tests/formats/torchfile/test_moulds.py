@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from ckptkit.errors import CkptError
+from ckptkit.files.ahead import ReadAhead
+from ckptkit.files.file import Opened
 from ckptkit.formats.torchfile.moulds import Moulds
 from ckptkit.formats.torchfile.read_archive import Located, open_archive
 from tests.formats.torchfile.test_read_archive import reader
@@ -20,58 +25,86 @@ def archive(seed: int, numel: int = 3000) -> bytes:
     return file.getvalue()
 
 
-def found_or_said(moulds: Moulds | None, data: bytes) -> Located | str:
+class Counting(ReadAhead):
+    """Reads ahead, and counts what it was asked for."""
+
+    reads = 0
+
+    def hold(self, name: str, offset: int, length: int) -> tuple[bytearray, int]:
+        self.reads += 1
+        return super().hold(name, offset, length)
+
+
+class Archives:
+    """Archives as items of files that are read ahead."""
+
+    def __init__(self, root: Path) -> None:
+        self.files = Opened(root)
+        self.ahead = Counting(self.files)
+        self.moulds = Moulds()
+        self._root = root
+        self._count = itertools.count()
+
+    def locate(self, data: bytes) -> Located:
+        """Find the tensor of an archive that lies in a file of its own, behind other bytes."""
+        name = str(next(self._count))
+        (self._root / name).write_bytes(b"before" + data + b"behind")
+        return self.moulds.locate(self.ahead, name, len(b"before"), len(data))
+
+
+@pytest.fixture
+def archives(tmp_path: Path) -> Iterator[Archives]:
+    found = Archives(tmp_path)
+    with found.files:
+        yield found
+
+
+def found_or_said(locate: Callable[[bytes], Located], data: bytes) -> Located | str:
     try:
-        if moulds is None:
-            return open_archive(reader(data), len(data))[0]
-        return moulds.locate(reader(data), len(data))
+        return locate(data)
     except CkptError as error:
-        return str(error)
+        return error.message
 
 
-def test_archives_of_one_shape_fit_the_first() -> None:
-    moulds = Moulds()
+def locate_anew(data: bytes) -> Located:
+    return open_archive(reader(data), len(data))[0]
+
+
+def test_archives_of_one_shape_fit_the_first(archives: Archives) -> None:
     for seed in range(5):
         data = archive(seed)
-        read: list[int] = []
-
-        def counting(offset: int, length: int, data: bytes = data, read: list[int] = read) -> bytes:
-            read.append(length)
-            return reader(data)(offset, length)
-
-        assert moulds.locate(counting, len(data)) == open_archive(reader(data), len(data))[0]
-        assert len(read) == (4 if seed == 0 else 2)
+        archives.ahead.reads = 0
+        assert archives.locate(data) == locate_anew(data)
+        assert archives.ahead.reads == 2 or seed == 0
 
 
-def test_a_byte_that_differs_is_seen_as_without_the_mould() -> None:
+def test_a_byte_that_differs_is_seen_as_without_the_mould(archives: Archives) -> None:
     first, second = archive(0), archive(1)
-    place = open_archive(reader(first), len(first))[0]
+    place = locate_anew(first)
     around = [*range(place.offset), *range(place.offset + place.length, len(first))]
     seen = set()
     for at in around:
-        moulds = Moulds()
-        moulds.locate(reader(first), len(first))
+        archives.moulds = Moulds()
+        archives.locate(first)
         damaged = bytearray(second)
         damaged[at] ^= 0x11
-        expected = found_or_said(None, bytes(damaged))
-        assert found_or_said(moulds, bytes(damaged)) == expected, at
+        expected = found_or_said(locate_anew, bytes(damaged))
+        assert found_or_said(archives.locate, bytes(damaged)) == expected, at
         seen.add(type(expected))
     assert seen == {Located, str}
 
 
-def test_a_damaged_one_between_does_no_harm() -> None:
-    moulds = Moulds()
+def test_a_damaged_one_between_does_no_harm(archives: Archives) -> None:
     other = archive(0).replace(b"FloatStorage", b"IntStorage\0\0")
     for data in (archive(1), other, archive(2), archive(3)):
-        assert found_or_said(moulds, data) == found_or_said(None, data)
+        assert found_or_said(archives.locate, data) == found_or_said(locate_anew, data)
 
 
 @pytest.mark.parametrize("what", ["a part of a storage", "a parameter"])
-def test_what_makes_no_mould_is_still_found(what: str) -> None:
+def test_what_makes_no_mould_is_still_found(archives: Archives, what: str) -> None:
     numbers = torch.arange(4000.0)
     file = io.BytesIO()
     torch.save(numbers[10:20] if what == "a part of a storage" else torch.nn.Parameter(numbers), file)
     data = file.getvalue()
-    moulds = Moulds()
     for _ in range(2):
-        assert found_or_said(moulds, data) == found_or_said(None, data)
+        assert archives.locate(data) == locate_anew(data)
