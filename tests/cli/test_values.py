@@ -21,7 +21,7 @@ from tests.cli.test_commands import ckptkit
         (["reshard", "a", "b", "--to", "many"], "Invalid value for '--to'"),
         (["consolidate", "a", "b", "--jobs", "0"], "Invalid value for '--jobs'"),
         (["consolidate", "a", "b", "--jobs", "-1"], "Invalid value for '--jobs'"),
-        (["convert", "a", "b", "--to", "zip"], "'zip' is not one of 'dcp', 'hf', 'pt'"),
+        (["convert", "a", "b", "--to", "zip"], "'zip' is not one of 'dcp', 'hf', 'universal', 'ranks', 'pt'"),
         (["diff", "a", "b", "--rtol", "-0.5"], "Invalid value for '--rtol'"),
         (["consolidat"], "Did you mean 'consolidate'?"),
     ],

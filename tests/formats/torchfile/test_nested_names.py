@@ -46,6 +46,11 @@ def test_any_other_call_is_a_record() -> None:
         assert isinstance(load(data, ANY_NAME)[0], Record)
 
 
+def test_a_name_inside_one_that_is_allowed_is_a_name_too() -> None:
+    names = {("__builtin__", "getattr"), ("os", "path")}
+    assert load(getattr_of(b"cos\npath\n", "join"), names)[0] == Global("os", "path.join")
+
+
 def test_names_that_are_not_allowed_stay_so() -> None:
     with pytest.raises(CkptError, match="no checkpoint of this kind needs"):
-        load(getattr_of(b"cos\npath\n", "join"), {("__builtin__", "getattr"), ("os", "path")})
+        load(getattr_of(b"cos\npath\n", "join"), {("__builtin__", "getattr")})
