@@ -6,8 +6,8 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable
-from functools import partial
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
