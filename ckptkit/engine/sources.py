@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ckptkit.collector import collector_paused
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Chunk, Piece, Place
@@ -24,6 +25,7 @@ class Sources:
     A run is a chunk, or what several chunks were cut out of.
     """
 
+    @collector_paused()
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
         runs = {source_place(copy): (target.name, copy.src) for target in plan.targets for copy in target.copies}
