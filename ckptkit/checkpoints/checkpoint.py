@@ -130,10 +130,10 @@ class Checkpoint:
         """Return the number or text of an entry that is no tensor, None if none at a key path can be read."""
         name = ".".join(map(str, key))
         for part in self.parts:
-            layout = select(part.layout, name.__eq__)
+            layout = part.layout
             if name in layout.blobs and layout.key(name) == key:
                 try:
-                    unpacked = unpack(layout)
+                    unpacked = unpack(select(layout, name.__eq__))
                     return load_value(unpacked.root, unpacked.blobs[name])
                 except (Corrupt, IOFailure, Unsafe, Unsupported):
                     return None

@@ -12,7 +12,6 @@ from ckptkit.checkpoints.flat_parameters import unflatten_parameters
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.trainers import is_other_part
-from ckptkit.edits import nest
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.formats import Reader
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
@@ -55,7 +54,7 @@ class Part:
         with translate_os_errors(self.path):
             layout = unflatten_parameters(self.reader.read(self.path), self.path)
         if self.under:
-            layout = nest(layout, tuple(self.under.split(".")))
+            layout = edits.nest(layout, tuple(self.under.split(".")))
         if self.takes_twins:
             layout = edits.take_twins(layout)
         if self.manifest is None:

@@ -6,7 +6,7 @@ A format is a folder here and a line in `FORMATS`. It imports no other format, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -139,20 +139,20 @@ def detect_format(path: Path) -> Reader | None:
     """Return the first format that claims `path`, or None."""
     with translate_os_errors(path):
         names = names_in(path) if path.is_dir() else [path.name]
-        likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
-        return next((reader for reader in likely if reader.detect(path)), None)
+        return next((reader for reader in likely_formats(names) if reader.detect(path)), None)
 
 
 def is_known_file(names: Iterable[str]) -> bool:
     """Return whether some format knows a file of any of these names as a part of its checkpoint."""
     names = list(names)
-    likely = (get_format(name) for name, known in FORMATS.items() if any_matches(known.files, names))
-    return any(reader.owns(name) for reader in likely for name in names)
+    return any(reader.owns(name) for reader in likely_formats(names) for name in names)
 
 
-def any_matches(pattern: str, names: Iterable[str]) -> bool:
-    """Return whether a pattern matches the whole of any name."""
-    return any(map(re.compile(pattern, re.DOTALL).fullmatch, names))
+def likely_formats(names: Collection[str]) -> Iterator[Reader]:
+    """Yield the formats that call for a file of any of these names, each imported no sooner than it is asked for."""
+    for name, known in FORMATS.items():
+        if any(map(re.compile(known.files, re.DOTALL).fullmatch, names)):
+            yield get_format(name)
 
 
 def find_format(path: Path) -> Reader:

@@ -14,10 +14,10 @@ from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
 from ckptkit.formats.fairscale.shards import METADATA, cut_flat, plain, read_flats
 from ckptkit.formats.protocols import Reader
+from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile, read_rank_file
 from ckptkit.formats.torchfile.join import join_blobs, join_tensors
-from ckptkit.formats.torchfile.state_files import entries_of, opened
 from ckptkit.layout import Extent, Layout, check_cover
 
 _SHARD = re.compile(r"(?P<name>.+)-shard(?P<rank>[0-9]{1,7})\.pt")
@@ -61,13 +61,7 @@ class Fairscale(Reader):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of every shard: its storages, its pickle and what torch puts beside them."""
-        for name in find(layout.root).values():
-            try:
-                with opened(layout.root / name) as (read, length):
-                    for entry in entries_of(read, length).values():
-                        yield Extent(name, entry.offset, entry.length, entry.crc32 or None, "")
-            except CkptError as error:
-                report(error.blame(path=layout.root / name))
+        return extents_of(layout, find(layout.root).values(), report)
 
 
 def find(path: Path) -> dict[int, str]:

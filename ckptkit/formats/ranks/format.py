@@ -21,6 +21,7 @@ from ckptkit.formats.ranks.rest import join_rest
 from ckptkit.formats.ranks.seal import seal_files
 from ckptkit.formats.ranks.views import without_views
 from ckptkit.formats.ranks.write_files import arrange_files
+from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile, read_rank_file
 from ckptkit.formats.torchfile.state_files import entries_of, opened
@@ -75,17 +76,7 @@ class Ranks(Writer):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of every rank's file: its storages, its pickle and what torch puts beside them."""
-        places = {
-            (chunk.path, chunk.offset): name for name, tensor in layout.tensors.items() for chunk in tensor.chunks
-        }
-        for path in find(layout.root).names:
-            try:
-                with opened(layout.root / path) as (read, length):
-                    for entry in entries_of(read, length).values():
-                        name = places.get((path, entry.offset), "")
-                        yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)
-            except CkptError as error:
-                report(error.blame(path=layout.root / path))
+        return extents_of(layout, find(layout.root).names, report)
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """Return the files of `options.world_size` ranks, called and spread as those that `wanted` lies in, if any."""

@@ -16,9 +16,10 @@ from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torch_checkpointing.items import read_item_files
 from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
+from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.join import join_blobs, join_tensors
-from ckptkit.formats.torchfile.state_files import entries_of, is_torch_save, opened
-from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor, check_cover
+from ckptkit.formats.torchfile.state_files import is_torch_save
+from ckptkit.layout import Blob, Extent, KeyPath, Layout, Place, StoredTensor, check_cover
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?:pt|safetensors|json|bin)")
 
@@ -78,20 +79,13 @@ class TorchCheckpointing(Reader):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the files of torch.save, and the tensors of others, which have no checksums."""
-        places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
-        for file in sorted(files_of(find_items(layout.root)[0].values())):
-            try:
-                if not is_torch_save(layout.root / file):
-                    continue
-                with opened(layout.root / file) as (read, length):
-                    for entry in entries_of(read, length).values():
-                        name = places.pop((file, entry.offset), "")
-                        yield Extent(file, entry.offset, entry.length, entry.crc32 or None, name)
-            except CkptError as error:
-                report(error.blame(path=layout.root / file))
+        found: set[Place] = set()
+        for extent in extents_of(layout, saved_by_torch(layout.root, report), report):
+            found.add((extent.path, extent.offset))
+            yield extent
         for name, tensor in layout.tensors.items():
             for chunk in tensor.chunks:
-                if (chunk.path, chunk.offset) in places:
+                if (chunk.path, chunk.offset) not in found:
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
 
@@ -103,6 +97,16 @@ def find_items(path: Path) -> tuple[dict[str, Item], int]:
     for name in dict.fromkeys(match["item"] for match in matches if match[0].endswith(".pt")):
         items.setdefault(name, Item({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
     return items, world
+
+
+def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
+    """Yield the name of every file of torch.save. Reports each that cannot be opened."""
+    for file in files_of(find_items(path)[0].values()):
+        try:
+            if is_torch_save(path / file):
+                yield file
+        except CkptError as error:
+            report(error.blame(path=path / file))
 
 
 def files_of(items: Iterable[Item]) -> Iterator[str]:
