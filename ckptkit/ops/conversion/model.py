@@ -9,15 +9,19 @@ from pathlib import Path
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import step_of
 from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
+from ckptkit.checkpoints.evidence import gather
+from ckptkit.checkpoints.families import HUB, KEEP
 from ckptkit.checkpoints.fit import drop_tied, find_prefix, fit, restore_tied
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.trainers import who_wrote
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.errors import Mismatch
 from ckptkit.files.origin import Origin
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
+from ckptkit.ops.conversion.names import name_weights
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.selection import Edits
 from ckptkit.tensors.dtypes import DType
@@ -32,6 +36,8 @@ def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) ->
     opened = [open_weights(part, options.edits) for part in parts]
     if not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
+    names = options.names or (HUB if is_alone else KEEP)
+    opened = [name_one(weights, part, names, companions, notes) for weights, part in zip(opened, parts, strict=True)]
     found = align(parts, opened)
     if is_alone:
         layouts, remarks = fit_all(found, companions, strict=options.strict)
@@ -81,6 +87,13 @@ def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> 
     return replace(
         found, layout=edits.rename(found.layout, lambda name: name.removeprefix(prefix)), came_from=came_from
     )
+
+
+def name_one(weights: Weights, part: Part, names: str, companions: Companions, notes: list[str]) -> Weights:
+    """Return the weights of one checkpoint under the names asked for, and add to `notes` what there is to say."""
+    weights, remarks = name_weights(weights, companions.config, names, who_wrote(gather(part.path, (part.layout,))))
+    notes += [remark for remark in remarks if remark not in notes]
+    return weights
 
 
 def align(parts: Sequence[Part], found: Sequence[Weights]) -> Sequence[Weights]:
@@ -139,8 +152,15 @@ def put_back(whole: Layout, found: Sequence[Weights], asked: Edits) -> Sequence[
 
 
 def renamed_in(weights: Weights, layout: Layout) -> dict[str, str]:
-    """Return the weights that are called otherwise in a layout: the name in the checkpoint, and the new one."""
-    return {old: new for new, old in weights.came_from.items() if new in layout.tensors and old != new}
+    """Return the weights that are called otherwise in a layout: the name in the checkpoint, and the new one.
+
+    Of several that one became it is the first, and how many more there are.
+    """
+    became: dict[str, list[str]] = {}
+    for new, old in weights.came_from.items():
+        if new in layout.tensors and old != new:
+            became.setdefault(old, []).append(new)
+    return {old: news[0] + (f" and {len(news) - 1} more" if news[1:] else "") for old, news in became.items()}
 
 
 def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:

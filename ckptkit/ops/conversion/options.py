@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, TypeVar
 
+from ckptkit.checkpoints.families import check_names
 from ckptkit.checkpoints.optimizer_keys import IDS, NAMES
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, Writer, get_writer
@@ -54,6 +55,9 @@ class ConvertOptions:
     include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
+    names: Annotated[
+        str | None, About("Call tensors as the hub does, or a library like torchtitan; keep leaves them.", "FAMILY")
+    ] = None
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
     ] = MASTER
@@ -93,6 +97,7 @@ class ConvertOptions:
         if self.weights_from not in (MASTER, MODULE):
             raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
         self.edits.check_rules()
+        check_names(self.names)
         if self.part not in (None, RANK):
             parse_part(self.part)
         writer = self.writer
