@@ -26,7 +26,9 @@ from torch.futures import Future
 
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.families import KEEP, check_names
 from ckptkit.checkpoints.fit import restore_tied
+from ckptkit.checkpoints.naming import name_training
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
@@ -115,19 +117,24 @@ class Reader(LayoutReader):
     With `under` every name of the model is one below that key: the `norm.weight` of a Hugging Face model is read into
     that of `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there
     again. Optimizer and all else that lies beside a model keep their names; what is in several parts is read from the
-    model's. Entries that are no tensors are read if `torch.load(weights_only=True)` would, or are `io.BytesIO`.
+    model's. With `names` the model and its optimizer are read by the names of a family, such as those of torchtitan, or
+    of the Hub ("hub"), for which its config.json must lie there. Entries that are no tensors are read if `torch.load(weights_only=True)` would, or are `io.BytesIO`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, under: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str], *, under: str = "", names: str = KEEP) -> None:
+        check_names(names)
         self.path = find_path(path)
         self.under = under
+        self.names = names
         self._failure: CkptError | None = None
         super().__init__()
 
     def open(self) -> tuple[Layout, ...]:
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
         checkpoint = Checkpoint.open(self.path)
-        layout = restore_tied(checkpoint.model_part.layout, checkpoint.companions.config or {})
+        config = checkpoint.companions.config
+        layout, _ = name_training(checkpoint.model_part.layout, config, self.names, checkpoint.trainer)
+        layout = restore_tied(layout, config or {})
         model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
         return (model, *(part.layout for part in checkpoint.parts if part is not checkpoint.model_part))
 

@@ -1,21 +1,17 @@
-"""List the families of names that are known, and turn a model's tensors into those that the Hub has. Each is one file.
-
-What a layout holds is located first, since boxes are cut out of its chunks.
-"""
+"""List the families of names that are known, and turn a model's tensors from one into another. Each is one file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.families.rule import outline_of
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.torchtitan import TORCHTITAN
-from ckptkit.checkpoints.families.translate import Translated
-from ckptkit.errors import CkptError, Mismatch, Usage
-from ckptkit.formats import locate, unpack
-from ckptkit.layout import Layout
+from ckptkit.checkpoints.families.translate import Translated, Turn
+from ckptkit.errors import Mismatch, Usage
+from ckptkit.layout import StoredTensor
 
 HUB, KEEP = "hub", "keep"
 FAMILIES: tuple[Family, ...] = (TORCHTITAN,)
@@ -31,64 +27,60 @@ def family_of(names: Iterable[str], trainer: str | None = None) -> Family | None
     return next((family for family in told if family.trainer == trainer), next(iter(told), None))
 
 
-def get_family(name: str) -> Family:
-    """Return a family by its name. Raises `Usage` if there is none."""
-    for family in FAMILIES:
-        if family.name == name:
-            return family
-    known = ", ".join((HUB, KEEP, *(family.name for family in FAMILIES)))
-    raise Usage(f"there is no family of names `{name}`", hint=f"use one of {known}")
+def get_family(name: str) -> Family | None:
+    """Return a family by its name, None for the Hub. Raises `Usage` if there is none."""
+    found = next((family for family in FAMILIES if family.name == name), None)
+    if found is None and name != HUB:
+        known = ", ".join((HUB, KEEP, *(family.name for family in FAMILIES)))
+        raise Usage(f"there is no family of names `{name}`", hint=f"use one of {known}")
+    return found
 
 
 def check_names(name: str | None) -> None:
     """Raise `Usage` for a name that is neither a family's nor `HUB` or `KEEP`."""
-    if name not in (None, HUB, KEEP):
+    if name not in (None, KEEP):
         get_family(str(name))
 
 
-@dataclass(frozen=True, slots=True)
-class Renamed:
-    """A layout under other names, the old names that each `came_from`, and those that were `dropped`."""
+def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Turn:
+    """Return the function that makes of tensors of one family those of another, of which None is the Hub.
 
-    layout: Layout
-    came_from: dict[str, tuple[str, ...]]
-    dropped: tuple[str, ...] = ()
-
-
-def to_hub(layout: Layout, family: Family, sizes: Sizes) -> Renamed:
-    """Return a model's tensors as the Hub has them.
-
-    Raises `Mismatch` for one that no rule has a place for, or whose shape the config contradicts.
+    It takes tensors that are located, for boxes are cut out of their chunks, and raises `Mismatch` for one that has no
+    place there, or whose shape the config contradicts.
     """
-    layout = locate(unpack(layout))
-    found = translated(layout, family, sizes, is_to_hub=True)
+
+    def turn(tensors: Mapping[str, StoredTensor]) -> Translated:
+        hub = Translated.of(tensors) if here is None else to_hub(here, tensors, sizes)
+        if there is None:
+            return hub
+        found = from_hub(there, hub.tensors, sizes)
+        came_from = {
+            new: tuple(dict.fromkeys(chain.from_iterable(hub.came_from[name] for name in names)))
+            for new, names in found.came_from.items()
+        }
+        return Translated(found.tensors, came_from, hub.unplaced)
+
+    return turn
+
+
+def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
+    """Return tensors of a family as the Hub has them; `unplaced` are those that it has not.
+
+    Raises `Mismatch` for any other that no rule has a place for.
+    """
+    found = family.to_hub(tensors, sizes)
     left = [name for name in found.unplaced if not family.drops_name(name)]
     if left:
-        hint = "leave it out with --exclude, keep all names with --names keep, or say where it belongs with --map"
         message = f"no rule says what {family.name}'s tensor is called on the Hub, nor {len(left) - 1} others"
-        raise Mismatch(message, path=layout.root, tensor=left[0], hint=hint)
-    return Renamed(replace_tensors(layout, found), found.came_from, found.unplaced)
+        hint = "leave it out with --exclude, or keep all names with --names keep"
+        raise Mismatch(message, tensor=left[0], hint=hint)
+    return found
 
 
-def from_hub(layout: Layout, family: Family, sizes: Sizes) -> Renamed:
+def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
     """Return tensors of the Hub as a family has them. Raises `Mismatch` for one that no rule has a place for."""
-    layout = locate(unpack(layout))
-    found = translated(layout, family, sizes, is_to_hub=False)
+    found = family.from_hub(tensors, sizes)
     if found.unplaced:
         message = f"no rule says what it is called in {family.name}, nor {len(found.unplaced) - 1} others"
-        hint = "leave it out with --exclude, or say where it belongs with --map"
-        raise Mismatch(message, path=layout.root, tensor=found.unplaced[0], hint=hint)
-    return Renamed(replace_tensors(layout, found), found.came_from)
-
-
-def translated(layout: Layout, family: Family, sizes: Sizes, *, is_to_hub: bool) -> Translated:
-    """Return what the table of a family makes of a layout. An error says where the checkpoint lies."""
-    try:
-        return (family.to_hub if is_to_hub else family.from_hub)(layout.tensors, sizes)
-    except CkptError as error:
-        raise error.blame(path=layout.root)
-
-
-def replace_tensors(layout: Layout, found: Translated) -> Layout:
-    """Return the layout with other tensors in the place of its own; blobs are left behind."""
-    return replace(layout, tensors=found.tensors, blobs={}, keys={}, twins={})
+        raise Mismatch(message, tensor=found.unplaced[0], hint="leave it out with --exclude")
+    return found

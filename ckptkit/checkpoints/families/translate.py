@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ckptkit import axes
 from ckptkit.checkpoints.families.rule import Numbers, Pattern, Rule, outline_of, patterns_of
@@ -23,6 +23,14 @@ class Translated:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     came_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unplaced: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, StoredTensor]) -> Self:
+        """Return tensors under the names that they have."""
+        return cls(dict(tensors), {name: (name,) for name in tensors})
+
+
+Turn = Callable[[Mapping[str, StoredTensor]], Translated]
 
 
 class Slot(NamedTuple):

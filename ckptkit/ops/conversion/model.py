@@ -21,7 +21,7 @@ from ckptkit.errors import Mismatch
 from ckptkit.files.origin import Origin
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
-from ckptkit.ops.conversion.names import name_weights
+from ckptkit.checkpoints.naming import name_weights
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.selection import Edits
 from ckptkit.tensors.dtypes import DType
