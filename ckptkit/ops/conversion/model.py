@@ -39,7 +39,10 @@ def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) ->
     names = options.names or (HUB if is_alone else KEEP)
     opened = [name_one(weights, part, names, companions, notes) for weights, part in zip(opened, parts, strict=True)]
     found = align(parts, opened)
-    if is_alone:
+    if is_alone and options.names == KEEP:
+        layouts = [weights.layout for weights in found]
+        notes.append("all names were kept: they were not held against a config.json")
+    elif is_alone:
         layouts, remarks = fit_all(found, companions, strict=options.strict)
         notes += remarks
     else:
