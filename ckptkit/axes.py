@@ -164,6 +164,15 @@ def unsplit(tensor: StoredTensor) -> StoredTensor:
     return StoredTensor(tensor.spec, tuple(chunks))
 
 
+def index_in(splits: Splits, index: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of an element in a tensor, of which `index` is the one with its axes split so."""
+    left, found = list(index), []
+    for extents in splits:
+        parts, left = left[: len(extents)], left[len(extents) :]
+        found.append(sum(i * step for i, step in zip(parts, row_major(extents), strict=True)))
+    return tuple(found)
+
+
 def part_of(chunk: Chunk, box: Box) -> Chunk:
     """Return a box of a chunk, in the same file; its bytes have the checksum of the chunk that it was cut out of."""
     if box == chunk.box:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -13,11 +12,10 @@ from hypothesis import strategies as st
 
 from ckptkit import axes
 from ckptkit.errors import Mismatch
-from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout import StoredTensor
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
+
 
 @st.composite
 def tensors(draw: st.DrawFn, ndim: int = 3) -> tuple[Numbers, StoredTensor, Numbers]:

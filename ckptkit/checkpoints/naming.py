@@ -49,7 +49,7 @@ def name_training(layout: Layout, config: Config, names: str, trainer: str | Non
     try:
         named, made = translate_training(layout, find_weights(layout), find_prefix(layout), turn)
     except CkptError as error:
-        raise error.blame(path=layout.root)
+        raise error.blame(path=layout.root) from None
     return named, describe(here, there, made)
 
 
@@ -76,7 +76,7 @@ def turn_in(layout: Layout, turn: Turn) -> Translated:
     try:
         return turn(layout.tensors)
     except CkptError as error:
-        raise error.blame(path=layout.root)
+        raise error.blame(path=layout.root) from None
 
 
 def describe(here: Family | None, there: Family | None, made: Translated) -> list[str]:

@@ -71,7 +71,9 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     layout = found.layout
     return {
         **pick(layout, "format", "root", "nbytes"),
-        **pick(found, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"),
+        **pick(
+            found, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"
+        ),
         "producer": found.trainer,  # as it was called before
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],

@@ -81,8 +81,8 @@ def prove(
         ours, theirs = match(part.layout, other.layout, notes)
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are no tensor were not compared")
-        one = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
-        found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(one)
+        differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
+        found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
     return found
 
 

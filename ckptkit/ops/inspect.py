@@ -23,8 +23,9 @@ from ckptkit.ops.inspection.ties import Tie, find_ties
 class Inspected:
     """A checkpoint at a glance: `layout` is that of all its parts that can be read, `unread` says which cannot be.
 
-    `model` is the part with the model, or the only one. `step`, `trainer`, `family`, whose names the model's
-    tensors have, and `parameters`, its elements with tied ones counted once, are None where nothing tells them. `groups` are "model", "optimizer" and "rest".
+    `model` is the part with the model, or the only one. `step`, `trainer`, `family`, whose names the model's tensors
+    have, and `parameters`, its elements with tied ones counted once, are None where nothing tells them. `groups` are
+    "model", "optimizer" and "rest".
     `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer, or if some has these and some those.
     """
 

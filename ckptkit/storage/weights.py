@@ -24,9 +24,7 @@ from ckptkit.storage.reader import LayoutReader
 from ckptkit.tensors.box import whole
 
 
-def load_weights(
-    path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
-) -> tuple[str, ...]:
+def load_weights(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """Load the model of the checkpoint at `path`, of any format, into `tensors` in place; names as the model has them.
 
     If those of the checkpoint are of another family, the config.json beside it or else `config` says what they become.

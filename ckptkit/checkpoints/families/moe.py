@@ -19,7 +19,9 @@ class Experts(NamedTuple):
 
 
 _MIXTRAL = Experts(
-    *(f"block_sparse_moe.experts.{{expert}}.{name}" for name in ("w1", "w3", "w2")),
+    gate="block_sparse_moe.experts.{expert}.w1",
+    up="block_sparse_moe.experts.{expert}.w3",
+    down="block_sparse_moe.experts.{expert}.w2",
     router="block_sparse_moe.gate",
     bias="block_sparse_moe.e_score_correction_bias",
 )

@@ -2,7 +2,7 @@
 
 A name is written with its numbers in braces: `layers.{layer}.attention.wq.weight`. A number that stands on one side
 only is an axis on the other, in front of the tensor's own: `layers.{layer}.moe.experts.w1` has all experts in it. What
-stands in brackets may be missing, and its number is such an axis then: `decoder.layers[.{layer}].mlp.linear_fc2.weight`.
+stands in brackets may be missing, and its number is such an axis then: `layers[.{layer}].mlp.linear_fc2.weight`.
 Several ways to call one tensor are told apart by ` | `; the first is the one that is written.
 """
 
@@ -75,8 +75,8 @@ def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 def with_bias(family: str | tuple[str, ...], hub: str | tuple[str, ...], step: Step | None = None) -> Iterator[Rule]:
     """Yield the rule for the weight of a module, given by its name, and the one for its bias."""
     for leaf in (".weight", ".bias"):
-        names = (tuple(add_to_each(name, leaf) for name in as_tuple(side)) for side in (family, hub))
-        yield Rule(*names, step or Same())
+        own, there = (tuple(add_to_each(name, leaf) for name in as_tuple(side)) for side in (family, hub))
+        yield Rule(own, there, step or Same())
 
 
 def add_to_each(text: str, end: str) -> str:

@@ -23,11 +23,11 @@ Tensors = tuple[StoredTensor, ...]
 class Step(Protocol):
     """A change of tensors, and the change that undoes it. Both raise `Mismatch` for shapes that do not fit."""
 
-    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return the tensors as they are on the Hub."""
         ...
 
-    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return the tensors as they are in the family."""
         ...
 
@@ -36,7 +36,7 @@ class Step(Protocol):
 class Same:
     """No change: only the names differ."""
 
-    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def to_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         """Return the tensors."""
         return tensors
 
@@ -49,13 +49,13 @@ class Chain:
 
     steps: tuple[Step, ...]
 
-    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Take each step."""
         for step in self.steps:
             tensors = step.to_hub(tensors, sizes)
         return tensors
 
-    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Take each step back, the last one first."""
         for step in reversed(self.steps):
             tensors = step.from_hub(tensors, sizes)
@@ -72,11 +72,11 @@ class Rotary:
 
     heads: str
 
-    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return each with the first rows of all pairs of a head before the second ones."""
         return tuple(exchange_rows(one, (*self.of(one, sizes), 2)) for one in tensors)
 
-    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return each with the rows of a head in pairs."""
         found = []
         for one in tensors:
@@ -100,12 +100,9 @@ def exchange_rows(tensor: StoredTensor, extents: tuple[int, int, int]) -> Stored
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """One tensor whose rows are, for each key head, those of its query heads, its key and its value; three on the Hub.
+    """One tensor in which each key head has the rows of its queries, of its key and of its value; three on the Hub."""
 
-    Source: megatron/core/transformer/attention.py, `get_query_key_value_tensors`.
-    """
-
-    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return queries, keys and values."""
         (fused,) = tensors
         groups, per_group, width = group(sizes)
@@ -117,7 +114,7 @@ class Grouped:
         ends = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))
         return tuple(axes.merge(axes.cut(apart, 1, start, stop), 0, 3) for start, stop in ends)
 
-    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return the one tensor of three."""
         groups, per_group, width = group(sizes)
         apart = [
@@ -146,7 +143,7 @@ class Joined:
     axis: int = 0
     extents: tuple[str, ...] = ()
 
-    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return the tensors that the one is joined of."""
         (whole,) = tensors
         ends = (0, *accumulate(self.of(whole.spec.shape[self.axis], sizes)))
@@ -155,7 +152,7 @@ class Joined:
             raise Mismatch(f"{have}, where config.json calls for {ends[-1]}")
         return tuple(axes.cut(whole, self.axis, start, stop) for start, stop in pairwise(ends))
 
-    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         """Return the tensors as one."""
         return (axes.concatenate(tensors, self.axis),)
 
@@ -175,7 +172,7 @@ class Alternating:
     count: int
     axis: int = 0
 
-    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def to_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         """Return the tensors whose elements come in turn."""
         (whole,) = tensors
         extent = whole.spec.shape[self.axis]
@@ -184,7 +181,7 @@ class Alternating:
         apart = axes.split(whole, self.axis, (extent // self.count, self.count))
         return tuple(axes.take(apart, self.axis + 1, i) for i in range(self.count))
 
-    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         """Return the one tensor of several."""
         apart = [axes.insert(tensor) for tensor in tensors]
         stacked = axes.concatenate(apart, 0)
@@ -198,7 +195,7 @@ class Transposed:
 
     axes: tuple[int, int] = (0, 1)
 
-    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def to_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         """Return each with the axes exchanged."""
         return tuple(axes.permute(tensor, self.order(len(tensor.spec.shape))) for tensor in tensors)
 

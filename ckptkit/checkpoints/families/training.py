@@ -24,7 +24,7 @@ Origins = Mapping[str, tuple[str, ...]]  # the old names that each new one came 
 
 
 class Place(NamedTuple):
-    """Where entries of one kind lie, one for each parameter: the key path with its name left out."""
+    """A key path at which each parameter has an entry of one kind, with the name of the parameter left out."""
 
     before: KeyPath
     text: str = "{}"
@@ -76,9 +76,7 @@ def dotted(key: KeyPath) -> str:
     return ".".join(map(str, key))
 
 
-def sort_entries(
-    layout: Layout, weights: Mapping[str, str], prefix: KeyPath
-) -> tuple[dict[Place, Entries], list[str]]:
+def sort_entries(layout: Layout, weights: Mapping[str, str], prefix: KeyPath) -> tuple[dict[Place, Entries], list[str]]:
     """Return the entries of parameters by their kind, and the names of all others. `weights` are the model's own."""
     own = set(weights.values())
     kinds: dict[Place, Entries] = {Place(prefix): Entries()}

@@ -104,15 +104,15 @@ def captures_of(rule: Rule, side: Side) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*side.targets(rule)[0].captures, *read]))
 
 
-def unfold(
-    slot: Slot, numbers: Numbers, tensor: StoredTensor, side: Side
-) -> Iterable[tuple[Numbers, StoredTensor]]:
+def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, side: Side) -> Iterable[tuple[Numbers, StoredTensor]]:
     """Yield the tensors that one is made of by its first axes, each with all numbers that its rule counts."""
     captures = captures_of(slot.rule, side)
     folded = [capture for capture in captures if capture not in slot.pattern.captures]
     if len(folded) > len(tensor.spec.shape):
         shape = list(tensor.spec.shape)
-        raise Mismatch(f"its shape is {shape}, which has no axis of {' and '.join(folded)}s", tensor=slot.pattern.text)
+        raise Mismatch(
+            f"its shape is {shape}, without an axis for each {' and each '.join(folded)}", tensor=slot.pattern.text
+        )
     own = dict(zip(slot.pattern.captures, numbers, strict=True))
     for indices, one in take_all(tensor, len(folded)):
         numbered = own | dict(zip(folded, indices, strict=True))
@@ -127,9 +127,7 @@ def take_all(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTens
     return found
 
 
-def fold(
-    rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Side, translated: Translated
-) -> None:
+def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Side, translated: Translated) -> None:
     """Add to `translated` the tensors that a rule makes of its members."""
     captures, targets = captures_of(rule, side), side.targets(rule)
     folded = [i for i, capture in enumerate(captures) if capture not in targets[0].captures]
@@ -174,7 +172,7 @@ def step(
     try:
         return side.take(rule, tensors, sizes)
     except CkptError as error:
-        raise error.blame(tensor=names[0])
+        raise error.blame(tensor=names[0]) from None
 
 
 def stack_all(parts: Mapping[Numbers, StoredTensor], counted: Sequence[str], name: str) -> StoredTensor:

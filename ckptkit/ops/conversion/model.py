@@ -13,6 +13,7 @@ from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.families import HUB, KEEP
 from ckptkit.checkpoints.fit import drop_tied, find_prefix, fit, restore_tied
 from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.trainers import who_wrote
@@ -21,7 +22,6 @@ from ckptkit.errors import Mismatch
 from ckptkit.files.origin import Origin
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
-from ckptkit.checkpoints.naming import name_weights
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.selection import Edits
 from ckptkit.tensors.dtypes import DType
@@ -40,7 +40,7 @@ def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) ->
     opened = [name_one(weights, part, names, companions, notes) for weights, part in zip(opened, parts, strict=True)]
     found = align(parts, opened)
     if is_alone and options.names == KEEP:
-        layouts = [weights.layout for weights in found]
+        layouts: Sequence[Layout] = [weights.layout for weights in found]
         notes.append("all names were kept: they were not held against a config.json")
     elif is_alone:
         layouts, remarks = fit_all(found, companions, strict=options.strict)

@@ -56,7 +56,7 @@ class ConvertOptions:
     exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
     names: Annotated[
-        str | None, About("Call tensors as the hub does, or a library like torchtitan; keep leaves them.", "FAMILY")
+        str | None, About("Call the model's tensors as hub or a family does; keep leaves them.", "FAMILY")
     ] = None
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")

@@ -13,6 +13,7 @@ from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.families import KEEP
 from ckptkit.checkpoints.fit import restore_tied
+from ckptkit.checkpoints.naming import name_training
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part, join_layouts
 from ckptkit.checkpoints.trainers import say_opaque, who_wrote
@@ -23,7 +24,6 @@ from ckptkit.formats import detect_format, get_format
 from ckptkit.layout import Layout
 from ckptkit.ops.conversion.destination import entry_at
 from ckptkit.ops.conversion.draft import Conversion, Draft
-from ckptkit.checkpoints.naming import name_training
 from ckptkit.ops.conversion.optimizers import Keyed, key_optimizers
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.other_files import files_beside, own_files

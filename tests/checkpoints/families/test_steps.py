@@ -129,9 +129,9 @@ def test_a_shape_that_a_step_cannot_have(step: Step, words: str) -> None:
 
 def test_sizes_that_contradict_themselves() -> None:
     tensor, _ = stored(counted(8), [], [0])
-    with pytest.raises(Mismatch, match="config.json says 3 heads for a hidden size of 32, which they do not divide"):
+    with pytest.raises(Mismatch, match=r"config.json says 3 heads for a hidden size of 32, which they do not divide"):
         Rotary("heads").to_hub((tensor,), Sizes({"num_attention_heads": 3, "hidden_size": 32}))
-    with pytest.raises(Mismatch, match="config.json says 3 key heads for 4 heads, which they do not divide"):
+    with pytest.raises(Mismatch, match=r"config.json says 3 key heads for 4 heads, which they do not divide"):
         Grouped().to_hub((tensor,), Sizes({"num_attention_heads": 4, "num_key_value_heads": 3, "head_dim": 2}))
-    with pytest.raises(Mismatch, match="config.json does not say `num_attention_heads`"):
+    with pytest.raises(Mismatch, match=r"config.json does not say `num_attention_heads`"):
         Rotary("heads").to_hub((tensor,), Sizes({}))

@@ -62,7 +62,9 @@ def test_what_is_an_axis_on_one_side_is_a_number_on_the_other() -> None:
     for layer, one in enumerate(back.tensors.values()):
         assert np.array_equal(contents(one, file), numbers[layer])
     again = translate(back.tensors, EXPERTS, SIZES)
-    assert all(np.array_equal(contents(one, file), contents(hub.tensors[name], file)) for name, one in again.tensors.items())
+    assert all(
+        np.array_equal(contents(one, file), contents(hub.tensors[name], file)) for name, one in again.tensors.items()
+    )
 
 
 def test_experts_are_counted_not_spelled() -> None:
@@ -78,7 +80,7 @@ def test_names_of_several_generations() -> None:
     tensor = one_of(np.arange(3, dtype=np.int32))
     assert list(translate({"layers.4.old": tensor}, EXPERTS, SIZES).tensors) == ["model.4.norm"]
     assert list(translate({"model.4.norm": tensor}, EXPERTS, SIZES, to_hub=False).tensors) == ["layers.4.new"]
-    with pytest.raises(Mismatch, match="the same as `layers.4.old`: two names of one tensor") as caught:
+    with pytest.raises(Mismatch, match=r"the same as `layers.4.old`: two names of one tensor") as caught:
         translate({"layers.4.old": tensor, "layers.4.new": tensor}, EXPERTS, SIZES)
     assert caught.value.tensor == "layers.4.new"
 
@@ -93,14 +95,14 @@ def test_a_name_without_a_place() -> None:
 def test_a_partner_that_is_missing() -> None:
     tensor = one_of(np.zeros((4, 5), np.int32))
     names = [f"model.0.experts.{expert}.{which}" for expert in range(2) for which in ("gate", "up")]
-    with pytest.raises(Mismatch, match="`model.0.experts.1.gate` is there, but not this") as caught:
+    with pytest.raises(Mismatch, match=r"`model.0.experts.1.gate` is there, but not this") as caught:
         translate(dict.fromkeys(names[:3], tensor), EXPERTS, SIZES, to_hub=False)
     assert caught.value.tensor == "model.0.experts.1.up"
-    with pytest.raises(Mismatch, match="expert 1 is missing"):
+    with pytest.raises(Mismatch, match=r"expert 1 is missing"):
         ends = [name.replace("experts.1", "experts.2") for name in names]
         translate(dict.fromkeys(ends, tensor), EXPERTS, SIZES, to_hub=False)
 
 
 def test_an_axis_that_is_not_there() -> None:
-    with pytest.raises(Mismatch, match=r"its shape is \[3\], which has no axis of layers and experts"):
+    with pytest.raises(Mismatch, match=r"its shape is \[3\], without an axis for each layer and each expert"):
         translate({"layers.experts.fc1": one_of(np.zeros(3, np.int32))}, EXPERTS, SIZES)

@@ -23,18 +23,27 @@ class Widths:
     theta: float = 10000.0
 
 
+class Projections(nn.Module):
+    def __init__(self, of: Widths) -> None:
+        super().__init__()
+        self.wq = nn.Linear(of.hidden, of.heads * of.head, bias=False)
+        self.wk = nn.Linear(of.hidden, of.key_heads * of.head, bias=False)
+        self.wv = nn.Linear(of.hidden, of.key_heads * of.head, bias=False)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.wq(x), self.wk(x), self.wv(x)]
+
+
 class Attention(nn.Module):
     def __init__(self, of: Widths) -> None:
         super().__init__()
         self.of = of
-        self.wq = nn.Linear(of.hidden, of.heads * of.head, bias=False)
-        self.wk = nn.Linear(of.hidden, of.key_heads * of.head, bias=False)
-        self.wv = nn.Linear(of.hidden, of.key_heads * of.head, bias=False)
+        self.qkv_linear = Projections(of)
         self.wo = nn.Linear(of.heads * of.head, of.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = (one(x).view(batch, length, -1, self.of.head) for one in (self.wq, self.wk, self.wv))
+        q, k, v = (one.view(batch, length, -1, self.of.head) for one in self.qkv_linear(x))
         q, k = self.turn(q), self.turn(k)
         repeats = self.of.heads // self.of.key_heads
         k, v = (one.repeat_interleave(repeats, 2).transpose(1, 2) for one in (k, v))
@@ -86,11 +95,11 @@ class Titan(nn.Module):
         self.tok_embeddings = nn.Embedding(of.vocabulary, of.hidden)
         self.layers = nn.ModuleDict({str(i): Block(of) for i in range(of.layers)})
         self.norm = nn.RMSNorm(of.hidden, eps=1e-6)
-        self.output = nn.Linear(of.hidden, of.vocabulary, bias=False)
+        self.lm_head = nn.Linear(of.hidden, of.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok_embeddings(tokens)
         for block in self.layers.values():
             x = block(x)
-        logits: Tensor = self.output(self.norm(x))
+        logits: Tensor = self.lm_head(self.norm(x))
         return logits
