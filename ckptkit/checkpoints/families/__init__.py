@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 from ckptkit.checkpoints.families.family import Family
@@ -25,6 +25,14 @@ def family_of(names: Iterable[str], trainer: str | None = None) -> Family | None
     outlines = {outline_of(name)[0] for name in names}
     told = [family for family in FAMILIES if family.is_told_by(outlines)]
     return next((family for family in told if family.trainer == trainer), next(iter(told), None))
+
+
+def step_before_family(names: Collection[str]) -> str:
+    """Return the step that stands before all names of a family, as a wrapper puts it there; "" if none does."""
+    first = next(iter(names), "").partition(".")[0] + "."
+    if family_of(names) or not all(name.startswith(first) for name in names):
+        return ""
+    return first if family_of(name.removeprefix(first) for name in names) else ""
 
 
 def get_family(name: str) -> Family | None:

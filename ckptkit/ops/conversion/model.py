@@ -10,7 +10,7 @@ from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import step_of
 from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.families import HUB, KEEP
+from ckptkit.checkpoints.families import HUB, KEEP, step_before_family
 from ckptkit.checkpoints.fit import drop_tied, find_prefix, fit, restore_tied
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.naming import name_weights
@@ -80,11 +80,13 @@ def open_weights(part: Part, asked: Edits) -> Weights:
 
 
 def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> Weights:
-    """Return the weights without what a trainer's module puts before all their names, if config.json tells so."""
-    prefix = find_prefix(found.layout, companions.config or {})
+    """Return the weights without what a trainer's module puts before all names, if config.json or a family tells so."""
+    step = step_before_family(found.layout.tensors)
+    prefix = step or find_prefix(found.layout, companions.config or {})
     if not prefix:
         return found
-    note = f"`{prefix}` was taken off all names: without it they are those that config.json calls for"
+    whose = "of a family that is known" if step else "that config.json calls for"
+    note = f"`{prefix}` was taken off all names: without it they are those {whose}"
     notes += [] if note in notes else [note]
     came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
     return replace(

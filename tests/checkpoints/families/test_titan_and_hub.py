@@ -152,6 +152,15 @@ def test_names_without_a_config_are_refused(trained: Trained, tmp_path: Path) ->
     assert "tok_embeddings.weight" in ckptkit.open(tmp_path / "hf")
 
 
+def test_a_wrapper_before_all_names(trained: Trained, base: Path, tmp_path: Path) -> None:
+    model, _, place = trained
+    wrapped = {f"net.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state_dict": wrapped}, tmp_path / "wrapped.pt")
+    done = ckptkit.consolidate(tmp_path / "wrapped.pt", tmp_path / "hf", base=base)
+    assert any("`net.` was taken off all names" in note for note in done.notes)
+    assert ckptkit.diff(tmp_path / "hf", place).is_equal
+
+
 def test_a_config_of_another_model(trained: Trained, base: Path, tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text()) | {"num_attention_heads": 8}
     (tmp_path / "base").mkdir()
