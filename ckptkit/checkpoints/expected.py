@@ -135,6 +135,11 @@ def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+def default_head_width(model_type: str) -> int | None:
+    """Return the width of a head where a config gives none; None if it follows from the hidden size, or is unknown."""
+    return _FAMILIES.get(model_type, Family()).head_dim
+
+
 def is_known(config: Mapping[str, Any]) -> bool:
     """Return whether the model type is one whose tensors are known here."""
     return str(config.get("model_type")) in _FAMILIES

@@ -33,12 +33,13 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The model's tensors under their own names; each `came_from` a name of the checkpoint."""
+    """The model's tensors under their own names; each `came_from` a name of the checkpoint, of which all is `whole`."""
 
     layout: Layout
     wrapper: str
     came_from: dict[str, str]
     left_out: tuple[LeftOut, ...]
+    whole: Layout
 
 
 def find_weights(layout: Layout) -> Weights:
@@ -48,11 +49,11 @@ def find_weights(layout: Layout) -> Weights:
     names = {
         name: model_name(key, prefix) for name, key in keys_below(layout, prefix) if key[len(prefix)] not in training
     }
-    if names and all(name.startswith(_DDP) for name in names.values()):
+    while names and all(name.startswith(_DDP) for name in names.values()):
         names = {old: new.removeprefix(_DDP) for old, new in names.items()}
     weights = rename(select(layout, names.__contains__), names.__getitem__)
     left_out = summarise(layout, prefix, [name for name in (*layout.tensors, *layout.blobs) if name not in names])
-    return Weights(weights, ".".join(map(str, prefix)), {new: old for old, new in names.items()}, left_out)
+    return Weights(weights, ".".join(map(str, prefix)), {new: old for old, new in names.items()}, left_out, layout)
 
 
 def has_weights(layout: Layout) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 from ckptkit.checkpoints.families.family import Family
+from ckptkit.checkpoints.families.megatron import MEGATRON
 from ckptkit.checkpoints.families.rule import outline_of
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.torchtitan import TORCHTITAN
@@ -14,7 +15,7 @@ from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import StoredTensor
 
 HUB, KEEP = "hub", "keep"
-FAMILIES: tuple[Family, ...] = (TORCHTITAN,)
+FAMILIES: tuple[Family, ...] = (TORCHTITAN, MEGATRON)
 
 
 def family_of(names: Iterable[str], trainer: str | None = None) -> Family | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from ckptkit.checkpoints.families.rule import Rule, outline_of
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.translate import Translated, translate
-from ckptkit.layout import StoredTensor
+from ckptkit.layout import Layout, StoredTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,17 @@ class Family:
 
     `tells` are patterns of names, with `#` for numbers, by one of which it is known; `drops` those of entries that the
     Hub has not. `rules` gives the table for a model of some sizes and type, and raises `Unsupported` for one that it
-    has none for. `trainer` is who writes such names, if others share them.
+    has none for. `check` holds what a whole checkpoint says of its model against its sizes, and raises `Mismatch` or
+    `Unsupported`; `files` gives what lies beside such a model in DCP, by the step that it was saved at. `trainer` is
+    who writes such names, if others share them.
     """
 
     name: str
     tells: tuple[str, ...]
     rules: Callable[[Sizes], tuple[Rule, ...]]
     drops: tuple[str, ...] = ()
+    check: Callable[[Layout, Sizes], None] = lambda _, __: None
+    files: Callable[[int], Mapping[str, bytes]] = lambda _: {}
     trainer: str | None = None
 
     @cached_property

@@ -15,7 +15,8 @@ from itertools import product
 
 from ckptkit.checkpoints.families.steps import Same, Step
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a step of a name that is a number
+# a step of a name that is a number, or one at the end of `weight` or `bias`, as experts in one module have it
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
 _CAPTURE = re.compile(r"\{([a-z]+)\}")
 _OPTION = re.compile(r"\[([^\]]*)\]")
 
@@ -40,7 +41,7 @@ class Pattern:
 
 
 def outline_of(name: str) -> tuple[str, Numbers]:
-    """Return a name with `#` for every step that is a number, and these numbers."""
+    """Return a name with `#` for every number that is a step of it, or ends `weight` or `bias`, and these numbers."""
     return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
 
 

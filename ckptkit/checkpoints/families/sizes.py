@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.checkpoints.expected import default_head_width
 from ckptkit.errors import Mismatch
 
 # by the symbol that rules use: the keys of config.json that give it, in order of precedence
@@ -15,6 +16,10 @@ _KEYS = {
     "hidden": ("hidden_size", "n_embd"),
     "vocabulary": ("vocab_size",),
     "layers": ("num_hidden_layers", "n_layer"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "intermediate": ("intermediate_size",),
+    "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
+    "shared_intermediate": ("shared_expert_intermediate_size", "moe_intermediate_size"),
 }
 
 
@@ -35,18 +40,22 @@ class Sizes:
         inner = self.config.get("text_config")
         return inner if isinstance(inner, Mapping) else self.config
 
+    def find(self, symbol: str) -> int | None:
+        """Return the number that a symbol stands for, None if the config does not say it."""
+        values = (self.text.get(key) for key in _KEYS[symbol])
+        return next((value for value in values if type(value) is int and value > 0), None)
+
     def __getitem__(self, symbol: str) -> int:
         """Return the number that a symbol stands for. Raises `Mismatch` if the config does not say it."""
-        for key in _KEYS[symbol]:
-            value = self.text.get(key)
-            if type(value) is int and value > 0:
-                return value
-        raise Mismatch(f"config.json does not say `{_KEYS[symbol][0]}`, by which its rows are ordered")
+        found = self.find(symbol)
+        if found is not None:
+            return found
+        raise Mismatch(f"config.json does not say `{_KEYS[symbol][0]}`, which this takes")
 
     @property
     def head_width(self) -> int:
         """Return the width of one head. Raises `Mismatch` if the config does not say it."""
-        width = self.text.get("head_dim")
+        width = self.text.get("head_dim") or default_head_width(self.model_type)
         if type(width) is int and width > 0:
             return width
         hidden, heads = self["hidden"], self["heads"]

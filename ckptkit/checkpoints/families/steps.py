@@ -136,12 +136,14 @@ def group(sizes: Sizes) -> tuple[int, int, int]:
 class Joined:
     """One tensor in the family that is several on the Hub, which follow each other along an axis.
 
-    They are of one extent, or of those that `extents` gives: "heads" and "key_heads" are so many heads' rows.
+    They are of one extent, which is the number that `size` stands for if it is given; or of those that `extents` gives:
+    "heads" and "key_heads" are so many heads' rows.
     """
 
     count: int
     axis: int = 0
     extents: tuple[str, ...] = ()
+    size: str = ""
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return the tensors that the one is joined of."""
@@ -160,6 +162,8 @@ class Joined:
         """Return the extent of each."""
         if self.extents:
             return tuple(sizes[symbol] * sizes.head_width for symbol in self.extents)
+        if self.size:
+            return (sizes[self.size],) * self.count
         if extent % self.count:
             raise Mismatch(f"it has {extent} along axis {self.axis}, which are not {self.count} equal parts")
         return (extent // self.count,) * self.count
@@ -207,3 +211,25 @@ class Transposed:
         one, other = self.axes
         order[one], order[other] = order[other], order[one]
         return order
+
+
+@dataclass(frozen=True, slots=True)
+class Cropped:
+    """A tensor with more rows than on the Hub, behind those that it has there: they pad it.
+
+    `rows` is the symbol for how many there are on the Hub. None are put back: the family loads it without.
+    """
+
+    rows: str
+
+    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+        """Return each without the rows that pad it."""
+        rows = sizes[self.rows]
+        for one in tensors:
+            if one.spec.shape[:1] < (rows,):
+                raise Mismatch(f"its shape is {list(one.spec.shape)}, where config.json calls for {rows} rows")
+        return tuple(axes.cut(one, 0, 0, rows) for one in tensors)
+
+    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+        """Return each as it is."""
+        return tensors

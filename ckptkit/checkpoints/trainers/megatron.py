@@ -13,7 +13,6 @@ _RANK = "mp_rank_[0-9]{2}(?:_[0-9]{3})*"
 _BRIDGE = r"run_config\.yaml|train_state\.pt"
 _BUCKET = r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*bucket_idx_.*"
 _OPAQUE = "the optimizer does not say of which parameters its states are: they are carried as they are"
-_LAYER = r"(?:.*\.)?(?:decoder|encoder)\.layers\..*linear_(?:qkv|proj|fc1|fc2)\..*"
 
 
 def wrote(seen: Evidence) -> str | None:
@@ -37,7 +36,6 @@ MEGATRON = Trainer(
     unread={r"\.zarray": "arrays of zarr, as Megatron saved before `torch_dist`"},
     hints={r"\.zarray": "load and save it with a Megatron-LM that has both, such as core 0.12"},
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
-    own_names={_LAYER: "Megatron's"},
     beside={r"common\.pt": ""},
     step_keys=(("", ("iteration",)),),
     rank_of_key=rank_of_key,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -11,7 +11,7 @@ from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.families import KEEP
+from ckptkit.checkpoints.families import KEEP, get_family
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.naming import name_training
 from ckptkit.checkpoints.parameters import rename_parameters
@@ -88,6 +88,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
         dropped=[left for piece, one in zip(pieces, chosen, strict=True) for left in piece.dropped_from(one)],
         world_size=world_size if options.writer.is_sharded else None,
         notes=notes,
+        made=files_of_family(checkpoint, options),
     )
     if conversion.is_file and len(drafts) > 1:
         names = ", ".join(draft.place for draft in drafts)
@@ -97,6 +98,12 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
         return conversion
     conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
     return conversion if any(not part.place for part in checkpoint.parts) else without_copy(conversion, checkpoint.path)
+
+
+def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
+    """Return the files that the family of names that is asked for has beside its shards."""
+    family = None if options.names in (None, KEEP) or options.to != "dcp" else get_family(str(options.names))
+    return {} if family is None else family.files(checkpoint.step or 0)
 
 
 def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Part]]:

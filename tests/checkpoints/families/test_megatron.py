@@ -1,0 +1,277 @@
+"""Megatron's names into the Hub's and back, against the library's own model and loader, and transformers' logits."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import ckptkit
+from ckptkit.errors import CkptError, Mismatch, Unsupported
+from tests.conftest import Produce, Produced
+from tests.formats.contract import assert_same
+from tests.trainers.produced_megatron import STEP
+from tests.trainers.produced_megatron_models import (
+    EXPERTS,
+    PADDED,
+    TOKENS,
+    TYPES,
+    VOCABULARY,
+    WAYS,
+    hub_config,
+    load_into,
+    megatron_models,
+)
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+MIXTURES = [name for name, more in TYPES.items() if "num_moe_experts" in more]
+
+
+@pytest.fixture(scope="module")
+def made(produce: Produce) -> Produced:
+    return produce(megatron_models)
+
+
+def modules(made: Produced, model_type: str) -> dict[str, Tensor]:
+    """The tensors of a model as the library's modules call them."""
+    own = {key.partition(":")[2]: value for key, value in made.truth.items() if key.startswith(f"{model_type}:")}
+    return {name: value for name, value in own.items() if name != "logits"}
+
+
+def to_hub(source: Path, out: Path, base: Path, **options: Any) -> dict[str, Tensor]:
+    done = ckptkit.consolidate(source, out, base=str(base), **options)
+    return {name: lazy.torch() for name, lazy in ckptkit.open(done.output).items()}
+
+
+def save(root: Path, state: Mapping[str, Any], *, flat: bool = True) -> Path:
+    """A DCP directory as the library leaves it: by names alone, or with the key paths of `fsdp_dtensor`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=not flat)
+        dcp.save(dict(state), checkpoint_id=root, planner=planner, no_dist=True)
+    backend = "torch_dist" if flat else "fsdp_dtensor"
+    (root / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+    return root
+
+
+def base_of(root: Path, model_type: str, **changes: Any) -> Path:
+    root.mkdir(exist_ok=True)
+    (root / "config.json").write_text(json.dumps(hub_config(model_type) | changes))
+    return root
+
+
+# -- to the Hub --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_transformers_computes_what_the_library_does(made: Produced, tmp_path: Path, model_type: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ckptkit.consolidate(made.root / model_type / "whole", tmp_path / "out", base=str(made.root / model_type))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(torch.tensor(TOKENS)).logits
+    assert (logits - made.truth[f"{model_type}:logits"][..., :VOCABULARY]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_way_to_split_and_save_a_model_gives_the_same(made: Produced, tmp_path: Path, model_type: str) -> None:
+    root = made.root / model_type
+    expected = to_hub(root / "whole", tmp_path / "whole", root)
+    for way in [*WAYS, "legacy", "legacy-expert"]:
+        if (root / way).exists() and way != "whole":
+            assert_same(to_hub(root / way, tmp_path / way, root), expected)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3", "mixtral", "qwen2_moe"])
+def test_fsdp_dtensor(made: Produced, tmp_path: Path, model_type: str, grouped: bool) -> None:
+    """Names as megatron/core/transformer/fsdp_dtensor_checkpoint.py makes them; it needs a GPU to run."""
+    model: dict[str, Tensor] = {}
+    for name, value in modules(made, model_type).items():
+        own = f"module.module.{name}"
+        if grouped:
+            own = re.sub(r"local_experts\.([0-9]+)\.(linear_fc[12])\.weight", r"\2.weight\1", own)
+        if "linear_fc1" in name:
+            model[f"{own}_w"], model[f"{own}_v"] = value.chunk(2)
+        else:
+            model[own] = value
+    source = save(tmp_path / STEP, {"model": model, "iteration": 3}, flat=False)
+    found = to_hub(source, tmp_path / "out", made.root / model_type)
+    assert_same(found, to_hub(made.root / model_type / "whole", tmp_path / "whole", made.root / model_type))
+
+
+def test_rows_that_pad_the_vocabulary_are_left_out_and_said(made: Produced, tmp_path: Path) -> None:
+    done = ckptkit.consolidate(made.root / "llama" / "tensor", tmp_path / "out", base=str(made.root / "llama"))
+    left = f"left out the last {PADDED - VOCABULARY} of the {PADDED} rows of"
+    assert sum(note.startswith(left) for note in done.notes) == 2
+    expected = modules(made, "llama")["embedding.word_embeddings.weight"][:VOCABULARY]
+    assert torch.equal(ckptkit.open(tmp_path / "out")["model.embed_tokens.weight"].torch(), expected)
+    assert [left.name for left in done.dropped if "_extra_state" not in left.name] == []
+
+
+def test_states_of_layers_are_left_out_and_said(made: Produced, tmp_path: Path) -> None:
+    state = {**modules(made, "llama"), "decoder.layers.0.self_attention.linear_qkv._extra_state": torch.ones(3)}
+    source = save(tmp_path / STEP, state)
+    done = ckptkit.consolidate(source, tmp_path / "out", base=str(made.root / "llama"))
+    assert any(
+        note.startswith("left out 1 that the Hub has not, such as `decoder.layers.0.self") for note in done.notes
+    )
+
+
+def test_moments_follow_their_weights(made: Produced, tmp_path: Path) -> None:
+    """What the optimizer has of each tensor of a stacked model is cut and joined as the tensor is."""
+    weights = {name: lazy.torch() for name, lazy in ckptkit.open(made.root / "mixtral" / "whole").items()}
+    state = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    state |= {f"optimizer.state.exp_avg.{name}": value * 2 for name, value in state.items()}
+    source = save(tmp_path / STEP, state)
+    base = str(made.root / "mixtral")
+    ckptkit.convert(source, tmp_path / "out", to="dcp", names="hub", base=base)
+    found = {name: lazy.torch() for name, lazy in ckptkit.open(tmp_path / "out").items()}
+    expected = to_hub(made.root / "mixtral" / "whole", tmp_path / "model", made.root / "mixtral")
+    assert_same({name: value for name, value in found.items() if not name.startswith("optimizer.")}, expected)
+    moment = "optimizer.state.exp_avg."
+    moments = {name.removeprefix(moment): value / 2 for name, value in found.items() if name.startswith(moment)}
+    assert_same(moments, expected)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_config_it_asks_for_one(made: Produced, tmp_path: Path) -> None:
+    with pytest.raises(Mismatch, match=r"names of megatron and of the Hub.*--base MODEL"):
+        ckptkit.consolidate(made.root / "llama" / "tensor", tmp_path / "out")
+    done = ckptkit.consolidate(made.root / "llama" / "tensor", tmp_path / "out", names="keep")
+    assert "decoder.layers.self_attention.linear_qkv.weight" in ckptkit.open(done.output)
+
+
+def change_config(**changes: Any) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
+    return lambda _, config: config.update(changes)
+
+
+def change_args(**changes: Any) -> Callable[[dict[str, Any], dict[str, Any]], object]:
+    return lambda state, _: state.update(args=Namespace(**changes))
+
+
+def grow(name: str) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
+    return lambda state, _: state.update({name: torch.cat([state[name], state[name]])})
+
+
+BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dict[str, Any]], object]]] = {
+    "type": ("llama", Unsupported, "a model of type `bert` are not known", change_config(model_type="bert")),
+    "groups": (
+        "llama",
+        Mismatch,
+        "160 rows, where config.json calls for 2 groups of 4",
+        change_config(num_key_value_heads=2),
+    ),
+    "heads": ("llama", Mismatch, "which they do not divide", change_config(num_key_value_heads=3)),
+    "inner": (
+        "llama",
+        Mismatch,
+        "it has 48 along axis 0, where config.json calls for 40",
+        change_config(intermediate_size=20),
+    ),
+    "experts": ("mixtral", Mismatch, "config.json calls for 8, 6 are here", change_config(num_local_experts=8)),
+    "fewer experts": ("mixtral", Mismatch, "config.json calls for 5 of them only", change_config(num_local_experts=5)),
+    "expert size": ("qwen3_moe", Mismatch, "calls for 44", change_config(moe_intermediate_size=22)),
+    "layers": ("mixtral", Mismatch, "config.json calls for 3, 2 are here", change_config(num_hidden_layers=3)),
+    "fewer layers": ("qwen3_moe", Mismatch, "config.json calls for 1 of them only", change_config(num_hidden_layers=1)),
+    "vocabulary": ("llama", Mismatch, "calls for 49 rows", change_config(vocab_size=49)),
+    "a router's bias": (
+        "mixtral",
+        Mismatch,
+        "no rule says what megatron's tensor is called",
+        lambda state, _: state.update({"decoder.layers.0.mlp.router.expert_bias": torch.ones(EXPERTS)}),
+    ),
+    "half a gate": (
+        "llama",
+        Mismatch,
+        "up_proj",
+        lambda state, _: state.update(
+            {"decoder.layers.0.mlp.linear_fc1.weight_w": state.pop("decoder.layers.0.mlp.linear_fc1.weight")[:24]}
+        ),
+    ),
+    "twice": (
+        "llama",
+        Mismatch,
+        "two names of one tensor",
+        lambda state, _: state.update(
+            {"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": state["decoder.layers.0.pre_mlp_layernorm.weight"]}
+        ),
+    ),
+    "fewer groups, by its arguments": (
+        "llama",
+        Mismatch,
+        "Megatron's arguments say num_query_groups 2, config.json calls for 4",
+        change_args(group_query_attention=True, num_query_groups=2),
+    ),
+    "no groups": (
+        "llama",
+        Mismatch,
+        "num_attention_heads 8, config.json calls for 4",
+        change_args(group_query_attention=False, num_attention_heads=8),
+    ),
+    "width": ("llama", Mismatch, "kv_channels 4, config.json calls for 10", change_args(kv_channels=4)),
+    "no gates": ("llama", Mismatch, "swiglu False", change_args(swiglu=False)),
+    "in pairs": ("llama", Unsupported, "rotary_interleaved", change_args(rotary_interleaved=True)),
+    "zero-centred": ("llama", Unsupported, "apply_layernorm_1p", change_args(apply_layernorm_1p=True)),
+    "gemma": ("llama", Unsupported, "norms of `gemma` lie around zero", change_config(model_type="gemma")),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused(made: Produced, tmp_path: Path, case: str) -> None:
+    model_type, error, words, damage = BAD[case]
+    state: dict[str, Any] = {**modules(made, model_type), "args": Namespace(num_layers=2)}
+    config = hub_config(model_type)
+    damage(state, config)
+    source = save(tmp_path / STEP, state)
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=re.escape(words)) as raised:
+        ckptkit.consolidate(source, tmp_path / "out")
+    assert raised.value.path is not None
+    assert not (tmp_path / "out").exists()
+
+
+def test_norms_around_zero_are_those_of_gemma(made: Produced, tmp_path: Path) -> None:
+    state = {**modules(made, "llama"), "args": Namespace(apply_layernorm_1p=True)}
+    state["decoder.final_layernorm.weight"] -= 1.0
+    source = save(tmp_path / STEP, state)
+    found = to_hub(source, tmp_path / "out", base_of(tmp_path / "base", "gemma"))
+    assert torch.equal(found["model.norm.weight"], state["decoder.final_layernorm.weight"])
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_library_loads_what_is_made_of_a_model_of_the_hub(made: Produced, tmp_path: Path, model_type: str) -> None:
+    to_hub(made.root / model_type / "whole", tmp_path / "model", made.root / model_type)
+    start = tmp_path / "start"
+    ckptkit.convert(tmp_path / "model", start, to="dcp", names="megatron")
+    loaded = load_into(start, model_type)
+    expected = modules(made, model_type)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        expected[name][VOCABULARY:] = 0  # the library fills what is not there
+    assert_same({name: loaded[name] for name in expected}, expected)
+    again = to_hub(start, tmp_path / "again", made.root / model_type)
+    assert_same(again, {name: lazy.torch() for name, lazy in ckptkit.open(tmp_path / "model").items()})
+
+
+def test_layers_are_numbered_and_experts_stacked(made: Produced, tmp_path: Path) -> None:
+    to_hub(made.root / "mixtral" / "whole", tmp_path / "model", made.root / "mixtral")
+    ckptkit.convert(tmp_path / "model", tmp_path / "start", to="dcp", names="megatron")
+    opened = ckptkit.open(tmp_path / "start")
+    assert opened["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (EXPERTS, 48, 32)
+    assert not [name for name in opened if name.startswith("model.")]
