@@ -218,18 +218,26 @@ def _logits(model: Any) -> Tensor:
     return found
 
 
-def load_into(root: Path, model_type: str) -> Truth:
-    """What the library loads of a checkpoint in `root` into a model whose layers have numbers, by modules' names."""
-    return _on_ranks(1, _load_into, root, model_type)
+def load(root: Path) -> Truth:
+    """What the library loads of `TYPE` in `root`, into a model whose layers have numbers: `TYPE:NAME` by modules."""
+    return _on_ranks(1, _load, root)
 
 
-def _load_into(root: Path, model_type: str) -> Mapping[str, Any]:
+def _load(root: Path) -> Mapping[str, Any]:
     _replace_what_needs_a_gpu()
     from megatron.core import dist_checkpointing as library
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
-    model = _model(model_type, {})
-    state = {"model": _sharded(model, {"non_homogeneous_layers": True})}
-    loaded: dict[str, Any] = library.load(state, str(root))["model"]
-    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    found: dict[str, Tensor] = {}
+    for model_type in TYPES:
+        state = _sharded(_model(model_type, {}), {"non_homogeneous_layers": True})
+        for sharded in state.values():
+            if "num_moe_experts" in TYPES[model_type]:  # as Transformer Engine's layers call it, which need a GPU
+                sharded.key = sharded.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        loaded, unasked, absent = library.load({"model": state}, str(root / model_type), strict="return_all")
+        assert not unasked
+        assert all("_extra_state" in name for name in absent), absent
+        tensors = {name: value for name, value in loaded["model"].items() if isinstance(value, Tensor)}
+        found |= {f"{model_type}:{name}": value for name, value in tensors.items()}
+    return found

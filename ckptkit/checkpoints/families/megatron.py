@@ -77,9 +77,8 @@ def feed_forward(own: str, hub: str, size: str) -> tuple[Rule, ...]:
     return (
         *with_bias(f"{own}.linear_fc1", (gate, up), Joined(2, size=size)),
         *(
-            Rule.of(f"{own}.linear_fc1.{leaf}_{half}", f"{name}.{leaf}")
+            Rule.of(tuple(f"{own}.linear_fc1.{leaf}_{half}" for half in "wv"), (f"{gate}.{leaf}", f"{up}.{leaf}"))
             for leaf in ("weight", "bias")
-            for half, name in (("w", gate), ("v", up))
         ),
         *with_bias(f"{own}.linear_fc2", f"{hub}.down_proj"),
     )
@@ -93,8 +92,7 @@ def mixture(model: str, hub: Experts) -> tuple[Rule, ...]:
         Rule.of(f"{_IN_LAYER}mlp.router.weight", f"{LAYER}{hub.router}.weight"),
         *((Rule.of(f"{_IN_LAYER}mlp.router.expert_bias", LAYER + hub.bias),) if model in _WITH_BIAS else ()),
         Rule.of(of_experts("linear_fc1"), (gate, up), Joined(2, size="expert_intermediate")),
-        Rule.of(of_experts("linear_fc1", "_w"), gate),
-        Rule.of(of_experts("linear_fc1", "_v"), up),
+        Rule.of((of_experts("linear_fc1", "_w"), of_experts("linear_fc1", "_v")), (gate, up)),
         Rule.of(of_experts("linear_fc2"), down),
         *feed_forward(shared, LAYER + hub.shared, "shared_intermediate"),
         Rule.of(f"{shared}.gate_weight", f"{LAYER}mlp.shared_expert_gate.weight"),
