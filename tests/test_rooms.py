@@ -133,6 +133,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.dcp.flat_names": {"megatron"},
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
+    "checkpoints.families.megatron_args": {"megatron"},
     "formats.megatron*": {"megatron"},
     "formats.deepspeed*": {"deepspeed"},
 }

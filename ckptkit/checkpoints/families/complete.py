@@ -3,44 +3,63 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.errors import Mismatch
 
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\..*")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
+_OF_EXPERTS = ".experts."
 _MORE = "num_nextn_predict_layers"  # behind the others: they predict further tokens
+_HINT = "is the config.json that of another model?"
 
 
 def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
     """Raise `Mismatch` for a layer or an expert that is missing, or that the config knows nothing of."""
-    layers: set[int] = set()
+    layers: dict[int, set[str]] = {}
     experts: dict[tuple[str, str], set[int]] = {}
+    has_experts = False
     for name in names:
         layer, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+        has_experts |= _OF_EXPERTS in name
         if layer:
-            layers.add(int(layer[1]))
+            layers.setdefault(int(layer[1]), set()).add(layer[2])
         if expert:
             experts.setdefault((expert[1], expert[3]), set()).add(int(expert[2]))
-    more = sizes.text.get(_MORE)
-    if layers:
-        check_numbers(layers, sizes.find("layers"), more if type(more) is int else 0, "model.layers.{}", path)
-    for (above, below), numbers in experts.items():
-        check_numbers(numbers, sizes.find("experts"), 0, f"{above}.{{}}.{below}", path)
-
-
-def check_numbers(found: set[int], wanted: int | None, more: int, name: str, path: Path) -> None:
-    """Raise `Mismatch` unless numbers are those below `wanted`, and up to so many `more`; None takes any."""
+    count, wanted = sizes.find("layers"), sizes.find("experts")
+    if layers and count is not None:
+        more = sizes.text.get(_MORE)
+        check_numbers(layers.keys(), count, more if type(more) is int else 0, "model.layers.{}", path)
+        check_alike({number: layers[number] for number in range(count)}, path)
     if wanted is None:
         return
-    missing = next((number for number in range(wanted) if number not in found), None)
+    if layers and not has_experts:
+        raise Mismatch(f"config.json calls for {wanted} experts, and none are here", path=path, hint=_HINT)
+    for (above, below), numbers in experts.items():
+        check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
+
+
+def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
+    """Raise `Mismatch` unless numbers are those below `wanted`, and up to so many `more`."""
+    numbers = set(found)
+    missing = next((number for number in range(wanted) if number not in numbers), None)
     if missing is not None:
-        raise Mismatch(
-            f"missing: config.json calls for {wanted}, {len(found)} are here", path=path, tensor=name.format(missing)
-        )
-    if max(found) >= wanted + more:
+        message = f"missing: config.json calls for {wanted}, {len(numbers)} are here"
+        raise Mismatch(message, path=path, tensor=name.format(missing))
+    if max(numbers) >= wanted + more:
         message = f"config.json calls for {wanted} of them only"
-        hint = "is the config.json that of another model?"
-        raise Mismatch(message, path=path, tensor=name.format(max(found)), hint=hint)
+        raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
+
+
+def check_alike(layers: Mapping[int, set[str]], path: Path) -> None:
+    """Raise `Mismatch` for a layer that has what another has, but for something that is missing."""
+    kinds: dict[frozenset[str], int] = {}
+    for number, held in layers.items():
+        kinds.setdefault(frozenset(held), number)
+    for kind, number in kinds.items():
+        for other, whole in kinds.items():
+            if kind < other:
+                message = f"missing, while layer {whole} has it and all else that layer {number} has"
+                raise Mismatch(message, path=path, tensor=f"model.layers.{number}.{min(other - kind)}")

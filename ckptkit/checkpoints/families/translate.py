@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import NamedTuple, Self
 
 from ckptkit import axes
@@ -12,6 +13,8 @@ from ckptkit.checkpoints.families.rule import Numbers, Pattern, Rule, outline_of
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import StoredTensor
+
+_MOST = 1 << 20  # layers times experts; ten times those of any model
 
 Found = dict[int, tuple[str, StoredTensor]]  # the tensors that a rule brings together, by their place in it
 
@@ -34,11 +37,12 @@ Turn = Callable[[Mapping[str, StoredTensor]], Translated]
 
 
 class Slot(NamedTuple):
-    """The place of a tensor in a rule, and the way to call it by which it was found."""
+    """The place of a tensor in a rule, the way to call it by which it was found, and all that its rule counts."""
 
     rule: Rule
     place: int
     pattern: Pattern
+    captures: tuple[str, ...]
 
 
 class Side(NamedTuple):
@@ -77,7 +81,7 @@ def translate(
             unplaced.append(name)
             continue
         members = groups.setdefault(slot.rule, {})
-        for full, one in unfold(slot, numbers, tensor, side):
+        for full, one in unfold(slot, numbers, tensor):
             found = members.setdefault(full, {})
             if slot.place in found:
                 raise Mismatch(f"it is the same as `{found[slot.place][0]}`: two names of one tensor", tensor=name)
@@ -92,9 +96,10 @@ def find_slots(rules: Iterable[Rule], side: Side) -> dict[str, Slot]:
     """Return the place of each tensor that rules know, by the outline of its name; an earlier rule counts."""
     slots: dict[str, Slot] = {}
     for rule in rules:
+        captures = captures_of(rule, side)
         for place, text in enumerate(side.sources(rule)):
             for pattern in patterns_of(text):
-                slots.setdefault(pattern.outline, Slot(rule, place, pattern))
+                slots.setdefault(pattern.outline, Slot(rule, place, pattern, captures))
     return slots
 
 
@@ -104,19 +109,21 @@ def captures_of(rule: Rule, side: Side) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*side.targets(rule)[0].captures, *read]))
 
 
-def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, side: Side) -> Iterable[tuple[Numbers, StoredTensor]]:
+def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor) -> Iterable[tuple[Numbers, StoredTensor]]:
     """Yield the tensors that one is made of by its first axes, each with all numbers that its rule counts."""
-    captures = captures_of(slot.rule, side)
-    folded = [capture for capture in captures if capture not in slot.pattern.captures]
+    folded = [capture for capture in slot.captures if capture not in slot.pattern.captures]
     if len(folded) > len(tensor.spec.shape):
         shape = list(tensor.spec.shape)
         raise Mismatch(
             f"its shape is {shape}, without an axis for each {' and each '.join(folded)}", tensor=slot.pattern.text
         )
+    if prod(tensor.spec.shape[: len(folded)]) > _MOST or max(tensor.spec.shape[: len(folded)], default=0) > _MOST:
+        message = f"its shape is {list(tensor.spec.shape)}: an axis of so many {' and '.join(folded)}s is of no model"
+        raise Mismatch(message, tensor=slot.pattern.text)
     own = dict(zip(slot.pattern.captures, numbers, strict=True))
     for indices, one in take_all(tensor, len(folded)):
         numbered = own | dict(zip(folded, indices, strict=True))
-        yield tuple(numbered[capture] for capture in captures), one
+        yield tuple(numbered[capture] for capture in slot.captures), one
 
 
 def take_all(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTensor]]:

@@ -196,6 +196,24 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
         "no rule says what megatron's tensor is called",
         lambda state, _: state.update({"decoder.layers.0.mlp.router.expert_bias": torch.ones(EXPERTS)}),
     ),
+    "no experts": (
+        "llama",
+        Mismatch,
+        "config.json calls for 6 experts, and none are here",
+        change_config(**hub_config("mixtral")),
+    ),
+    "less in a layer": (
+        "mixtral",
+        Mismatch,
+        "missing, while layer 0 has it and all else that layer 1 has",
+        lambda state, _: state.pop("decoder.layers.1.self_attention.linear_proj.weight"),
+    ),
+    "no end of layers": (
+        "mixtral",
+        Mismatch,
+        "is of no model",
+        lambda state, _: state.update({"decoder.layers.mlp.router.weight": torch.empty(1 << 40, 0, 32)}),
+    ),
     "half a gate": (
         "llama",
         Mismatch,

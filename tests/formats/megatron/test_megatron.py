@@ -78,6 +78,7 @@ def test_it_says_what_it_is(made: Produced) -> None:
 
 def test_it_consolidates_and_verifies(made: Produced, tmp_path: Path) -> None:
     done = consolidate(made.root / "swiglu" / "legacy", tmp_path / "out", names="keep")
+    assert any("all names were kept" in note for note in done.notes)
     assert_same(below(ckptkit.open(tmp_path / "out"), ""), whole(made, "swiglu"))
     assert done.unchecked_bytes == 0
     (found,) = verify(made.root / "swiglu" / "legacy")
@@ -90,7 +91,7 @@ def test_a_config_of_a_model_makes_no_model_of_it(made: Produced, tmp_path: Path
     (tmp_path / "base").mkdir()
     for config in ({"model_type": "qwen3_moe"}, {"model_type": "llama", "num_hidden_layers": 2}):
         (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-        with pytest.raises(CkptError, match="config.json does not say") as raised:
+        with pytest.raises(CkptError, match=r"config\.json does not say") as raised:
             consolidate(made.root / "moe" / "legacy", tmp_path / "out", base=str(tmp_path / "base"))
         assert raised.value.exit_code == 3
     assert not (tmp_path / "out").exists()
