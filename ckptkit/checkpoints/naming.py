@@ -7,16 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckptkit import edits
 from ckptkit.checkpoints.families import KEEP, family_of, get_family, turn_between
 from ckptkit.checkpoints.families.complete import check_complete
 from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.training import translate_training
 from ckptkit.checkpoints.families.translate import Translated, Turn
-from ckptkit.checkpoints.weights import Weights, find_prefix, find_weights
+from ckptkit.checkpoints.weights import OF_ONE, Weights, find_prefix, find_weights
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.formats import locate, unpack
-from ckptkit.layout import Layout, Spec
+from ckptkit.layout import KeyPath, Layout, Spec
 
 Config = Mapping[str, Any] | None
 
@@ -55,7 +56,16 @@ def name_training(layout: Layout, config: Config, names: str, trainer: str | Non
         named, made = translate_training(layout, found, find_prefix(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.root) from None
-    return named, describe(here, there, found.layout, made)
+    notes = describe(here, there, found.layout, made)
+    left = {name for name in named.blobs if here is not None and is_dropped(here, named.key(name))}
+    if left:
+        notes.append(f"left out {len(left)} entries of layers as they were called before, such as `{min(left)}`")
+    return edits.select(named, lambda name: name not in left), notes
+
+
+def is_dropped(family: Family, key: KeyPath) -> bool:
+    """Return whether an entry that is no tensor belongs to a layer of a family, and means nothing by other names."""
+    return family.drops_name(str(key[-1]).partition(OF_ONE)[0])
 
 
 def find_change(

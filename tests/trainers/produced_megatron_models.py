@@ -72,6 +72,7 @@ def hub_config(model_type: str) -> dict[str, Any]:
 def megatron_models(root: Path) -> Truth:
     """A run `TYPE/WAY` of each type and way to save it, and the legacy `TYPE/legacy`, `mixtral/legacy-expert`.
 
+    Those of tensors have an optimizer, whose `exp_avg` is twice the weight.
     The truth has `TYPE:NAME` for each tensor as modules call it, and `TYPE:logits` of `TOKENS`.
     """
     return _on_ranks(2, _save_all, root)
@@ -99,12 +100,13 @@ def _save_all(root: Path) -> Mapping[str, Any]:
                 (root / model_type / "config.json").write_text(json.dumps(hub_config(model_type)))
                 truth |= {f"{model_type}:{name}": value for name, value in _tensors_of(model).items()}
                 truth[f"{model_type}:logits"] = _logits(model)
+            args = _args(model_type, sizes)
             for way, metadata in ways.items():
-                _save(model, root / model_type / way / STEP, metadata, _args(model_type, sizes))
+                _save(model, root / model_type / way / STEP, metadata, args)
             if split == "tensor":
-                _save_legacy(model, root / model_type / "legacy", dist.get_rank(), 0, _args(model_type, sizes))
+                _save_legacy(model, root / model_type / "legacy", dist.get_rank(), 0, args)
             elif split == "expert" and model_type == "mixtral":
-                _save_legacy(model, root / model_type / "legacy-expert", 0, dist.get_rank(), _args(model_type, sizes))
+                _save_legacy(model, root / model_type / "legacy-expert", 0, dist.get_rank(), args)
         parallel_state.destroy_model_parallel()
     return truth
 
@@ -187,12 +189,27 @@ def _args(model_type: str, sizes: Mapping[str, int]) -> Namespace:
     )
 
 
+def _optimizer(model: Any) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg"].copy_(2 * parameter.data)
+    return optimizer
+
+
 def _save(model: Any, there: Path, metadata: Mapping[str, Any], args: Namespace) -> None:
     from megatron.core import dist_checkpointing as library
+    from megatron.core.dist_checkpointing import optimizer as sharding
 
     there.mkdir(parents=True, exist_ok=True)
-    common = {"iteration": 3, "checkpoint_version": 3.0, "args": args}
-    library.save({"model": _sharded(model, metadata), **common}, str(there))
+    state = {"model": _sharded(model, metadata), "iteration": 3, "checkpoint_version": 3.0, "args": args}
+    if there.parent.name == "tensor":
+        state["optimizer"] = _optimizer(model).state_dict()
+        by_number = sharding.get_param_id_to_sharded_param_map(_sharded(model, metadata), model.parameters())
+        sharding.optim_state_to_sharding_state(state["optimizer"], by_number, exclude_keys=("step",))
+    library.save(state, str(there))
     _track(there.parent)
 
 
@@ -200,8 +217,10 @@ def _save_legacy(model: Any, run: Path, tensor: int, expert: int, args: Namespac
     ranks = f"mp_rank_{tensor:02d}" + (f"_{expert:03d}" if "expert" in run.name else "")
     there = run / STEP / ranks
     there.mkdir(parents=True)
-    common = {"iteration": 3, "checkpoint_version": 3.0, "args": args}
-    torch.save({"model": model.state_dict_for_save_checkpoint(), **common}, there / "model_optim_rng.pt")
+    state = {"model": model.state_dict_for_save_checkpoint(), "iteration": 3, "checkpoint_version": 3.0, "args": args}
+    if run.name == "legacy":
+        state["optimizer"] = _optimizer(model).state_dict()
+    torch.save(state, there / "model_optim_rng.pt")
     _track(run)
 
 

@@ -31,14 +31,14 @@ def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
     count, wanted = sizes.find("layers"), sizes.find("experts")
     if layers and count is not None:
         more = sizes.text.get(_MORE)
-        check_numbers(layers.keys(), count, more if type(more) is int else 0, "model.layers.{}", path)
+        check_numbers(layers, count, more if type(more) is int else 0, "model.layers.{}", path)
+    if wanted is not None:
+        if layers and not has_experts:
+            raise Mismatch(f"config.json calls for {wanted} experts, and none are here", path=path, hint=_HINT)
+        for (above, below), numbers in experts.items():
+            check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
+    if layers and count is not None:
         check_alike({number: layers[number] for number in range(count)}, path)
-    if wanted is None:
-        return
-    if layers and not has_experts:
-        raise Mismatch(f"config.json calls for {wanted} experts, and none are here", path=path, hint=_HINT)
-    for (above, below), numbers in experts.items():
-        check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
 
 
 def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
