@@ -82,6 +82,18 @@ def take(tensor: StoredTensor, axis: int, index: int) -> StoredTensor:
     return StoredTensor(Spec(one.spec.dtype, replace_at(one.spec.shape, axis, 1, ())), tuple(chunks))
 
 
+def unstack(tensor: StoredTensor) -> list[StoredTensor]:
+    """Return the tensor at each index of the first axis, without the axis."""
+    tensor, (count, *rest) = unsplit(tensor), tensor.spec.shape
+    parts: list[list[Chunk]] = [[] for _ in range(count)]
+    for chunk in tensor.chunks:
+        corner, size, steps = chunk.start[1:], chunk.size[1:], steps_of(chunk)
+        for i in range(chunk.size[0]):
+            part = view_of(chunk, Box(corner, size), i * steps[0], steps[1:])
+            parts[chunk.start[0] + i].append(part)
+    return [StoredTensor(Spec(tensor.spec.dtype, tuple(rest)), tuple(chunks)) for chunks in parts]
+
+
 def permute(tensor: StoredTensor, order: Sequence[int]) -> StoredTensor:
     """Return the tensor with its axes in another order, as numpy's `transpose` takes it."""
     tensor = unsplit(tensor)
@@ -150,6 +162,15 @@ def unsplit(tensor: StoredTensor) -> StoredTensor:
         chunks = [chunk for chunk in merged if chunk is not None]
         shape = replace_at(shape, axis, len(extents), (prod(extents),))
     return StoredTensor(tensor.spec, tuple(chunks))
+
+
+def index_in(splits: Splits, index: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of an element in a tensor, of which `index` is the one with its axes split so."""
+    left, found = list(index), []
+    for extents in splits:
+        parts, left = left[: len(extents)], left[len(extents) :]
+        found.append(sum(i * step for i, step in zip(parts, row_major(extents), strict=True)))
+    return tuple(found)
 
 
 def part_of(chunk: Chunk, box: Box) -> Chunk:

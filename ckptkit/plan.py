@@ -126,13 +126,15 @@ def data_of(dst: Layout, src: Layout) -> list[tuple[Place, int, str, Chunk | Blo
 
 def needed(src: Layout, dst: Layout) -> Layout:
     """Return the part of a layout that another, of tensors of the same names, is made of."""
-    tensors = {
-        name: replace(src.tensors[name], chunks=meeting(src.tensors[name], wanted.chunks))
-        for name, wanted in dst.tensors.items()
-        if name in src.tensors
-    }
+    tensors = {name: part_for(src.tensors[name], wanted) for name, wanted in dst.tensors.items() if name in src.tensors}
     blobs = {name: blob for name, blob in src.blobs.items() if name in dst.blobs}
     return replace(src, tensors=tensors, blobs=blobs)
+
+
+def part_for(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
+    """Return a tensor with those of its chunks alone that the chunks of `wanted` are made of."""
+    cut = wanted if tensor.splits is None else resplit(wanted, tensor.splits)
+    return replace(tensor, chunks=meeting(tensor, cut.chunks))
 
 
 def meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk, ...]:

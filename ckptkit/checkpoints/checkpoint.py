@@ -17,6 +17,8 @@ from typing import Self
 from ckptkit.checkpoints import trainers
 from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
+from ckptkit.checkpoints.families import family_of
+from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.edits import select
@@ -189,6 +191,14 @@ class Checkpoint:
     def weights(self) -> Weights:
         """Return the model's tensors, under the model's own names. Raises `Mismatch` if there are none."""
         return find_weights(self.model_part.layout)
+
+    @cached_property
+    def family(self) -> Family | None:
+        """Return the family that the names of the model's tensors are of; None for the Hub's, and for unknown ones."""
+        try:
+            return family_of(self.weights.layout.tensors, self.trainer)
+        except (Mismatch, Unsupported):  # no model, or several
+            return None
 
     @cached_property
     def companions(self) -> Companions:

@@ -15,7 +15,7 @@ from ckptkit.formats.torchfile.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout
 
 NewName = Callable[[str], str]
-_FLATTENED = ("state.", "param_groups.")
+FLATTENED = ("state.", "param_groups.")
 
 
 def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
@@ -38,7 +38,7 @@ def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[o
     last = key[-1]
     if is_weight:
         return (*key[:-1], new_name(last)) if isinstance(last, str) else key
-    if isinstance(last, str) and last.startswith(_FLATTENED):
+    if isinstance(last, str) and last.startswith(FLATTENED):
         kind, _, rest = last.partition(".")
         name, _, what = rest.rpartition(".")
         return (*key[:-1], f"{kind}.{new_name(name)}.{what}")
@@ -55,7 +55,7 @@ def way_in_optimizer(key: KeyPath) -> KeyPath | None:
     Groups flattened by torch are given by the name of each parameter, not by number.
     """
     last = key[-1]
-    if isinstance(last, str) and last.startswith(_FLATTENED):
+    if isinstance(last, str) and last.startswith(FLATTENED):
         kind, _, rest = last.partition(".")
         name, _, what = rest.rpartition(".")
         return (kind, name, what)

@@ -71,7 +71,9 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     layout = found.layout
     return {
         **pick(layout, "format", "root", "nbytes"),
-        **pick(found, "step", "world_size", "trainer", "parameters", "optimizer_keys", "ties", "has_manifest"),
+        **pick(
+            found, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"
+        ),
         "producer": found.trainer,  # as it was called before
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
@@ -110,6 +112,8 @@ def report(found: Inspected, asked: Path) -> None:
     say(", ".join(facts))
     if found.trainer:
         say(f"trainer: {found.trainer}")
+    if found.family:
+        say(f"names: {found.family}'s")
     rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
     print_table(rows, ("", "entries", "size", "dtypes", "under"))
     if found.optimizer_keys == "ids":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ckptkit.axes import index_in
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
@@ -78,7 +79,16 @@ def compare(
 
     visit(plan, look, note, jobs, among=blocks_to_compare(plan))
     scrub(sources, jobs)
+    found = {name: with_own_index(one, a.tensors[name], b.tensors[name]) for name, one in found.items()}
     return Comparison(complete(a, found, jobs), sources.checked_bytes)
+
+
+def with_own_index(distance: Distance, *tensors: StoredTensor) -> Distance:
+    """Return a distance whose first index is one of the tensor, where blocks were compared with axes split."""
+    splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
+    if splits is None or distance.first is None:
+        return distance
+    return replace(distance, first=index_in(splits, distance.first))
 
 
 def are_equal(a: memoryview, b: memoryview) -> bool:

@@ -28,7 +28,8 @@ def read(layout: Layout, name: str, box: Box, *, jobs: int | None = None) -> byt
     out = memoryview(data)
 
     def look(worker: Worker, block: Block) -> None:
-        worker.read(block, out=out[block.start : block.start + block.nbytes])
+        start = block.target.chunk.offset + block.start
+        worker.read(block, out=out[start : start + block.nbytes])
 
     jobs = 1 if len(data) <= BLOCK_BYTES else jobs
     visit(plan, look, lambda _block, _seen, pieces: sources.note(pieces), jobs)

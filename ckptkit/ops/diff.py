@@ -15,7 +15,7 @@ from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.comparison.differences import Diff, Difference, Reason
 from ckptkit.ops.comparison.entries import differing_entries
-from ckptkit.ops.comparison.matching import Side, match, pair_parts
+from ckptkit.ops.comparison.matching import Side, match, pair_parts, with_names_of_hub
 from ckptkit.ops.comparison.renames import find_renames
 from ckptkit.ops.selection import Edits
 from ckptkit.progress import Progress, telling
@@ -48,7 +48,8 @@ def diff(
     terms = Terms(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
     notes: list[str] = []
-    pairs = [match(part.layout, other.layout, notes) for part, other in pair_parts(one, two, notes)]
+    parts = [with_names_of_hub(one, two, pair, notes) for pair in pair_parts(one, two, notes)]
+    pairs = [match(part.layout, other.layout, notes) for part, other in parts]
     asked.check_globs([side.layout for pair in pairs for side in pair])
     found = Diff(one.path, two.path, notes=tuple(notes))
     for pair in pairs:
@@ -73,13 +74,15 @@ def prove(
     terms = Terms(allow_cast=allow_cast, is_conversion=True)
     found: dict[Path, Diff] = {}
     shared: list[str] = []
-    for part, other in pair_parts(Checkpoint.open(made), Checkpoint.open(source), shared):
+    one, two = Checkpoint.open(made), Checkpoint.open(source)
+    for pair in pair_parts(one, two, shared):
         notes = list(shared)
+        part, other = with_names_of_hub(one, two, pair, notes)
         ours, theirs = match(part.layout, other.layout, notes)
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are no tensor were not compared")
-        one = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
-        found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(one)
+        differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
+        found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
     return found
 
 

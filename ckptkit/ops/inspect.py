@@ -23,8 +23,9 @@ from ckptkit.ops.inspection.ties import Tie, find_ties
 class Inspected:
     """A checkpoint at a glance: `layout` is that of all its parts that can be read, `unread` says which cannot be.
 
-    `model` is the part with the model, or the only one. `step`, `trainer` and `parameters`, the model's elements with
-    tied ones counted once, are None where nothing tells them. `groups` are "model", "optimizer" and "rest".
+    `model` is the part with the model, or the only one. `step`, `trainer`, `family`, whose names the model's tensors
+    have, and `parameters`, its elements with tied ones counted once, are None where nothing tells them. `groups` are
+    "model", "optimizer" and "rest".
     `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer, or if some has these and some those.
     """
 
@@ -33,6 +34,7 @@ class Inspected:
     step: int | None
     whole: Path
     trainer: str | None
+    family: str | None
     world_size: int | None
     parameters: int | None
     groups: Mapping[str, Group]
@@ -65,6 +67,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         checkpoint.step,
         checkpoint.path,
         checkpoint.trainer,
+        checkpoint.family.name if checkpoint.family else None,
         layout.world_size or checkpoint.world_size,
         count_parameters(model.layout, weights, ties),
         group([part.layout for part in checkpoint.parts], weights),

@@ -6,7 +6,8 @@ torch's planner says which box of which tensor a rank needs; what it is made of,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from torch.futures import Future
 
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.families import KEEP, check_names
 from ckptkit.checkpoints.fit import restore_tied
+from ckptkit.checkpoints.naming import name_training
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
@@ -115,19 +118,25 @@ class Reader(LayoutReader):
     With `under` every name of the model is one below that key: the `norm.weight` of a Hugging Face model is read into
     that of `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there
     again. Optimizer and all else that lies beside a model keep their names; what is in several parts is read from the
-    model's. Entries that are no tensors are read if `torch.load(weights_only=True)` would, or are `io.BytesIO`.
+    model's. With `names` the model and its optimizer are read by the names of a family, or of the
+    Hub ("hub"), for which its config.json must lie there. Entries that are no tensors are read if
+    `torch.load(weights_only=True)` would, or are `io.BytesIO`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, under: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str], *, under: str = "", names: str = KEEP) -> None:
+        check_names(names)
         self.path = find_path(path)
         self.under = under
+        self.names = names
         self._failure: CkptError | None = None
         super().__init__()
 
     def open(self) -> tuple[Layout, ...]:
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
         checkpoint = Checkpoint.open(self.path)
-        layout = restore_tied(checkpoint.model_part.layout, checkpoint.companions.config or {})
+        config = checkpoint.companions.config
+        layout, _ = name_training(checkpoint.model_part.layout, config, self.names, checkpoint.trainer)
+        layout = restore_tied(layout, config or {})
         model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
         return (model, *(part.layout for part in checkpoint.parts if part is not checkpoint.model_part))
 
@@ -176,20 +185,39 @@ def read_tensors(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner)
     items = {f"{position:08d}": item for position, item in enumerate(sorted(plan, key=place))}
     tensors = {label: planner.resolve_tensor(item).detach() for label, item in items.items()}
     wanted = describe_wanted(layout, items, tensors)
-    fill(make_plan(locate(share_of(layout, wanted)), wanted), items, tensors, planner)
+    with in_memory_if_split(layout, items, tensors) as filled:
+        fill(make_plan(locate(share_of(layout, wanted)), wanted), filled)
+    for label, item in items.items():
+        planner.commit_tensor(item, tensors[label])
 
 
-def fill(plan: Plan, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor], planner: LoadPlanner) -> None:
-    """Read every target of a plan into the tensor of its item."""
+@contextmanager
+def in_memory_if_split(
+    layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]
+) -> Iterator[Mapping[str, Tensor]]:
+    """Give memory of the CPU in place of tensors elsewhere whose rows come in another order; it is copied at the end.
+
+    Blocks of such a tensor are no boxes of it, but runs of its bytes.
+    """
+    apart = {
+        label: torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+        for label, tensor in tensors.items()
+        if layout.tensors[items[label].storage_index.fqn].splits is not None and not is_memory(tensor)
+    }
+    yield {**tensors, **apart}
+    for label, found in apart.items():
+        tensors[label].copy_(found)
+
+
+def fill(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+    """Read every target of a plan into the tensor that its file stands for."""
     sources = Sources(plan, Ledger())
     with Worker(plan) as worker:
         filler = Filler(worker)
         for target in plan.targets:
-            label = target.chunk.path
             for block in blocks_of(plan, target):
-                filler.fill(block, tensors[label])
+                filler.fill(block, tensors[target.chunk.path])
                 sources.note(worker.pieces)
-            planner.commit_tensor(items[label], tensors[label])
 
 
 def describe_wanted(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]) -> Layout:
@@ -240,7 +268,8 @@ class Filler:
 
     def _fill(self, block: Block, tensor: Tensor) -> None:
         if is_memory(tensor):
-            self._worker.read(block, out=as_bytes(tensor)[block.start : block.start + block.nbytes])
+            start = block.target.chunk.offset + block.start
+            self._worker.read(block, out=as_bytes(tensor)[start : start + block.nbytes])
             return
         if self._buffer is None:
             self._buffer = make_buffer(tensor.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.families import HUB, family_of
+from ckptkit.checkpoints.naming import name_weights
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
 from ckptkit.storage.memory import part_of
@@ -21,9 +24,10 @@ from ckptkit.storage.reader import LayoutReader
 from ckptkit.tensors.box import whole
 
 
-def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+def load_weights(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """Load the model of the checkpoint at `path`, of any format, into `tensors` in place; names as the model has them.
 
+    If those of the checkpoint are of another family, the config.json beside it or else `config` says what they become.
     Plain tensors or DTensors, on any device. Of names with the same memory, which are tied, the checkpoint may lack all
     but one; those that it has must be equal. Returns the names of the checkpoint's weights that were not asked for.
 
@@ -32,7 +36,7 @@ def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     reading the checkpoint raises else.
     """
     ranks = Ranks()
-    layout = ranks.together(lambda: find_fitting(path, tensors))
+    layout = ranks.together(lambda: find_fitting(path, tensors, config))
     found = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
     tied = find_tied(found)
     wanted = {name: torch.empty_like(tensor) if name in tied else tensor for name, tensor in found.items()}
@@ -47,12 +51,15 @@ def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(name for name in layout.tensors if name not in tensors)
 
 
-def find_fitting(path: Path, tensors: Mapping[str, Tensor]) -> Layout:
-    """Return the weights of the checkpoint at `path`.
+def find_fitting(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Layout:
+    """Return the weights of the checkpoint at `path`, as the model calls them.
 
     Raises `Mismatch` unless they have the names and shapes of `tensors`.
     """
-    layout = Checkpoint.open(path).weights.layout
+    checkpoint, wanted = Checkpoint.open(path), family_of(tensors)
+    config, names = checkpoint.companions.config or config, wanted.name if wanted else HUB
+    found, _ = name_weights(checkpoint.weights, config, names, checkpoint.trainer)
+    layout = found.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
     if missing:

@@ -53,7 +53,7 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
     if found.resume is not None:
         trainer.load(run, found.resume)
     elif weights is not None:
-        load_weights(trainer.sharded, weights)
+        load_weights(trainer.sharded, weights, json.loads(blueprint.files()[CONFIG]))
     ranks.on_first(partial(prepare, config, trainer.progress.step, blueprint.files()))
     return trainer, run
 

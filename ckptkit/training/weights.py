@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,17 @@ from ckptkit.training.parallel.shard import Sharded
 _COMPUTED = ".rotary_emb.inv_freq"  # buffers that older checkpoints hold, and every model computes
 
 
-def load_weights(sharded: Sharded, path: Path) -> None:
+def load_weights(sharded: Sharded, path: Path, config: Mapping[str, Any] | None = None) -> None:
     """Load into a model the weights of the checkpoint, or of the latest one of the run, at `path`; converted to fp32.
+
+    If they have the names of another family, the config.json beside them or else `config` says what they become.
 
     Raises `Mismatch` where a tensor is missing or of another shape, where the checkpoint has one that the model has
     not, and where two that the model ties differ.
     """
     state: dict[str, Any] = get_model_state_dict(sharded.model)
     tied = {name: state[sharded.first_names[name]] for name in state}
-    unused = storage.load_weights(path, tied)
+    unused = storage.load_weights(path, tied, config)
     require_used(unused, path)
     set_model_state_dict(sharded.model, tied)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.expected import HEAD
+from ckptkit.checkpoints.families import HUB
 from ckptkit.checkpoints.fit import restore_tied
+from ckptkit.checkpoints.naming import name_training
 from ckptkit.checkpoints.optimizer_keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed
 from ckptkit.checkpoints.parameter_order import find_names
 from ckptkit.checkpoints.parameters import NewName, is_list_of_parameters, rename_in, rename_list
@@ -97,6 +99,32 @@ def join_files(checkpoint: Checkpoint) -> Compared | None:
     if any(part.under is None for part in checkpoint.parts if part is not model):
         return None
     return Compared(model.path, checkpoint.layout)
+
+
+def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, notes: list[str]) -> Pair:
+    """Return both sides by the names of the Hub, if they are of different families and a config.json lies by one."""
+    if one.family is two.family:
+        return pair
+    config = one.companions.config or two.companions.config
+    ours, theirs = (
+        named_as_on_hub(checkpoint, side, config, notes) for checkpoint, side in zip((one, two), pair, strict=True)
+    )
+    return ours, theirs
+
+
+def named_as_on_hub(
+    checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None, notes: list[str]
+) -> Compared:
+    """Return a side by the names of the Hub, or as it is if that is not to be had."""
+    if not has_weights(side.layout):
+        return side
+    try:
+        layout, remarks = name_training(side.layout, config, HUB, checkpoint.trainer)
+    except (Mismatch, Unsupported) as error:
+        notes.append(f"the names in {side.path} stay as they are: {error.message}")
+        return side
+    notes += remarks
+    return side._replace(layout=layout)
 
 
 def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], notes: list[str]) -> Pair:

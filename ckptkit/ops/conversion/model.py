@@ -9,10 +9,14 @@ from pathlib import Path
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import step_of
 from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
+from ckptkit.checkpoints.evidence import gather
+from ckptkit.checkpoints.families import HUB, KEEP, step_before_family
 from ckptkit.checkpoints.fit import drop_tied, find_prefix, fit, restore_tied
 from ckptkit.checkpoints.manifest import source_of
+from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.trainers import who_wrote
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.errors import Mismatch
 from ckptkit.files.origin import Origin
@@ -32,8 +36,13 @@ def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) ->
     opened = [open_weights(part, options.edits) for part in parts]
     if not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
+    names = options.names or (HUB if is_alone else KEEP)
+    opened = [name_one(weights, part, names, companions, notes) for weights, part in zip(opened, parts, strict=True)]
     found = align(parts, opened)
-    if is_alone:
+    if is_alone and options.names == KEEP:
+        layouts: Sequence[Layout] = [weights.layout for weights in found]
+        notes.append("all names were kept: they were not held against a config.json")
+    elif is_alone:
         layouts, remarks = fit_all(found, companions, strict=options.strict)
         notes += remarks
     else:
@@ -71,16 +80,25 @@ def open_weights(part: Part, asked: Edits) -> Weights:
 
 
 def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> Weights:
-    """Return the weights without what a trainer's module puts before all their names, if config.json tells so."""
-    prefix = find_prefix(found.layout, companions.config or {})
+    """Return the weights without what a trainer's module puts before all names, if config.json or a family tells so."""
+    step = step_before_family(found.layout.tensors)
+    prefix = step or find_prefix(found.layout, companions.config or {})
     if not prefix:
         return found
-    note = f"`{prefix}` was taken off all names: without it they are those that config.json calls for"
+    whose = "of a family that is known" if step else "that config.json calls for"
+    note = f"`{prefix}` was taken off all names: without it they are those {whose}"
     notes += [] if note in notes else [note]
     came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
     return replace(
         found, layout=edits.rename(found.layout, lambda name: name.removeprefix(prefix)), came_from=came_from
     )
+
+
+def name_one(weights: Weights, part: Part, names: str, companions: Companions, notes: list[str]) -> Weights:
+    """Return the weights of one checkpoint under the names asked for, and add to `notes` what there is to say."""
+    weights, remarks = name_weights(weights, companions.config, names, who_wrote(gather(part.path, (part.layout,))))
+    notes += [remark for remark in remarks if remark not in notes]
+    return weights
 
 
 def align(parts: Sequence[Part], found: Sequence[Weights]) -> Sequence[Weights]:
@@ -139,8 +157,15 @@ def put_back(whole: Layout, found: Sequence[Weights], asked: Edits) -> Sequence[
 
 
 def renamed_in(weights: Weights, layout: Layout) -> dict[str, str]:
-    """Return the weights that are called otherwise in a layout: the name in the checkpoint, and the new one."""
-    return {old: new for new, old in weights.came_from.items() if new in layout.tensors and old != new}
+    """Return the weights that are called otherwise in a layout: the name in the checkpoint, and the new one.
+
+    Of several that one became it is the first, and how many more there are.
+    """
+    became: dict[str, list[str]] = {}
+    for new, old in weights.came_from.items():
+        if new in layout.tensors and old != new:
+            became.setdefault(old, []).append(new)
+    return {old: news[0] + (f" and {len(news) - 1} more" if news[1:] else "") for old, news in became.items()}
 
 
 def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, TypeVar
 
+from ckptkit.checkpoints.families import KEEP, check_names
 from ckptkit.checkpoints.optimizer_keys import IDS, NAMES
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, Writer, get_writer
@@ -54,6 +55,9 @@ class ConvertOptions:
     include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
+    names: Annotated[
+        str | None, About("Call the model's tensors as hub or a family does; keep leaves them.", "FAMILY")
+    ] = None
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
     ] = MASTER
@@ -93,6 +97,7 @@ class ConvertOptions:
         if self.weights_from not in (MASTER, MODULE):
             raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
         self.edits.check_rules()
+        check_names(self.names)
         if self.part not in (None, RANK):
             parse_part(self.part)
         writer = self.writer
@@ -105,8 +110,9 @@ class ConvertOptions:
             raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
             raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
-        if (self.base is not None or self.strict) and not writer.is_model_only:
-            hint = f"leave {'--strict' if self.base is None else '--base'} out"
+        needs_config = writer.is_model_only or self.names not in (None, KEEP)
+        if (self.base is not None and not needs_config) or (self.strict and not writer.is_model_only):
+            hint = f"leave {'--strict' if self.strict else '--base'} out"
             raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
 
     @property
@@ -134,6 +140,7 @@ class Keywords(TypedDict, total=False):
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]
+    names: str | None
     weights_from: str
     strict: bool
     overwrite: bool

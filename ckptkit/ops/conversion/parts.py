@@ -10,10 +10,13 @@ from typing import Self
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
+from ckptkit.checkpoints.evidence import gather
+from ckptkit.checkpoints.families import KEEP
 from ckptkit.checkpoints.fit import restore_tied
+from ckptkit.checkpoints.naming import name_training
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part, join_layouts
-from ckptkit.checkpoints.trainers import say_opaque
+from ckptkit.checkpoints.trainers import say_opaque, who_wrote
 from ckptkit.checkpoints.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
@@ -71,7 +74,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     chosen = [choose(piece, options, world_size, notes) for piece in pieces]
     keyed = key_optimizers(checkpoint, layouts, options, notes)
     drafts = [
-        draft_piece(piece, one, options, optimizers, world_size)
+        draft_piece(piece, one, options, optimizers, world_size, notes)
         for piece, one, optimizers in zip(pieces, chosen, keyed, strict=True)
         if one.names or not piece.layout.names
     ]
@@ -124,21 +127,39 @@ def choose(piece: Piece, options: ConvertOptions, world_size: int, notes: list[s
 
 
 def draft_piece(
-    piece: Piece, chosen: Layout, options: ConvertOptions, optimizers: Sequence[Keyed], world_size: int
+    piece: Piece,
+    chosen: Layout,
+    options: ConvertOptions,
+    optimizers: Sequence[Keyed],
+    world_size: int,
+    notes: list[str],
 ) -> Draft:
-    """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key."""
+    """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key.
+
+    Adds to `notes` what there is to say of names.
+    """
     asked = options.edits
-    weights = find_names(chosen) if asked.are_of_weights else frozenset()
+    weights = find_names(chosen) if asked.are_of_weights or options.names else frozenset()
     layout, casts = asked.cast(chosen, weights.__contains__)
     for keyed in optimizers:
         layout = keyed.edit(layout)
     layout, _ = rename_parameters(layout, weights, asked.renaming())
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
+    if weights and options.names not in (None, KEEP):
+        layout, remarks = name_piece(piece, layout, options)
+        notes += remarks
     if len(piece.parts) > 1:
         layout = edits.nest(layout, ())
     nested = edits.nest(layout, (options.under,)) if options.under else layout
     casts = {renamed.get(name, name): change for name, change in casts.items()}
     return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts)
+
+
+def name_piece(piece: Piece, layout: Layout, options: ConvertOptions) -> tuple[Layout, list[str]]:
+    """Return a piece under the names of the family that is asked for, and words on it."""
+    path = piece.parts[0].path
+    config = find_companions(path, options.base).config
+    return name_training(layout, config, str(options.names), who_wrote(gather(path, (piece.parts[0].layout,))))
 
 
 def find_names(layout: Layout) -> frozenset[str]:

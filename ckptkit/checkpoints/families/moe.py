@@ -1,0 +1,39 @@
+"""Say what the tensors of a mixture of experts are called on the Hub, which differs by the type of the model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LAYER = "model.layers.{layer}."
+
+
+class Experts(NamedTuple):
+    """The modules of a mixture of experts on the Hub, below a layer: gate, up and down projection, and the router."""
+
+    gate: str = "mlp.experts.{expert}.gate_proj"
+    up: str = "mlp.experts.{expert}.up_proj"
+    down: str = "mlp.experts.{expert}.down_proj"
+    router: str = "mlp.gate"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_experts"
+
+
+_MIXTRAL = Experts(
+    gate="block_sparse_moe.experts.{expert}.w1",
+    up="block_sparse_moe.experts.{expert}.w3",
+    down="block_sparse_moe.experts.{expert}.w2",
+    router="block_sparse_moe.gate",
+    bias="block_sparse_moe.e_score_correction_bias",
+)
+_EXPERTS = {
+    "mixtral": _MIXTRAL,
+    "minimax": _MIXTRAL,
+    "minimax_m2": _MIXTRAL,
+    "qwen2_moe": Experts(shared="mlp.shared_expert"),
+    "qwen3_next": Experts(shared="mlp.shared_expert"),
+}
+
+
+def experts_of(model_type: str) -> Experts:
+    """Return the names for a type of model; those of most for one that is not listed."""
+    return _EXPERTS.get(model_type, Experts())

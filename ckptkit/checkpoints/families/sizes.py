@@ -1,0 +1,55 @@
+"""Hold the numbers of a model that the maps between names need, as config.json gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.errors import Mismatch
+
+# by the symbol that rules use: the keys of config.json that give it, in order of precedence
+_KEYS = {
+    "heads": ("num_attention_heads", "n_head"),
+    "key_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),
+    "hidden": ("hidden_size", "n_embd"),
+    "vocabulary": ("vocab_size",),
+    "layers": ("num_hidden_layers", "n_layer"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The numbers in the config of a model, or of its text model if it has others."""
+
+    config: Mapping[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        """Return the type of the model, "" where the config says none."""
+        return str(self.text.get("model_type") or self.config.get("model_type") or "")
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """Return the config of the text model."""
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, Mapping) else self.config
+
+    def __getitem__(self, symbol: str) -> int:
+        """Return the number that a symbol stands for. Raises `Mismatch` if the config does not say it."""
+        for key in _KEYS[symbol]:
+            value = self.text.get(key)
+            if type(value) is int and value > 0:
+                return value
+        raise Mismatch(f"config.json does not say `{_KEYS[symbol][0]}`, by which its rows are ordered")
+
+    @property
+    def head_width(self) -> int:
+        """Return the width of one head. Raises `Mismatch` if the config does not say it."""
+        width = self.text.get("head_dim")
+        if type(width) is int and width > 0:
+            return width
+        hidden, heads = self["hidden"], self["heads"]
+        if hidden % heads:
+            raise Mismatch(f"config.json says {heads} heads for a hidden size of {hidden}, which they do not divide")
+        return hidden // heads
