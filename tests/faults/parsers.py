@@ -19,6 +19,7 @@ from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
 from ckptkit.formats.dcp.format import Dcp
+from ckptkit.formats.deepspeed.experts import Experts
 from ckptkit.formats.deepspeed.gathering import Gathering
 from ckptkit.formats.deepspeed.model_states import read_model_states
 from ckptkit.formats.deepspeed.partitions import read_partition
@@ -110,7 +111,9 @@ def as_file(data: bytes) -> StateFile:
 def parse_partition(data: bytes, place: Path) -> object:
     """What a rank of ZeRO has of the optimizer, and the parameters in it."""
     partition = read_partition(as_file(data))
-    return list(parameters_of([{"up": (3, 4), "bias": (4,)}] * len(partition.groups), [partition], place))
+    shapes = [{"up": (3, 4), "bias": (4,)}] * len(partition.groups)
+    experts = None if partition.cuts_each else Experts((), {"deepspeed_moe.experts.deepspeed_experts.": 2}, None)
+    return list(parameters_of(shapes, [partition], experts, place))
 
 
 def parse_model_states(data: bytes, _: Path) -> object:
