@@ -90,7 +90,7 @@ TORCH_WHEN_USED = (
     "ops.conversion.torchrun",
     "estimates.architecture",
     "ops.open",
-    "checkpoints.parameter_order",
+    "checkpoints.model_shapes",
     "cli.train",
 )
 

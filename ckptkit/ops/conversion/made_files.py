@@ -102,8 +102,9 @@ def seal(conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied]
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
         write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
         draft.writer.check(plan.dst)
-        if not (conversion.is_file or draft.is_nested):
-            write_manifest(draft, plan, done, conversion.names_in(draft.place))
+        if not conversion.is_file:
+            names = {*conversion.names_in(draft.place), *(file.name for file in draft.files)}
+            write_manifest(draft, plan, done, names)
 
 
 def copy_file(src: Path, dst: Path) -> None:

@@ -27,12 +27,15 @@ from ckptkit.ops.selection import Edits
 from ckptkit.tensors.dtypes import DType
 
 
-def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) -> Conversion:
-    """Draft the weights in `parts`, or their mean, with config and tokenizer if the format is that of a model alone."""
+def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, options: ConvertOptions) -> Conversion:
+    """Draft the weights in `parts`, or their mean, with config and tokenizer if the format is that of a model alone.
+
+    `remarks` are what there is to say already.
+    """
     origins = [Origin.of(part.path) for part in parts]
     is_alone = options.writer.is_model_only
     companions = find_companions(parts[0].path, options.base) if is_alone else Companions()
-    notes: list[str] = []
+    notes = list(remarks)
     opened = [open_weights(part, options.edits) for part in parts]
     if not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
@@ -43,8 +46,8 @@ def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) ->
         layouts: Sequence[Layout] = [weights.layout for weights in found]
         notes.append("all names were kept: they were not held against a config.json")
     elif is_alone:
-        layouts, remarks = fit_all(found, companions, strict=options.strict)
-        notes += remarks
+        layouts, more = fit_all(found, companions, strict=options.strict)
+        notes += more
     else:
         layouts = put_back(parts[0].layout, found, options.edits)
     first, casts = options.edits.cast(layouts[0], lambda _: True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
 from ckptkit.engine.copy import copy, settle
 from ckptkit.engine.journal import Journal
@@ -66,16 +67,27 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     """Think a conversion through: find every byte, and arrange the files. Nothing is written."""
     writer = options.writer
     check_destination(dst, options.overwrite, is_file=dst.suffix in writer.suffixes)
-    checkpoints = [Checkpoint.open(source) for source in sources]
+    checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     if options.weights_from == MODULE:
         checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
-    is_model = writer.is_model_only or bool(options.weights)
-    parts = [checkpoint.model_part for checkpoint in checkpoints] if is_model else []
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
-    if is_model:
-        return draft_model(parts, dst, options)
+    if writer.is_model_only or options.weights:
+        return draft_model(*choose_models(checkpoints, options), dst, options)
     return (draft_by_names if writer.needs_names else draft_parts)(checkpoints[0], dst, options)
+
+
+def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
+    """Return the part of each checkpoint with the model that is to be written, and words on what else it could be."""
+    parts: list[Part] = []
+    notes: list[str] = []
+    for checkpoint in checkpoints:
+        exported = checkpoint.exported if options.weights_from != MODULE else None
+        parts.append(exported or checkpoint.model_part)
+        if exported:
+            name, states = exported.path.name, checkpoint.model_part.place
+            notes.append(f"`{name}` was taken, which is for use; `reshard` and `convert` take the states in `{states}`")
+    return parts, list(dict.fromkeys(notes))
 
 
 def write(conversion: Conversion) -> Written | None:
