@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from ckptkit.axes import boxes_of_run
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.flatten import pairs_of
 from ckptkit.formats.torchfile.held import RankFile
 from ckptkit.formats.torchfile.read_archive import as_shape
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.tensors.box import Shape
-from ckptkit.tensors.flat_ranges import boxes_of_range
 
 METADATA = "shard_metadata"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
@@ -87,7 +87,6 @@ def chunks_of(pieces: Sequence[Chunk], sizes: Sequence[int], start: int, shape: 
     stop, begin = start + prod(shape), 0
     for piece, size in zip(pieces, sizes, strict=True):
         low, high = max(start, begin), min(stop, begin + size)
-        for box, at in boxes_of_range(shape, low - start, high - start) if low < high else ():
-            offset = piece.offset + (low - begin + at) * piece.dtype.itemsize
-            yield Chunk(box, piece.path, offset, box.numel * piece.dtype.itemsize, piece.dtype)
+        if low < high:
+            yield from boxes_of_run(piece, low - begin, shape, low - start, high - start)
         begin += size

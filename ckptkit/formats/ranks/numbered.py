@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from ckptkit.axes import boxes_of_run
 from ckptkit.errors import Corrupt
 from ckptkit.formats.torchfile.dtensors import Placed
 from ckptkit.formats.torchfile.flatten import pairs_of
 from ckptkit.formats.torchfile.held import Held, RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.tensors.box import Shape
-from ckptkit.tensors.flat_ranges import boxes_of_range
 
 _STEP = "step"  # a moment that is one number, whatever the parameter's shape
 AT = 2  # where in a key path the parameter is: `("optimizer", "state", "3", "exp_avg")`
@@ -169,18 +169,9 @@ def join_flattened(
         chunks: list[Chunk] = []
         at = 0
         for _, held in there:
-            chunks += cut(held.chunks[0], shape, at, held.spec.numel)
+            chunks += boxes_of_run(held.chunks[0], 0, shape, at, at + held.spec.numel)
             at += held.spec.numel
         yield name, StoredTensor(replace(there[0][1].spec, shape=shape), tuple(chunks))
-
-
-def cut(chunk: Chunk, shape: Shape, start: int, count: int) -> Iterator[Chunk]:
-    """Yield the chunks that a run of a flattened tensor is, which lies in one chunk; empty runs make none."""
-    size = chunk.dtype.itemsize
-    for box, at in boxes_of_range(shape, start, start + count):
-        whole = box.numel == count
-        crc = chunk.crc32 if whole else None
-        yield Chunk(box, chunk.path, chunk.offset + at * size, box.numel * size, chunk.dtype, None, crc)
 
 
 def named(key: KeyPath, found: Mapping[int, Parameter]) -> KeyPath:
