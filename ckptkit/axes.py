@@ -163,7 +163,7 @@ def part_of(chunk: Chunk, box: Box) -> Chunk:
 def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
     """Yield the elements `start:stop` of a tensor of `shape`, flattened, as boxes of it.
 
-    They lie one after another in a chunk of one axis, from its element `begin` on. Raises `Corrupt` for any other chunk.
+    They lie one after another in a chunk, from its element `begin` on. Raises `Corrupt` if it has not just one axis.
     """
     if len(chunk.size) != 1:
         raise Corrupt(f"a flattened tensor has one axis, and this the shape {list(chunk.size)}")

@@ -15,7 +15,6 @@ from typing import Any
 from ckptkit.axes import boxes_of_run
 from ckptkit.errors import Corrupt
 from ckptkit.formats.torchfile.dtensors import Placed
-from ckptkit.formats.torchfile.flatten import pairs_of
 from ckptkit.formats.torchfile.held import Held, RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.tensors.box import Shape
@@ -30,17 +29,6 @@ class Parameter:
 
     name: str
     shape: Shape
-
-
-def groups_of(value: Any) -> list[list[int]] | None:
-    """Return the parameters' numbers in the groups of an optimizer's state dict; None for one that has names."""
-    groups = dict(pairs_of(value) or ()).get("param_groups")
-    if not isinstance(groups, list):
-        return None
-    numbers = [dict(pairs_of(group) or ()).get("params") for group in groups]
-    if not all(isinstance(found, list) and all(type(n) is int for n in found) for found in numbers):
-        return None
-    return [list(found) for found in numbers if isinstance(found, list)]
 
 
 def parameters_of(model: RankFile) -> list[Parameter]:

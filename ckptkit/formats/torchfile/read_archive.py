@@ -150,7 +150,7 @@ class Located(NamedTuple):
     storage: Entry | None = None
 
     def chunk(self, box: Box, path: str) -> Chunk:
-        """Return it as box `box` of a tensor, in file `path`, with the checksum of its storage if it is a part of that."""
+        """Return it as a box of a tensor, in file `path`; if it is a part of its storage, with the checksum of that."""
         own = Chunk(box, path, self.offset, self.length, self.tensor.dtype, self.strides, self.crc32)
         storage = self.storage
         return own if storage is None else own._replace(crc32=storage.crc32, run=(storage.offset, storage.length))
