@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from ckptkit.axes import boxes_of_run
 from ckptkit.checkpoints.companions import find_companions, find_config
 from ckptkit.checkpoints.model_shapes import shapes_by_config
 from ckptkit.checkpoints.trainers import is_other_part
@@ -25,7 +26,6 @@ from ckptkit.formats import detect_format, locate
 from ckptkit.formats.torchfile.values import load_value
 from ckptkit.layout import Chunk, KeyPath, Layout, StoredTensor
 from ckptkit.tensors.box import Shape
-from ckptkit.tensors.flat_ranges import boxes_of_range
 
 _FLAT = ("_flat_param", "flat_param")
 _ALIGNMENTS = (1, 4, 8, 16)  # elements: none, and 16 bytes of each size of number
@@ -168,6 +168,5 @@ def pieces(flat: StoredTensor, start: int, shape: Shape) -> Iterator[Chunk]:
     for chunk in flat.chunks:
         begin = chunk.start[0]
         low, high = max(start, begin), min(stop, begin + chunk.size[0])
-        for box, at in boxes_of_range(shape, low - start, high - start) if low < high else ():
-            offset = chunk.offset + (low - begin + at) * chunk.dtype.itemsize
-            yield Chunk(box, chunk.path, offset, box.numel * chunk.dtype.itemsize, chunk.dtype)
+        if low < high:
+            yield from boxes_of_run(chunk, low - begin, shape, low - start, high - start)

@@ -21,7 +21,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.tensors.box import Shape
 
-_IN_ORDER = "pt"  # the format that keeps the order of a state dict
+_IN_ORDER = ("pt", "pt_shards")  # the formats that keep the order of a state dict
 
 
 def find_names(model: Part, layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
@@ -44,7 +44,7 @@ def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict
     names = {name: ".".join(map(str, layout.key(name)[above:])) for name in first.values()}
     tensors = {own: layout.tensors[name] for name, own in names.items()}
     shapes = {name: tensor.spec.shape for name, tensor in tensors.items() if tensor.spec.dtype.kind == "float"}
-    if layout.format == _IN_ORDER and is_order_of_modules(shapes):
+    if layout.format in _IN_ORDER and is_order_of_modules(shapes):
         return shapes
     order = order_by_config(shapes, config)
     return {name: shapes[name] for name in order if name in shapes}
