@@ -1,0 +1,240 @@
+"""Read a table of one's own: rules as those of the families, in a file of TOML. Its errors say the line and the key.
+
+name = "mine"
+
+[[rule]]
+own = "blocks.{layer}.attn.q.weight"
+hub = "model.layers.{layer}.self_attn.q_proj.weight"
+step = {rotary = "heads"}
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.families.family import Family
+from ckptkit.checkpoints.families.rule import Rule, patterns_of
+from ckptkit.checkpoints.families.sizes import SYMBOLS
+from ckptkit.checkpoints.families.steps import (
+    Alternating,
+    Chain,
+    Each,
+    Flat,
+    Grouped,
+    Joined,
+    Reversed,
+    Rotary,
+    Same,
+    Step,
+    Transposed,
+)
+from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.files.file import read_small
+
+_LIMIT = 1 << 20  # bytes
+_HEADER = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_TEXT = re.compile(r"(\{[a-z]+\}|\[[^\[\]{}]*(\{[a-z]+\})?[^\[\]{}]*\]|[^\[\]{}])+")
+_KEYS = ("own", "hub", "step", "flat")
+_EXTENTS = ("heads", "key_heads")
+
+
+def read_table(path: Path) -> Family:
+    """Return the family that a file describes. Raises `Usage` for one that is not understood."""
+    with translate_os_errors(path):
+        data = read_small(path, _LIMIT)
+    try:
+        text = data.decode()
+        parsed = tomllib.loads(text)
+    except ValueError as error:  # tomllib's own are ValueErrors, and say the line
+        raise Usage(f"not a table in TOML: {error}", path=path) from None
+    try:
+        return family_in(parsed, path.stem, text)
+    except Usage as error:
+        raise error.blame(path=path)
+
+
+def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
+    """Return the family that a parsed file describes; `name` is what it is called if it does not say."""
+    require_keys(parsed, ("name", "drop", "rule"), "the file")
+    name = parsed.get("name", name)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise Usage(f"`name` is {name!r}", hint="a name has letters, digits, `-` and `_`")
+    entries = parsed.get("rule")
+    if not isinstance(entries, list) or not entries:
+        raise Usage("there is no `[[rule]]`")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
+    rules = []
+    for i, entry in enumerate(entries):
+        where = f"line {lines[i]}" if len(lines) == len(entries) else f"rule {i + 1}"
+        try:
+            rules.append(rule_in(entry))
+        except Usage as error:
+            raise Usage(f"{where}: {error.message}", hint=error.hint) from None
+    drops = tuple(re.escape(p.outline) for one in texts_in(parsed, "drop", ()) for p in patterns_of(one))
+    return Family(name=name, tells=(), rules=lambda _: tuple(rules), drops=drops)
+
+
+def rule_in(entry: object) -> Rule:
+    """Return the rule that an entry of the file describes."""
+    if not isinstance(entry, dict):
+        raise Usage("a rule is a table", hint="begin it with [[rule]]")
+    require_keys(entry, _KEYS, "a rule")
+    own, hub = texts_in(entry, "own"), texts_in(entry, "hub")
+    flat = entry.get("flat", "")
+    if flat and flat not in SYMBOLS:
+        raise Usage(f"`flat` is {flat!r}", hint=f"use one of {', '.join(SYMBOLS)}")
+    step = step_in(entry.get("step", "same"))
+    check_numbers("own", own)
+    check_numbers("hub", hub)
+    check_counts(step, len(own), len(hub))
+    return Rule(own, hub, step, flat)
+
+
+def require_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    """Raise `Usage` for a key that there is not."""
+    strange = next((key for key in found if key not in known), None)
+    if strange is not None:
+        raise Usage(f"{what} has no key `{strange}`", hint=f"there are {', '.join(known)}")
+
+
+def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Return the names under a key, which may be one alone. Raises `Usage` for what is none."""
+    if key not in found and default is not None:
+        return default
+    value = found.get(key)
+    texts = tuple(value) if isinstance(value, list) else (value,)
+    for text in texts:
+        if not isinstance(text, str) or not _TEXT.fullmatch(text):
+            hint = "a name like `layers.{layer}.wq.weight`: numbers in braces, what may be missing in brackets"
+            raise Usage(f"`{key}` is {value!r}", hint=hint)
+    return texts
+
+
+def check_numbers(key: str, texts: tuple[str, ...]) -> None:
+    """Raise `Usage` unless the names of one side have the same numbers, each of them once, where they are written."""
+    first, *others = (next(patterns_of(text)).captures for text in texts)
+    other = next((captures for captures in others if set(captures) != set(first)), None)
+    if other is not None or len(set(first)) != len(first):
+        raise Usage(f"the names in `{key}` do not have the same numbers, each once")
+
+
+def check_counts(step: Step, own: int, hub: int) -> None:
+    """Raise `Usage` if a step is not one from so many tensors to so many."""
+    if counts_of(step, own) != hub:
+        message = f"`step` does not make {hub} tensors of {own}"
+        raise Usage(message, hint="joined makes several of one, {reversed = {joined = 2}} one of two")
+
+
+def counts_of(step: Step, count: int) -> int | None:
+    """Return how many tensors a step makes of so many, None if it takes another number."""
+    if isinstance(step, Chain):
+        for one in step.steps:
+            made = counts_of(one, count)
+            if made is None:
+                return None
+            count = made
+        return count
+    if isinstance(step, Each):
+        return count if len(step.steps) == count and all(counts_of(one, 1) == 1 for one in step.steps) else None
+    if isinstance(step, Reversed):
+        return next((made for made in (1, 2, 3, *range(4, 65)) if counts_of(step.step, made) == count), None)
+    if isinstance(step, Grouped):
+        return 3 if count == 1 else None
+    if isinstance(step, Joined | Alternating):
+        return step.count if count == 1 else None
+    return count
+
+
+def step_in(value: object) -> Step:
+    """Return the step that a value describes: its name, a table with its name as key, or a list of several in turn."""
+    if isinstance(value, list):
+        return Chain(tuple(map(step_in, value)))
+    table = {value: None} if isinstance(value, str) else value
+    if not isinstance(table, dict) or not table:
+        raise Usage(f"`step` is {value!r}", hint=f"use one of {', '.join(_STEPS)}")
+    name, argument = next(iter(table.items()))
+    if name not in _STEPS:
+        raise Usage(f"`step`: there is no `{name}`", hint=f"use one of {', '.join(_STEPS)}")
+    more = {key: one for key, one in table.items() if key != name}
+    make, keys = _STEPS[name]
+    require_keys(more, keys, f"`step`: {name}")
+    return make(argument, more)
+
+
+def number_in(value: object, what: str, least: int = 0) -> int:
+    """Return a number. Raises `Usage` for anything else."""
+    if type(value) is not int or not least <= value <= 64:
+        raise Usage(f"`step`: {what} is {value!r}", hint=f"a number from {least} to 64")
+    return value
+
+
+def joined(argument: object, more: Mapping[str, Any]) -> Step:
+    """Return the step for tensors that follow each other."""
+    count, axis = number_in(argument, "joined", 1), number_in(more.get("axis", 0), "axis")
+    parts = more.get("parts", [])
+    if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
+        raise Usage(f"`step`: parts is {parts!r}", hint=f"{count} of {', '.join(_EXTENTS)}")
+    return Joined(count, axis, tuple(parts))
+
+
+def alternating(argument: object, more: Mapping[str, Any]) -> Step:
+    """Return the step for tensors whose elements come in turn."""
+    return Alternating(number_in(argument, "alternating", 1), number_in(more.get("axis", 0), "axis"))
+
+
+def transposed(argument: object, _more: Mapping[str, Any]) -> Step:
+    """Return the step for axes that are exchanged."""
+    axes = [0, 1] if argument is None else argument
+    if not isinstance(axes, list) or len(axes) != 2:
+        raise Usage(f"`step`: transposed is {argument!r}", hint="the numbers of two axes, like [0, 1]")
+    one, other = (number_in(axis, "transposed") for axis in axes)
+    return Transposed((one, other))
+
+
+def symbolic(make: Callable[[str], Step], name: str) -> Callable[[object, Mapping[str, Any]], Step]:
+    """Return the function for a step that a symbol for a number belongs to."""
+
+    def of(argument: object, _more: Mapping[str, Any]) -> Step:
+        if argument not in SYMBOLS:
+            raise Usage(f"`step`: {name} is {argument!r}", hint=f"use one of {', '.join(SYMBOLS)}")
+        return make(str(argument))
+
+    return of
+
+
+def plain(step: Step, name: str) -> Callable[[object, Mapping[str, Any]], Step]:
+    """Return the function for a step that nothing belongs to."""
+
+    def of(argument: object, _more: Mapping[str, Any]) -> Step:
+        if argument not in (None, True):
+            raise Usage(f"`step`: {name} is {argument!r}", hint=f'write "{name}"')
+        return step
+
+    return of
+
+
+_STEPS: dict[str, tuple[Callable[[object, Mapping[str, Any]], Step], tuple[str, ...]]] = {
+    "same": (plain(Same(), "same"), ()),
+    "rotary": (symbolic(Rotary, "rotary"), ()),
+    "grouped": (plain(Grouped(), "grouped"), ()),
+    "joined": (joined, ("axis", "parts")),
+    "alternating": (alternating, ("axis",)),
+    "transposed": (transposed, ()),
+    "flat": (symbolic(Flat, "flat"), ()),
+    "each": (lambda argument, _: Each(tuple(map(step_in, argument if isinstance(argument, list) else [argument]))), ()),
+    "reversed": (lambda argument, _: Reversed(step_in(argument)), ()),
+}
+
+
+def in_front(table: Family, family: Family | None) -> Family:
+    """Return a table of one's own in front of that of a family: what it has no rule for, this may have one for."""
+    if family is None:
+        return table
+    drops = (*table.drops, *family.drops)
+    return replace(table, drops=drops, rules=lambda sizes: (*table.rules(sizes), *family.rules(sizes)))
