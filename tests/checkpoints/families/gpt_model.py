@@ -75,7 +75,7 @@ class GPT(nn.Module):
             }
         )
         self.lm_head = nn.Linear(of.n_embd, of.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight
+        self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.transformer["wte"](tokens) + self.transformer["wpe"](torch.arange(tokens.shape[1]))

@@ -80,7 +80,7 @@ def test_padded_rows(tmp_path: Path) -> None:
     """A vocabulary of 48 rows, where GPT-2 has 41: an error, and with --vocab-size the first 41."""
     config(vocab_size=VOCABULARY).save_pretrained(tmp_path / "base")
     model = train(Widths(), tmp_path / "ckpt.pt")
-    with pytest.raises(Mismatch, match="it has 48 rows, config.json has a vocabulary of 41"):
+    with pytest.raises(Mismatch, match=r"it has 48 rows, config\.json has a vocabulary of 41"):
         ckptkit.consolidate(tmp_path / "ckpt.pt", tmp_path / "out", base=tmp_path / "base")
     options: dict[str, Any] = {"base": tmp_path / "base", "vocab_size": VOCABULARY}
     done = ckptkit.consolidate(tmp_path / "ckpt.pt", tmp_path / "out", **options)
@@ -137,7 +137,7 @@ def test_llmc(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model_00000010.bin", tensors)
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 8, "n_positions": 6, "vocab_size": 11}
     config(**sizes, bos_token_id=10, eos_token_id=10).save_pretrained(tmp_path / "base")
-    with pytest.raises(Mismatch, match="it has 16 rows, config.json has a vocabulary of 11"):
+    with pytest.raises(Mismatch, match=r"it has 16 rows, config\.json has a vocabulary of 11"):
         ckptkit.consolidate(path, tmp_path / "out", base=tmp_path / "base")
     ckptkit.consolidate(path, tmp_path / "out", base=tmp_path / "base", vocab_size=11)
     tokens = torch.arange(10).view(2, 5)

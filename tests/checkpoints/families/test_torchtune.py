@@ -61,7 +61,7 @@ def test_a_training_of_torchtune_becomes_a_model(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_is_left_out(tmp_path: Path) -> None:
-    """torchtune has no tensor for a head that is the embedding; the Hub has none either, a training may have one."""
+    """There is no tensor for a head that is the embedding, as on the Hub."""
     config = config_of("qwen2", tie_word_embeddings=True)
     hub = saved(config, tmp_path / "hub")
     assert "lm_head.weight" not in hub
