@@ -43,11 +43,11 @@ ZEROS = ""  # the path of a chunk that lies in no file: all its elements are zer
 class Chunk(NamedTuple):
     """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
 
-    One of which the path is `ZEROS` lies nowhere, and no file may be called so. Row-major unless `strides` (in elements)
-    say otherwise. `crc32` is the checksum that the writer recorded over those bytes, None where none was; of a box that was cut out of a chunk it is over that chunk's, which
+    Row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
+    recorded over those bytes, None where none was; of a box that was cut out of a chunk it is over that chunk's, which
     are the `run`: their offset and length. While `wrapper` is set the bytes are still inside an
     envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it, and no plan is
-    made before.
+    made before. A chunk whose path is `ZEROS` lies in no file; no file that a checkpoint names may be called so.
     """
 
     box: Box

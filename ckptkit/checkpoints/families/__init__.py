@@ -129,7 +129,7 @@ def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) 
 
 
 def with_tied_head(hub: Translated, family: Family, sizes: Sizes) -> Translated:
-    """Return tensors of the Hub with the head of a model that ties it, if a family has it too, and without it if not."""
+    """Return tensors of the Hub with a head tied to the embedding where a family has it, without it elsewhere."""
     embedding = find_embedding(hub.tensors)
     if embedding is None or not is_tied(sizes.config):
         return hub

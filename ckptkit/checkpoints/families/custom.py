@@ -12,27 +12,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.families.family import Family
-from ckptkit.checkpoints.families.rule import Rule, patterns_of
+from ckptkit.checkpoints.families.rule import Rule, outline_of, patterns_of
 from ckptkit.checkpoints.families.sizes import SYMBOLS
-from ckptkit.checkpoints.families.steps import (
-    Alternating,
-    Chain,
-    Each,
-    Flat,
-    Grouped,
-    Joined,
-    Reversed,
-    Rotary,
-    Same,
-    Step,
-    Transposed,
-)
+from ckptkit.checkpoints.families.step_words import counts_of, require_keys, step_in
+from ckptkit.checkpoints.families.steps import Step
 from ckptkit.errors import Usage, translate_os_errors
 from ckptkit.files.file import read_small
 
@@ -41,7 +30,6 @@ _HEADER = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _TEXT = re.compile(r"(\{[a-z]+\}|\[[^\[\]{}]*(\{[a-z]+\})?[^\[\]{}]*\]|[^\[\]{}])+")
 _KEYS = ("own", "hub", "step", "flat")
-_EXTENTS = ("heads", "key_heads")
 
 
 def read_table(path: Path) -> Family:
@@ -56,7 +44,7 @@ def read_table(path: Path) -> Family:
     try:
         return family_in(parsed, path.stem, text)
     except Usage as error:
-        raise error.blame(path=path)
+        raise error.blame(path=path) from None
 
 
 def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
@@ -96,13 +84,6 @@ def rule_in(entry: object) -> Rule:
     return Rule(own, hub, step, flat)
 
 
-def require_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    """Raise `Usage` for a key that there is not."""
-    strange = next((key for key in found if key not in known), None)
-    if strange is not None:
-        raise Usage(f"{what} has no key `{strange}`", hint=f"there are {', '.join(known)}")
-
-
 def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Return the names under a key, which may be one alone. Raises `Usage` for what is none."""
     if key not in found and default is not None:
@@ -113,6 +94,8 @@ def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None
         if not isinstance(text, str) or not _TEXT.fullmatch(text):
             hint = "a name like `layers.{layer}.wq.weight`: numbers in braces, what may be missing in brackets"
             raise Usage(f"`{key}` is {value!r}", hint=hint)
+        if outline_of(text)[1]:
+            raise Usage(f"`{key}` has a number in {text!r}", hint="write {layer} or the like in its place")
     return texts
 
 
@@ -129,107 +112,6 @@ def check_counts(step: Step, own: int, hub: int) -> None:
     if counts_of(step, own) != hub:
         message = f"`step` does not make {hub} tensors of {own}"
         raise Usage(message, hint="joined makes several of one, {reversed = {joined = 2}} one of two")
-
-
-def counts_of(step: Step, count: int) -> int | None:
-    """Return how many tensors a step makes of so many, None if it takes another number."""
-    if isinstance(step, Chain):
-        for one in step.steps:
-            made = counts_of(one, count)
-            if made is None:
-                return None
-            count = made
-        return count
-    if isinstance(step, Each):
-        return count if len(step.steps) == count and all(counts_of(one, 1) == 1 for one in step.steps) else None
-    if isinstance(step, Reversed):
-        return next((made for made in (1, 2, 3, *range(4, 65)) if counts_of(step.step, made) == count), None)
-    if isinstance(step, Grouped):
-        return 3 if count == 1 else None
-    if isinstance(step, Joined | Alternating):
-        return step.count if count == 1 else None
-    return count
-
-
-def step_in(value: object) -> Step:
-    """Return the step that a value describes: its name, a table with its name as key, or a list of several in turn."""
-    if isinstance(value, list):
-        return Chain(tuple(map(step_in, value)))
-    table = {value: None} if isinstance(value, str) else value
-    if not isinstance(table, dict) or not table:
-        raise Usage(f"`step` is {value!r}", hint=f"use one of {', '.join(_STEPS)}")
-    name, argument = next(iter(table.items()))
-    if name not in _STEPS:
-        raise Usage(f"`step`: there is no `{name}`", hint=f"use one of {', '.join(_STEPS)}")
-    more = {key: one for key, one in table.items() if key != name}
-    make, keys = _STEPS[name]
-    require_keys(more, keys, f"`step`: {name}")
-    return make(argument, more)
-
-
-def number_in(value: object, what: str, least: int = 0) -> int:
-    """Return a number. Raises `Usage` for anything else."""
-    if type(value) is not int or not least <= value <= 64:
-        raise Usage(f"`step`: {what} is {value!r}", hint=f"a number from {least} to 64")
-    return value
-
-
-def joined(argument: object, more: Mapping[str, Any]) -> Step:
-    """Return the step for tensors that follow each other."""
-    count, axis = number_in(argument, "joined", 1), number_in(more.get("axis", 0), "axis")
-    parts = more.get("parts", [])
-    if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
-        raise Usage(f"`step`: parts is {parts!r}", hint=f"{count} of {', '.join(_EXTENTS)}")
-    return Joined(count, axis, tuple(parts))
-
-
-def alternating(argument: object, more: Mapping[str, Any]) -> Step:
-    """Return the step for tensors whose elements come in turn."""
-    return Alternating(number_in(argument, "alternating", 1), number_in(more.get("axis", 0), "axis"))
-
-
-def transposed(argument: object, _more: Mapping[str, Any]) -> Step:
-    """Return the step for axes that are exchanged."""
-    axes = [0, 1] if argument is None else argument
-    if not isinstance(axes, list) or len(axes) != 2:
-        raise Usage(f"`step`: transposed is {argument!r}", hint="the numbers of two axes, like [0, 1]")
-    one, other = (number_in(axis, "transposed") for axis in axes)
-    return Transposed((one, other))
-
-
-def symbolic(make: Callable[[str], Step], name: str) -> Callable[[object, Mapping[str, Any]], Step]:
-    """Return the function for a step that a symbol for a number belongs to."""
-
-    def of(argument: object, _more: Mapping[str, Any]) -> Step:
-        if argument not in SYMBOLS:
-            raise Usage(f"`step`: {name} is {argument!r}", hint=f"use one of {', '.join(SYMBOLS)}")
-        return make(str(argument))
-
-    return of
-
-
-def plain(step: Step, name: str) -> Callable[[object, Mapping[str, Any]], Step]:
-    """Return the function for a step that nothing belongs to."""
-
-    def of(argument: object, _more: Mapping[str, Any]) -> Step:
-        if argument not in (None, True):
-            raise Usage(f"`step`: {name} is {argument!r}", hint=f'write "{name}"')
-        return step
-
-    return of
-
-
-_STEPS: dict[str, tuple[Callable[[object, Mapping[str, Any]], Step], tuple[str, ...]]] = {
-    "same": (plain(Same(), "same"), ()),
-    "rotary": (symbolic(Rotary, "rotary"), ()),
-    "grouped": (plain(Grouped(), "grouped"), ()),
-    "joined": (joined, ("axis", "parts")),
-    "alternating": (alternating, ("axis",)),
-    "transposed": (transposed, ()),
-    "flat": (symbolic(Flat, "flat"), ()),
-    "each": (lambda argument, _: Each(tuple(map(step_in, argument if isinstance(argument, list) else [argument]))), ()),
-    "reversed": (lambda argument, _: Reversed(step_in(argument)), ()),
-}
 
 
 def in_front(table: Family, family: Family | None) -> Family:

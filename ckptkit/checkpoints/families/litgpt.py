@@ -1,8 +1,8 @@
 """Know the names of LitGPT, and map them to the Hub's.
 
-Source: litgpt/scripts/convert_lit_checkpoint.py, `copy_weights_*`. Queries, keys and values lie one after the other in one
-matrix, `attn.qkv`; before version 0.5 it was `attn.attn` and had them by groups (litgpt/model.py, `qkv_reassemble`), as
-GPT-NeoX and Falcon have them on the Hub.
+Source: litgpt/scripts/convert_lit_checkpoint.py, `copy_weights_*`. Queries, keys and values lie one after the other in
+one matrix, `attn.qkv`; before version 0.5 it was `attn.attn` and had them by groups (litgpt/model.py,
+`qkv_reassemble`), as GPT-NeoX has them on the Hub.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Know the names of Meta's Llama releases, which Mistral's have too, and map them to the Hub's.
 
-Source: meta-llama/llama-models, models/llama3/model.py; mistralai/mistral-inference, transformer.py; and for the order of
-rows transformers/models/{llama,mistral,mixtral}/convert_*_weights_to_hf.py.
+Source: meta-llama/llama-models, models/llama3/model.py; mistralai/mistral-inference, transformer.py; and for the order
+of rows transformers/models/{llama,mistral,mixtral}/convert_*_weights_to_hf.py.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Flat:
         """Return each with an axis in front."""
         return tuple(axes.split(tensor, 0, self.of(tensor, sizes)) for tensor in tensors)
 
-    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - the others have use for it
         """Return each with its first two axes as one."""
         return tuple(axes.merge(tensor, 0, 2) for tensor in tensors)
 

@@ -1,8 +1,8 @@
 """Know the names of torchtitan, of all its versions, and map them to the Hub's.
 
-Source: torchtitan/models/{llama3,llama4,qwen3,deepseek_v3,gpt_oss}/state_dict_adapter.py, and their history: the head was
-`output`; projections lay in `attention` itself, and for two months in one matrix; experts had no letters for their
-axes, and were the other way round before these letters' order.
+Source: torchtitan/models/{llama3,llama4,qwen3,deepseek_v3,gpt_oss}/state_dict_adapter.py, and their history: the head
+was `output`; projections lay in `attention` itself, and for two months in one matrix; experts had no letters for
+their axes.
 """
 
 from __future__ import annotations

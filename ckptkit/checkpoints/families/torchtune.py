@@ -1,7 +1,7 @@
 """Know the names of torchtune, and map them to the Hub's.
 
-Source: torchtune/models/convert_weights.py, and {qwen2,qwen3,gemma2,phi3}/_convert_weights.py. The rows of queries and keys
-are in pairs but for Qwen and Phi. Gemma 2's norms beside the feed forward are called as its converter calls them.
+Source: torchtune/models/convert_weights.py, and {qwen2,qwen3,gemma2,phi3}/_convert_weights.py. The rows of queries and
+keys are in pairs but for Qwen and Phi. Gemma 2's norms beside the feed forward are called as its converter calls them.
 """
 
 from __future__ import annotations

@@ -177,6 +177,9 @@ def step(
     """Take the step of a rule. An error names the tensor."""
     try:
         return side.take(rule, tensors, sizes)
+    except IndexError:  # a step asks for an axis that a tensor has not
+        shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
+        raise Mismatch(f"its shape is {shapes}, without an axis that its rule needs", tensor=names[0]) from None
     except CkptError as error:
         raise error.blame(tensor=names[0]) from None
 

@@ -1,4 +1,4 @@
-"""nanoGPT's and llm.c's models in transformers: equal logits, masks left out, padded rows and missing biases refused."""
+"""nanoGPT's and llm.c's models in transformers: equal logits, masks left out, padded rows refused."""
 
 from __future__ import annotations
 
