@@ -87,7 +87,7 @@ def open_weights(part: Part, asked: Edits) -> Weights:
 
 def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> Weights:
     """Return the weights without what a trainer's module puts before all names, if config.json or a family tells so."""
-    step = step_before_family(found.layout.tensors)
+    step = step_before_family(found.layout.shapes)
     prefix = step or find_prefix(found.layout, companions.config or {})
     if not prefix:
         return found
