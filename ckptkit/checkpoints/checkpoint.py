@@ -204,7 +204,7 @@ class Checkpoint:
     def family(self) -> Family | None:
         """Return the family that the names of the model's tensors are of; None for the Hub's, and for unknown ones."""
         try:
-            return family_of(self.weights.layout.tensors, self.trainer)
+            return family_of(self.weights.layout.shapes, self.trainer)
         except (Mismatch, Unsupported):  # no model, or several
             return None
 

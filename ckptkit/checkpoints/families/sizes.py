@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Unsupported
 
 # by the symbol that rules use: the keys of config.json that give it, in order of precedence
 _KEYS = {
@@ -15,7 +15,9 @@ _KEYS = {
     "hidden": ("hidden_size", "n_embd"),
     "vocabulary": ("vocab_size",),
     "layers": ("num_hidden_layers", "n_layer"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
 }
+SYMBOLS = tuple(_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,13 @@ class Sizes:
         """Return the type of the model, "" where the config says none."""
         return str(self.text.get("model_type") or self.config.get("model_type") or "")
 
+    def require_type(self, family: str, known: Sequence[str]) -> str:
+        """Return the type of the model. Raises `Unsupported` if it is not among those that a family's table knows."""
+        if self.model_type not in known:
+            message = f"{family}'s names of a model of type `{self.model_type}` are not known"
+            raise Unsupported(message, hint=f"known are {', '.join(known)}; --map takes a table of your own")
+        return self.model_type
+
     @property
     def text(self) -> Mapping[str, Any]:
         """Return the config of the text model."""
@@ -41,7 +50,7 @@ class Sizes:
             value = self.text.get(key)
             if type(value) is int and value > 0:
                 return value
-        raise Mismatch(f"config.json does not say `{_KEYS[symbol][0]}`, by which its rows are ordered")
+        raise Mismatch(f"config.json does not say `{_KEYS[symbol][0]}`, which its names need")
 
     @property
     def head_width(self) -> int:

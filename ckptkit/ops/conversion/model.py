@@ -16,7 +16,9 @@ from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.tokens import check_tokens
 from ckptkit.checkpoints.trainers import who_wrote
+from ckptkit.checkpoints.vocabulary import with_vocabulary
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.errors import Mismatch
 from ckptkit.files.origin import Origin
@@ -39,8 +41,12 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     opened = [open_weights(part, options.edits) for part in parts]
     if not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
-    names = options.names or (HUB if is_alone else KEEP)
-    opened = [name_one(weights, part, names, companions, notes) for weights, part in zip(opened, parts, strict=True)]
+    names = options.names or (HUB if is_alone or options.map else KEEP)
+    opened = [
+        name_one(weights, part, names, companions, options, notes) for weights, part in zip(opened, parts, strict=True)
+    ]
+    if options.vocab_size is not None:
+        companions = with_tokens(companions, options.vocab_size, notes)
     found = align(parts, opened)
     if is_alone and options.names == KEEP:
         layouts: Sequence[Layout] = [weights.layout for weights in found]
@@ -84,7 +90,7 @@ def open_weights(part: Part, asked: Edits) -> Weights:
 
 def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> Weights:
     """Return the weights without what a trainer's module puts before all names, if config.json or a family tells so."""
-    step = step_before_family(found.layout.tensors)
+    step = step_before_family(found.layout.shapes)
     prefix = step or find_prefix(found.layout, companions.config or {})
     if not prefix:
         return found
@@ -97,11 +103,23 @@ def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> 
     )
 
 
-def name_one(weights: Weights, part: Part, names: str, companions: Companions, notes: list[str]) -> Weights:
+def name_one(
+    weights: Weights, part: Part, names: str, companions: Companions, options: ConvertOptions, notes: list[str]
+) -> Weights:
     """Return the weights of one checkpoint under the names asked for, and add to `notes` what there is to say."""
-    weights, remarks = name_weights(weights, companions.config, names, who_wrote(gather(part.path, (part.layout,))))
+    trainer = who_wrote(gather(part.path, (part.layout,)))
+    weights, remarks = name_weights(
+        weights, companions.config, names, trainer, table=options.table, rows=options.vocab_size
+    )
     notes += [remark for remark in remarks if remark not in notes]
     return weights
+
+
+def with_tokens(companions: Companions, rows: int, notes: list[str]) -> Companions:
+    """Return the companions with another size of the vocabulary, and add to `notes` what there is to say."""
+    notes += check_tokens(companions, rows)
+    config = None if companions.config is None else with_vocabulary(companions.config, rows)
+    return replace(companions, config=config)
 
 
 def align(parts: Sequence[Part], found: Sequence[Weights]) -> Sequence[Weights]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, TypeVar
 
 from ckptkit.checkpoints.families import KEEP, check_names
+from ckptkit.checkpoints.families.custom import read_table
+from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.optimizer_keys import IDS, NAMES
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, Writer, get_writer
@@ -58,6 +60,10 @@ class ConvertOptions:
     names: Annotated[
         str | None, About("Call the model's tensors as hub or a family does; keep leaves them.", "FAMILY")
     ] = None
+    map: Annotated[str | None, About("A table of your own for names, in front of those known.", "TOML")] = None
+    vocab_size: Annotated[
+        int | None, About("Rows of embedding and head: more are zeros, fewer leave out the last.", "N", least=1)
+    ] = None
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
     ] = MASTER
@@ -97,7 +103,7 @@ class ConvertOptions:
         if self.weights_from not in (MASTER, MODULE):
             raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
         self.edits.check_rules()
-        check_names(self.names)
+        check_names(self.names, self.table)
         if self.part not in (None, RANK):
             parse_part(self.part)
         writer = self.writer
@@ -110,7 +116,7 @@ class ConvertOptions:
             raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
             raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
-        needs_config = writer.is_model_only or self.names not in (None, KEEP)
+        needs_config = writer.is_model_only or self.names not in (None, KEEP) or self.map or self.vocab_size
         if (self.base is not None and not needs_config) or (self.strict and not writer.is_model_only):
             hint = f"leave {'--strict' if self.strict else '--base'} out"
             raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
@@ -119,6 +125,11 @@ class ConvertOptions:
     def writer(self) -> Writer:
         """Return the format to write."""
         return get_writer(self.to)
+
+    @property
+    def table(self) -> Family | None:
+        """Return the table of names that was given, None if none was. Raises `Usage` for one that is not understood."""
+        return None if self.map is None else read_table(Path(self.map))
 
     @property
     def edits(self) -> Edits:
@@ -140,6 +151,8 @@ class Keywords(TypedDict, total=False):
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]
+    map: str | Path | None
+    vocab_size: int | None
     names: str | None
     weights_from: str
     strict: bool
@@ -176,6 +189,8 @@ def settle(name: str, value: Any) -> Any:
     """Return an option as `ConvertOptions` holds it."""
     if name in _SEVERAL:
         return (value,) if isinstance(value, str) else tuple(value)
+    if name == "map" and value is not None:
+        return str(Path(value).absolute())
     if name == "base" and value is not None:
         return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
     return value
