@@ -342,7 +342,7 @@ def _flat_parameters(root: Path) -> Truth:
     return truth
 
 
-FLAT_MODELS = {"llama": False, "tied": False, "orig": True, "whole": False, "gpt2": True}
+FLAT_MODELS = {"llama": False, "tied": False, "orig": True, "whole": False, "gpt2": True, "by-hand": False}
 
 
 def flat_by_config(root: Path) -> Truth:
@@ -367,10 +367,16 @@ def _flat_by_config(root: Path) -> Truth:
             model = LlamaForCausalLM(config)
         policy = None if place == "whole" else ModuleWrapPolicy({LlamaDecoderLayer, GPT2Block})
         wrapped = FSDP(model, auto_wrap_policy=policy, device_id=CPU, use_orig_params=orig)
+        (root / place).mkdir(parents=True, exist_ok=True)
         here = root / place / "checkpoint-3"
-        here.mkdir(parents=True, exist_ok=True)
+        name = f"pytorch_model_fsdp_rank{dist.get_rank()}.bin"
         with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT):
-            torch.save(wrapped.state_dict(), here / f"pytorch_model_fsdp_rank{dist.get_rank()}.bin")
+            if place == "by-hand":
+                state = {"model": wrapped.state_dict(), "iteration": 3}
+                torch.save(state, root / place / f"model_0000003.rank_{dist.get_rank()}.pth")
+            else:
+                here.mkdir(parents=True, exist_ok=True)
+                torch.save(wrapped.state_dict(), here / name)
         with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
             full = wrapped.state_dict()
         tied = "lm_head.weight" if place in ("tied", "gpt2") else ""
