@@ -147,10 +147,14 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The wishes to a writer: the most bytes in a file, and how many ranks are to load it; each heeds its own."""
+    """The wishes to a writer: the most bytes in a file, how many ranks are to load it; each heeds its own.
+
+    `file` is the name of the one file that is to hold all, where loaders look for that.
+    """
 
     max_shard_size: int
     world_size: int = 1
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,13 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.llmc*": {"llmc"},
     "formats.megatron*": {"megatron"},
     "formats.deepspeed*": {"deepspeed"},
+    "checkpoints.adapters*": {"peft"},  # what it saves is what all that load adapters read
+    "checkpoints.adapters.config": {"megatron"},  # a key of it
+    "engine.low_rank": {"peft"},
+    "engine.merge": {"peft"},
+    "ops.conversion.adapters": {"peft"},
+    "ops.conversion.merge": {"peft"},
+    "ops.merge": {"peft"},
 }
 
 # The words with which docstrings begin: of modules and functions a verb, of classes a noun, of properties either.

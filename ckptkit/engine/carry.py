@@ -35,7 +35,7 @@ def carry(worker: Worker, block: Block) -> int | None:
 
 def runs_of(block: Block) -> list[Run] | None:
     """Return the runs of bytes that a block is made of, in order; None if it is to be gathered."""
-    (parts,) = block.parts
+    parts = block.inputs[0].parts
     dtype = block.target.chunk.dtype
     if (len(parts) - 1) * STEP_BYTES > block.nbytes:
         return None

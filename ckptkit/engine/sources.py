@@ -28,7 +28,7 @@ class Sources:
     @collector_paused()
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
-        copies = ((target.name, copy) for target in plan.targets for copy in target.copies)
+        copies = ((name_of(target, copy), copy) for target in plan.targets for copy in target.copies)
         runs = {source_place(copy): (name, copy.src) for name, copy in copies if copy.src.path != ZEROS}
         self._waiting = {place: run for place, run in runs.items() if run[1].crc32 is not None}
         self._read = ledger.read
@@ -78,7 +78,7 @@ class Sources:
         A run of which much was not asked for, since it has other chunks, is left.
         """
         targets = (target for place, run in self._waiting.items() for target in self._rest(place, *run))
-        return replace(self._plan, targets=in_order(targets), combination=None)
+        return replace(self._plan, targets=in_order(targets))
 
     def _rest(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
         """Yield what was not read in order of a run."""
@@ -100,6 +100,11 @@ def count_asked(plan: Plan, runs: Mapping[SourcePlace, tuple[str, Chunk]]) -> Co
         _, length = chunk.bytes
         asked[place] = length if chunk.run is None else min(length, asked[place])
     return asked
+
+
+def name_of(target: Target, copy: Copy) -> str:
+    """Return the name of the tensor that a copy for a target is of."""
+    return target.name if target.recipe is None else target.recipe.operands[copy.operand].name
 
 
 def source_place(copy: Copy) -> SourcePlace:

@@ -95,6 +95,8 @@ class HuggingFace(Writer):
         specs = wanted.specs
         for name, spec in specs.items():
             check_writable(name, spec)
+        if options.file is not None:
+            return (new_file(options.file, specs),)
         shards = split(specs, options.max_shard_size)
         names = shard_names(len(shards))
         files = [

@@ -26,6 +26,7 @@ from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.selection import Edits
+from ckptkit.plan import Recipe
 from ckptkit.tensors.dtypes import DType
 
 
@@ -65,6 +66,7 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
         made_of=describe(layouts, options.weights),
         renamed=renamed_in(found[0], layouts[0]),
         cast=casts,
+        recipes=average(first, options.weights),
     )
     return Conversion(
         origins=origins,
@@ -77,6 +79,15 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
         world_size=world_size if options.writer.is_sharded else None,
         notes=notes,
     )
+
+
+def average(layout: Layout, weights: Sequence[float]) -> Mapping[str, Recipe]:
+    """Return the recipe of each tensor of the mean by `weights`; none without any."""
+    if not weights:
+        return {}
+    from ckptkit.engine.mean import means  # imports numpy, which no copy needs
+
+    return means(layout.specs, weights)
 
 
 def open_weights(part: Part, asked: Edits) -> Weights:

@@ -32,8 +32,9 @@ class ConvertOptions:
     """The options of a conversion. `of` makes one of what users give, and checks it.
 
     Without `optimizer_keys` an optimizer stays as it is, but for one in a file that becomes shards: it is named where
-    that is certain. `weights` are those of the mean of several checkpoints, one for each; with `only_sharded`, parts of
-    a checkpoint that are the same for any number of ranks stay as they are, if it has others.
+    that is certain. `weights` are those of the mean of several checkpoints, one for each, `scales` those by which
+    adapters count that are merged into the first of several; with `only_sharded`, parts of a checkpoint that are the
+    same for any number of ranks stay as they are, if it has others.
     """
 
     to: str
@@ -45,6 +46,7 @@ class ConvertOptions:
         str | None, About("Call the optimizer's parameters by names, or number them by ids.", "names|ids")
     ] = None
     weights: tuple[float, ...] = ()
+    scales: tuple[float, ...] = ()
     only_sharded: bool = False
     dtype: Annotated[
         tuple[str, ...],
@@ -54,6 +56,10 @@ class ConvertOptions:
     ] = ()
     max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
     base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
+    merge: Annotated[bool, About("Merge the adapter in the checkpoint into its base: that in it, or --base.")] = False
+    adapter_config: Annotated[
+        str | None, About("The adapter_config.json of an adapter that has none beside it.", "FILE")
+    ] = None
     include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
@@ -116,10 +122,24 @@ class ConvertOptions:
             raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
             raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
-        needs_config = writer.is_model_only or self.names not in (None, KEEP) or self.map or self.vocab_size
-        if (self.base is not None and not needs_config) or (self.strict and not writer.is_model_only):
+        self.check_adapters()
+        needs_config = writer.is_model_only or self.merge or self.changes_names
+        if (self.base is not None and not needs_config) or (self.strict and not (writer.is_model_only or self.merge)):
             hint = f"leave {'--strict' if self.strict else '--base'} out"
             raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
+
+    def check_adapters(self) -> None:
+        """Raise `Usage` for what is asked of adapters and contradicts itself."""
+        if self.adapter_config and not (self.merge or self.writer.is_model_only):
+            raise Usage(f"`{self.to}` keeps adapters as they are", hint="leave --adapter-config out, or --merge them")
+        if self.merge and self.changes_names:
+            hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
+            raise Usage("an adapter fits the names and rows that its model had in training", hint=hint)
+
+    @property
+    def changes_names(self) -> bool:
+        """Return whether the model is asked for under a family's names, or with another vocabulary."""
+        return bool(self.names not in (None, KEEP) or self.map or self.vocab_size)
 
     @property
     def writer(self) -> Writer:
@@ -148,6 +168,8 @@ class Keywords(TypedDict, total=False):
     dtype: str | Sequence[str]
     max_shard_size: int
     base: str | Path | None
+    merge: bool
+    adapter_config: str | Path | None
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]
@@ -182,7 +204,7 @@ def written(hint: Any) -> Any:
     return getattr(hint, "__forward_arg__", hint)
 
 
-_SEVERAL = ("dtype", "include", "exclude", "rename", "weights")
+_SEVERAL = ("dtype", "include", "exclude", "rename", "weights", "scales")
 
 
 def settle(name: str, value: Any) -> Any:
@@ -193,6 +215,8 @@ def settle(name: str, value: Any) -> Any:
         return str(Path(value).absolute())
     if name == "base" and value is not None:
         return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
+    if name == "adapter_config" and value is not None:
+        return str(Path(value).absolute())
     return value
 
 

@@ -25,10 +25,12 @@ from ckptkit.files.file import file_size, is_there
 from ckptkit.files.path import to_local
 from ckptkit.files.staging import Stage, check_destination
 from ckptkit.files.trees import sync_tree
+from ckptkit.ops.conversion.adapters import draft_adapters, open_adapters
 from ckptkit.ops.conversion.by_names import draft_by_names
 from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion
 from ckptkit.ops.conversion.made_files import create, seal
+from ckptkit.ops.conversion.merge import draft_merge
 from ckptkit.ops.conversion.model import draft_model
 from ckptkit.ops.conversion.options import MODULE, RANK, ConvertOptions, parse_part
 from ckptkit.ops.conversion.parts import draft_parts
@@ -72,9 +74,15 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
         checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
-    if writer.is_model_only or options.weights:
-        return draft_model(*choose_models(checkpoints, options), dst, options)
-    return (draft_by_names if writer.needs_names else draft_parts)(checkpoints[0], dst, options)
+    if not (writer.is_model_only or options.weights or options.merge):
+        return (draft_by_names if writer.needs_names else draft_parts)(checkpoints[0], dst, options)
+    parts, remarks = choose_models(checkpoints, options)
+    if options.merge:
+        return draft_merge(parts, remarks, dst, options)
+    adapted = [found for part in parts if (found := open_adapters(part, options))] if writer.is_model_only else []
+    if adapted:
+        return draft_adapters(adapted, remarks, dst, options)
+    return draft_model(parts, remarks, dst, options)
 
 
 def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
