@@ -56,6 +56,18 @@ DESCRIBED: Files = (
     ("bins", "pytorch_model.bin.index.json"),
     *(("items", "metadata.pkl"), ("snapshot", ".snapshot_metadata"), ("llmc", "model_00000001.bin")),
 )
+# by which a rank, or what should be there, is named where the name of its file is not known
+WORDS = {
+    "zero2": ("file of model states",),
+    "universal": ("_states.pt",),
+    "fairscale": ("the ranks have",),
+    "ranks": ("of rank 1",),
+    "items": ("torch.save files",),
+    "megatron": ("mp_rank_01",),
+    "meta": ("the ranks' files",),
+    "snapshot": ("no checkpoint in any known format",),
+    "llmc": ("unfinished: model_00000001.bin", "no checkpoint in any known format"),
+}
 DIRECTORIES: Files = (("dcp", METADATA), ("indexed", INDEX), *DESCRIBED)  # what says where the tensors are
 DATA: Files = (*CHECKED, *UNCHECKED, *SAVED, *RAW)
 OF_RANKS = [(kind, file) for kind, file in (*SAVED, *RAW) if kind not in ("universal", "bins")]
@@ -65,7 +77,7 @@ PARTS = [(kind, file) for kind, file in DATA if kind not in ("hf", "pt")]  # fil
 
 def in_each(name: str, damage: Callable[[str], Damage], files: Files = DATA) -> list[Bad]:
     """The same damage to a file of each original."""
-    return [Bad(f"{name}: {file}", kind, damage(file), (file,)) for kind, file in files]
+    return [Bad(f"{name}: {file}", kind, damage(file), (file, *WORDS.get(kind, ()))) for kind, file in files]
 
 
 def in_the_midst(damage: Callable[[str, int], Damage], unit: int = 1) -> Callable[[str], Damage]:
@@ -97,7 +109,7 @@ def of_rank(file: str, rank: int) -> str:
 def of_other_ranks() -> Iterator[Bad]:
     """Files of three ranks among those of two: one more, or one in the place of another."""
     for kind, file in OF_RANKS:
-        more, names = of_rank(file, 2), (kind, "ranks", "shard", "rank", file)
+        more, names = of_rank(file, 2), (file, "ranks", *WORDS.get(kind, ()))
         if kind == "ranks":
             yield Bad(f"{file} of three", kind, write(file.replace("size_2", "size_3"), b""), ("2 and 3 ranks",))
         else:
@@ -140,7 +152,10 @@ CASES: tuple[Case, ...] = (
     case("6", "data", "a bit flipped in tensor data", in_each("flip", FLIP, (*CHECKED, *SAVED))),
     case(
         *("7", "data", "zeros in place of data"),
-        [*in_each("page", PAGE, (*CHECKED, *SAVED)), *in_each("all", zero_all)],
+        [
+            *in_each("page", PAGE, (*CHECKED, *SAVED)),
+            *in_each("all", zero_all, [part for part in DATA if part[0] != "snapshot"]),
+        ],
     ),
     case_of("11", "data", "saved without checksums", without_checksums),
     case(
@@ -183,7 +198,11 @@ CASES: tuple[Case, ...] = (
     ),
     case(
         *("6, 7", UNTOLD, "a flip or zeros in safetensors or raw bytes, without a manifest"),
-        [*in_each("flip", FLIP, (*UNCHECKED, *RAW)), *in_each("page", PAGE, (*UNCHECKED, *RAW))],
+        [
+            *in_each("flip", FLIP, (*UNCHECKED, *RAW)),
+            *in_each("page", PAGE, (*UNCHECKED, *RAW)),
+            *in_each("all", zero_all, RAW),
+        ],
     ),
     case(
         *("5", UNTOLD, "the file of the last rank, without a manifest"),

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from struct import pack
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.errors import CkptError
 from tests.faults.bad_inputs import DESCRIBED, METADATA, SAVED
 from tests.faults.cases import Case
 from tests.faults.damage import Damage, write
@@ -171,7 +175,21 @@ def code_in_files_of_ranks() -> Iterator[Bad]:
             def damage(root: Path, file: str = file, name: str = name) -> None:
                 put_in(file, in_opcodes(root)[name])(root)
 
-            yield Bad(f"{name} in {file}", kind, damage, (file,), subjects=(CONSOLIDATE, INSPECT, VERIFY, CONVERT))
+            truth = {**dict.fromkeys(names_with(kind, damage), ANYTHING), **original(kind).truth}
+            # of an object that is given two states the second is carried, and torch makes nothing of it
+            subjects = (CONSOLIDATE, INSPECT, VERIFY, *(() if name == "BUILD" else (CONVERT,)))
+            yield Bad(f"{name} in {file}", kind, damage, (file,), truth=truth, subjects=subjects)
+
+
+def names_with(kind: str, damage: Damage) -> tuple[str, ...]:
+    """The names of all that is in a damaged checkpoint; none in one that is refused."""
+    with TemporaryDirectory() as place:
+        root = Path(shutil.copytree(original(kind).root, Path(place) / "checkpoint"))
+        damage(root)
+        try:
+            return open_layout(root).names
+        except CkptError:
+            return ()
 
 
 # -- that fill the memory ----------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from ckptkit.formats.torchfile.state_files import entries_of, opened, read_state
 from ckptkit.layout import Extent, KeyPath, Layout
 
 _INDEX = re.compile(r".*\.(?:bin|pt|pth)\.index\.json")
-_SHARD = re.compile(r"pytorch_(?:model|optim)-[0-9]{5}(?:-of-[0-9]{5})?\.bin")
+_NUMBERED = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.(bin|pt|pth)")
+_SHARD = re.compile(r"pytorch_(?:model|optim)-[0-9]{5}\.bin")
 _GROUPS = "param_groups"  # in the metadata of an optimizer's index, and in its state
 _OPTIMIZER = "optimizer"
 
@@ -51,11 +52,11 @@ class PtShards(Reader):
 
     def owns(self, name: str) -> bool:
         """Return True for an index, and for the usual names of the files in one."""
-        return bool(_INDEX.fullmatch(name) or _SHARD.fullmatch(name))
+        return any(pattern.fullmatch(name) for pattern in (_INDEX, _NUMBERED, _SHARD))
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with an index."""
-        return path.is_dir() and any(map(_INDEX.fullmatch, names_in(path)))
+        """Return True for a directory with an index, or with files that are numbered as those of one are."""
+        return path.is_dir() and any(_INDEX.fullmatch(name) or _NUMBERED.fullmatch(name) for name in names_in(path))
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report each file that the index names and that is missing or breaks off."""
@@ -91,6 +92,10 @@ class PtShards(Reader):
 def find_index(path: Path) -> Index:
     """Return the index in a directory; of several that of the model. Raises `Unsupported` if these are several."""
     names = sorted(filter(_INDEX.fullmatch, names_in(path)))
+    numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
+    if not names and numbered:
+        message = f"no `{numbered[1]}.{numbered[2]}.index.json` says which files belong with `{numbered[0]}`"
+        raise Corrupt(message, path=path, hint="it was lost, or never copied here")
     models = [name for name in names if "optim" not in name]
     if len(models or names) != 1:
         message = f"{len(names)} indices of torch.save files: {', '.join(names[:4])}"

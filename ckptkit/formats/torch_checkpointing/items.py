@@ -33,7 +33,7 @@ def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: Item
     """Return what one rank has of an item."""
     try:
         if kind == TORCH:
-            return spread_out(read_rank_file(root, file, rank, (name,), is_dict=False), item.spread)
+            return spread_out(read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread)
         if kind == SAFETENSORS:
             return spread_out(read_safetensors(root, file, rank, name, item.spread), item.spread)
         data = read_small(root / file, _LIMIT)
