@@ -473,6 +473,6 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
         unread = next((one.unreadable for one in reversed(unfinished) if one.unreadable), None)
         names = ", ".join(one.name for one in unfinished)
         message = f"a run without a complete checkpoint; unfinished: {names}"
-        why = next(iter(unfinished[-1].problems()), None)
-        return unread or NotACheckpoint(message, path=path, hint=why and f"of `{unfinished[-1].name}`: {why.message}")
+        why = [f"of `{unfinished[-1].name}`: {problem.message}" for problem in unfinished[-1].problems()[:1]]
+        return unread or NotACheckpoint(message, path=path, hint=next(iter(why), None))
     return NotACheckpoint("no checkpoint in any known format, and no run with one", path=path, hint=hint)

@@ -110,7 +110,7 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
     left = [name for name in found.unplaced if not family.drops_name(name)]
     if left:
         message = f"no rule says what {family.name}'s tensor is called on the Hub, nor {len(left) - 1} others"
-        hint = "leave it out with --exclude, or keep all names with --names keep"
+        hint = "leave it out with --exclude, say where it belongs with --map, or keep all names with --names keep"
         raise Mismatch(message, tensor=left[0], hint=hint)
     return found
 
@@ -124,7 +124,7 @@ def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) 
     left = [name for name in found.unplaced if not (family.drops_name(name) or name.endswith(_COMPUTED))]
     if left:
         message = f"no rule says what it is called in {family.name}, nor {len(left) - 1} others"
-        raise Mismatch(message, tensor=left[0], hint="leave it out with --exclude")
+        raise Mismatch(message, tensor=left[0], hint="leave it out with --exclude, or say what it is called with --map")
     return found
 
 

@@ -23,7 +23,7 @@ from ckptkit.checkpoints.families.sizes import SYMBOLS
 from ckptkit.checkpoints.families.step_words import counts_of, require_keys, step_in
 from ckptkit.checkpoints.families.steps import Step
 from ckptkit.errors import Usage, translate_os_errors
-from ckptkit.files.file import read_small
+from ckptkit.files.file import is_there, read_small
 
 _LIMIT = 1 << 20  # bytes
 _HEADER = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
@@ -34,6 +34,8 @@ _KEYS = ("own", "hub", "step", "flat")
 
 def read_table(path: Path) -> Family:
     """Return the family that a file describes. Raises `Usage` for one that is not understood."""
+    if not is_there(path):
+        raise Usage("there is no such table of names", path=path)
     with translate_os_errors(path):
         data = read_small(path, _LIMIT)
     try:

@@ -220,6 +220,11 @@ def test_an_axis_that_a_tensor_has_not(tmp_path: Path) -> None:
     assert caught.value.tensor == "last_norm.weight"
 
 
+def test_a_table_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(Usage, match="there is no such table"):
+        ckptkit.consolidate(tmp_path, tmp_path / "out", map=tmp_path / "none.toml")
+
+
 def test_a_table_that_is_not_used(tmp_path: Path) -> None:
     hub = saved(config_of("llama"), tmp_path / "hub")
     torch.save(hub, tmp_path / "own.pt")
@@ -227,3 +232,21 @@ def test_a_table_that_is_not_used(tmp_path: Path) -> None:
         ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", map=table_in(tmp_path), names="keep")
     with pytest.raises(Mismatch, match="no rule says what mine's tensor is called"):
         ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", map=table_in(tmp_path), base=tmp_path / "hub")
+
+
+def test_the_table_in_the_docs(tmp_path: Path) -> None:
+    """What docs/names.md shows does what it says, both ways."""
+    page = (Path(__file__).parents[3] / "docs" / "names.md").read_text()
+    table = table_in(tmp_path, page.partition("```toml\n")[2].partition("```")[0])
+    hub = saved(config_of("llama"), tmp_path / "hub")
+    own = own_of(hub)
+    shown = ("embed.weight", *(f"blocks.{i}.{name}.weight" for i in range(2) for name in ("norm_1", "norm_2", "qkv")))
+    given = {name: own[name] for name in shown} | {"out_of_all_layers.weight": own["out_of_all.weight"].mT.contiguous()}
+    torch.save(given | {"blocks.1.mask": torch.ones(2)}, tmp_path / "own.pt")
+    options: dict[str, Any] = {"map": table, "base": tmp_path / "hub"}
+    ckptkit.convert(tmp_path / "own.pt", tmp_path / "hub.pt", to="pt", **options)
+    found = torch.load(tmp_path / "hub.pt")
+    assert len(found) == 1 + 2 * 6
+    check_same(found, {name: hub[name] for name in found})
+    ckptkit.convert(tmp_path / "hub.pt", tmp_path / "back.pt", to="pt", names="mine", **options)
+    check_same(torch.load(tmp_path / "back.pt"), given)
