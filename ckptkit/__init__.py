@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.ls import Listing, ls
     from ckptkit.ops.ls import list_run as list_run
     from ckptkit.ops.manifest import make_manifest
+    from ckptkit.ops.merge import merge
     from ckptkit.ops.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
     from ckptkit.ops.pin import pin, unpin
     from ckptkit.ops.prune import Pruned, prune
@@ -67,6 +68,7 @@ __all__ = [
     "inspect",
     "ls",
     "make_manifest",
+    "merge",
     "open",
     "open_layout",
     "pin",
@@ -111,6 +113,7 @@ _HOMES = {
     "list_run": "ckptkit.ops.ls",
     "ls": "ckptkit.ops.ls",
     "make_manifest": "ckptkit.ops.manifest",
+    "merge": "ckptkit.ops.merge",
     "moved": "ckptkit.ops.comparison.moved",
     "open": "ckptkit.ops.open",
     "open_layout": "ckptkit.checkpoints.checkpoint",

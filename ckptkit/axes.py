@@ -7,11 +7,11 @@ split in `(heads, width / 2, 2)`, of which two are exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Chunk, Spec, Splits, StoredTensor
 from ckptkit.tensors.blocks import row_major
 from ckptkit.tensors.box import Box, Shape, intersect
@@ -181,17 +181,25 @@ def part_of(chunk: Chunk, box: Box) -> Chunk:
     return view_of(chunk, box, begin, steps_of(chunk))
 
 
+def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
+    """Yield the elements `start:stop` of a tensor of `shape`, flattened, as boxes of it.
+
+    They lie one after another in a chunk, from its element `begin` on. Raises `Corrupt` if it has not just one axis.
+    """
+    if len(chunk.size) != 1:
+        raise Corrupt(f"a flattened tensor has one axis, and this the shape {list(chunk.size)}")
+    (step,) = steps_of(chunk)
+    for box, at in boxes_of_range(shape, start, stop):
+        yield view_of(chunk, box, (begin + at) * step, tuple(step * inner for inner in row_major(box.size)))
+
+
 def view_of(chunk: Chunk, box: Box, begin: int, steps: Shape) -> Chunk:
     """Return elements of a chunk as box `box`: they begin `begin` elements behind its first, and lie by `steps`."""
     length = 1 + sum((n - 1) * step for n, step in zip(box.size, steps, strict=True)) if box.numel else 0
-    itemsize = chunk.dtype.itemsize
-    return chunk._replace(
-        box=box,
-        offset=chunk.offset + begin * itemsize,
-        length=length * itemsize,
-        strides=plain(steps, box.size),
-        run=chunk.bytes,
-    )
+    place = (chunk.offset + begin * chunk.dtype.itemsize, length * chunk.dtype.itemsize)
+    is_all = place == (chunk.offset, chunk.length)
+    run = chunk.run if is_all else chunk.bytes
+    return chunk._replace(box=box, offset=place[0], length=place[1], strides=plain(steps, box.size), run=run)
 
 
 def split_chunk(chunk: Chunk, axis: int, extents: Shape) -> list[Chunk]:

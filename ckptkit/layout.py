@@ -37,6 +37,9 @@ class Spec:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
+ZEROS = ""  # the path of a chunk that lies in no file: all its elements are zero
+
+
 class Chunk(NamedTuple):
     """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
 
@@ -44,7 +47,7 @@ class Chunk(NamedTuple):
     recorded over those bytes, None where none was; of a box that was cut out of a chunk it is over that chunk's, which
     are the `run`: their offset and length. While `wrapper` is set the bytes are still inside an
     envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it, and no plan is
-    made before.
+    made before. A chunk whose path is `ZEROS` lies in no file; no file that a checkpoint names may be called so.
     """
 
     box: Box
@@ -144,10 +147,14 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The wishes to a writer: the most bytes in a file, and how many ranks are to load it; each heeds its own."""
+    """The wishes to a writer: the most bytes in a file, how many ranks are to load it; each heeds its own.
+
+    `file` is the name of the one file that is to hold all, where loaders look for that.
+    """
 
     max_shard_size: int
     world_size: int = 1
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +182,11 @@ class Layout:
     def specs(self) -> dict[str, Spec]:
         """Return the dtype and shape of each tensor."""
         return {name: tensor.spec for name, tensor in self.tensors.items()}
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of each tensor."""
+        return {name: tensor.spec.shape for name, tensor in self.tensors.items()}
 
     @property
     def nbytes(self) -> int:

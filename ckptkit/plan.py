@@ -2,54 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from ckptkit.axes import resplit
+from ckptkit.axes import resplit, unsplit
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.layout import Blob, Chunk, Layout, Place, StoredTensor
+from ckptkit.layout import Blob, Chunk, Layout, Place, Spec, StoredTensor
 from ckptkit.tensors.box import Box, BoxIndex, whole
 from ckptkit.tensors.dtypes import DTYPES, DType
 
+Region = Callable[[Box], Box]
 
-class Combination(Protocol):
-    """A pure function that makes a block of a target from the same block of every source."""
 
-    def reads_as(self, dtype: DType) -> DType:
-        """Return the dtype in which the sources' elements are wanted for a target of `dtype`."""
+def same(box: Box) -> Box:
+    """Return the box itself: the region of an operand of which each element goes into the one at its own place."""
+    return box
 
-    def __call__(self, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the target's elements as `dtype`, and whether its tensor is worth a note in the ledger.
 
-        Each of the `blocks`, one of every source in order, has the same elements row-major, and may be written over.
+class Operand(NamedTuple):
+    """A tensor of the source of this number that goes into another, its elements as `dtype`.
+
+    A box of the other is made of the box of it that `region` gives; of a larger box that is a larger one, or the same.
+    """
+
+    source: int
+    name: str
+    dtype: DType
+    region: Region = same
+
+
+class Recipe(Protocol):
+    """A pure function that makes a tensor, block by block, of the blocks of others: its operands."""
+
+    @property
+    def operands(self) -> Sequence[Operand]:
+        """Return the tensors that it is made of."""
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+        """Return the elements of `box` as `dtype`, and whether the tensor is worth a note in the ledger.
+
+        Of each operand there is one of `blocks`: the elements of its region for `box`, row-major, in its dtype. One
+        whose region is another for every box may be written over; any other is handed out again.
         """
 
 
 class Copy(NamedTuple):
-    """A region of a tensor that lies in chunk `src` of a source, given by its number, and in chunk `dst`."""
+    """A region of a tensor that lies in chunk `src` of a source, given by its number, and goes into chunk `dst`.
+
+    Of several tensors or sources that go into one target, `operand` is the number.
+    """
 
     region: Box
     src: Chunk
     dst: Chunk
     source: int = 0
+    operand: int = 0
 
 
 class Target(NamedTuple):
-    """One chunk to be made of the tensor or blob `name`, and the copies that fill it."""
+    """One chunk to be made of the tensor or blob `name`, and the copies that fill it, or that a recipe makes it of."""
 
     name: str
     chunk: Chunk
     copies: tuple[Copy, ...]
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """Every target, in the order in which the destination's bytes lie in its files.
 
-    With `others` besides `src` each target has copies from every source, and a `combination` makes one block of theirs.
+    The sources are `src` and `others`: a target without a recipe is copied from the first, or compared with all.
     Of a plan for a part of a destination, `before` and `behind` are the bytes that lie on its two sides.
     Raises `Usage` for a chunk that has not been located: its bytes are not yet known from their envelope.
     """
@@ -58,7 +84,6 @@ class Plan:
     dst: Layout
     targets: tuple[Target, ...]
     others: tuple[Layout, ...] = ()
-    combination: Combination | None = None
     before: int = 0
     behind: int = 0
 
@@ -98,19 +123,24 @@ def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
     return Usage(message, path=layout.root / chunk.path, tensor=name, offset=chunk.offset, hint=hint)
 
 
-def make_plan(src: Layout, dst: Layout, others: Sequence[Layout] = (), combination: Combination | None = None) -> Plan:
-    """Join layouts by name; blobs are those of `src`.
+def make_plan(
+    src: Layout, dst: Layout, others: Sequence[Layout] = (), recipes: Mapping[str, Recipe] | None = None
+) -> Plan:
+    """Join layouts by name; blobs are those of `src`. A tensor with a recipe is made by that, others are copied.
 
     Raises `Mismatch` if a tensor, any element of one, or a blob is lacking in a source.
     """
     sources = (src, *others)
     targets: list[Target] = []
     for name, wanted in dst.tensors.items():
-        for layout in sources:
-            check_source(name, wanted, layout)
-        targets.extend(join(name, wanted, sources))
+        recipe = (recipes or {}).get(name)
+        if recipe is None:
+            check_source(name, wanted.spec, src)
+            targets.extend(join(name, wanted, [src]))
+        else:
+            targets.extend(join(name, wanted, sources, recipe))
     targets += [target for name, blob in dst.blobs.items() if (target := join_blob(name, blob, src)) is not None]
-    return Plan(src, dst, in_order(targets), tuple(others), combination)
+    return Plan(src, dst, in_order(targets), tuple(others))
 
 
 def data_of(dst: Layout, src: Layout) -> list[tuple[Place, int, str, Chunk | Blob]]:
@@ -124,9 +154,10 @@ def data_of(dst: Layout, src: Layout) -> list[tuple[Place, int, str, Chunk | Blo
     return sorted(found, key=itemgetter(0))
 
 
-def needed(src: Layout, dst: Layout) -> Layout:
-    """Return the part of a layout that another, of tensors of the same names, is made of."""
+def needed(src: Layout, dst: Layout, also: Container[str] = ()) -> Layout:
+    """Return the part of a layout that another, of tensors of the same names, is made of; and all of those `also`."""
     tensors = {name: part_for(src.tensors[name], wanted) for name, wanted in dst.tensors.items() if name in src.tensors}
+    tensors |= {name: tensor for name, tensor in src.tensors.items() if name in also}
     blobs = {name: blob for name, blob in src.blobs.items() if name in dst.blobs}
     return replace(src, tensors=tensors, blobs=blobs)
 
@@ -150,35 +181,66 @@ def plan_in_place(layout: Layout) -> Plan:
     return Plan(layout, layout, in_order(itself(name, chunk) for name, chunk in chunks))
 
 
-def check_source(name: str, wanted: StoredTensor, layout: Layout) -> None:
+def check_source(name: str, wanted: Spec, layout: Layout) -> None:
     """Raise `Mismatch` unless a layout has the tensor, in the shape and dtype that are wanted."""
     found = layout.tensors.get(name)
     if found is None:
         raise Mismatch("there is no such tensor in the source", path=layout.root, tensor=name)
-    if found.spec != wanted.spec:
-        raise Mismatch(f"the source has {found.spec}, wanted is {wanted.spec}", path=layout.root, tensor=name)
+    if found.spec != wanted:
+        raise Mismatch(f"the source has {found.spec}, wanted is {wanted}", path=layout.root, tensor=name)
 
 
-def join(name: str, wanted: StoredTensor, sources: Sequence[Layout]) -> Iterator[Target]:
-    """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it is made of."""
-    tensors = [layout.tensors[name] for layout in sources]
-    splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
-    if splits is not None:
-        wanted, *tensors = (resplit(tensor, splits) for tensor in (wanted, *tensors))
-    found = [tensor.chunks for tensor in tensors]
-    indices = [BoxIndex([chunk.box for chunk in chunks]) for chunks in found]
+def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Recipe | None = None) -> Iterator[Target]:
+    """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it is made of.
+
+    Without a recipe these are of the tensor of its name in each of them.
+    """
+    numbers = range(len(sources))
+    operands = recipe.operands if recipe else [Operand(number, name, wanted.spec.dtype) for number in numbers]
+    if recipe is not None:
+        check_operands(wanted.spec, operands, sources)
+    found = [sources[operand.source].tensors[operand.name] for operand in operands]
+    wanted, *found = split_alike(wanted, found, operands)
+    indices = [BoxIndex([chunk.box for chunk in tensor.chunks]) for tensor in found]
     for chunk in wanted.chunks:
         if not chunk.box.numel:
             continue
         copies: list[Copy] = []
-        for number, (chunks, index) in enumerate(zip(found, indices, strict=True)):
-            ours = [Copy(shared, chunks[i], chunk, number) for i, shared in index.meeting(chunk.box)]
+        for number, (operand, tensor, index) in enumerate(zip(operands, found, indices, strict=True)):
+            source, chunks, box = operand.source, tensor.chunks, operand.region(chunk.box)
+            ours = [Copy(part, chunks[i], chunk, source, number) for i, part in index.meeting(box)]
             covered = sum(copy.region.numel for copy in ours)
-            if covered != chunk.box.numel:
-                message = f"the source has {covered} of the {chunk.box.numel} elements of {chunk.box}"
-                raise Mismatch(message, path=sources[number].root, tensor=name)
+            if covered != box.numel:
+                message = f"the source has {covered} of the {box.numel} elements of {box}"
+                raise Mismatch(message, path=sources[source].root, tensor=operand.name)
             copies += ours
-        yield Target(name, chunk, tuple(copies))
+        yield Target(name, chunk, tuple(copies), recipe)
+
+
+def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[Layout]) -> None:
+    """Raise `Mismatch` for an operand that is not there, or cannot be read as it is wanted."""
+    for operand in operands:
+        layout = sources[operand.source]
+        tensor = layout.tensors.get(operand.name)
+        if tensor is None:
+            raise Mismatch("there is no such tensor in the source", path=layout.root, tensor=operand.name)
+        found = tensor.spec
+        is_alike = operand.region is not same or found.shape == wanted.shape
+        if not (is_alike and (found.dtype == operand.dtype or found.dtype.can_become(operand.dtype))):
+            message = f"the source has {found}, wanted is {operand.dtype} for {wanted}"
+            raise Mismatch(message, path=layout.root, tensor=operand.name)
+
+
+def split_alike(
+    wanted: StoredTensor, tensors: Sequence[StoredTensor], operands: Sequence[Operand]
+) -> list[StoredTensor]:
+    """Return a tensor and its operands with axes split alike; none are where an operand is needed in other boxes."""
+    if any(operand.region is not same for operand in operands):
+        return [unsplit(tensor) for tensor in (wanted, *tensors)]
+    splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
+    if splits is None:
+        return [wanted, *tensors]
+    return [resplit(tensor, splits) for tensor in (wanted, *tensors)]
 
 
 def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:

@@ -33,8 +33,8 @@ from tests.faults.tables import FAMILIES, Tally, rows_of
 _WORKERS = 2
 _PAGE = ROOT / "docs" / "reliability.md"
 _NOTE = (
-    "Rows in italics are of what nothing in a checkpoint shows, unless it has a manifest. Case 21 is not here: ckptkit "
-    "reads no ZeRO yet. A peer raises exceptions; their messages are taken for the error that a program would print."
+    "Rows in italics are of what nothing in a checkpoint shows, unless it has a manifest. A peer raises exceptions; "
+    "their messages are taken for the error that a program would print."
 )
 
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit import axes
-from ckptkit.errors import Mismatch
-from ckptkit.layout import StoredTensor
+from ckptkit.errors import Corrupt, Mismatch
+from ckptkit.layout import Chunk, Spec, StoredTensor
+from ckptkit.tensors.box import Box
 from tests.raw import Numbers
-from tests.stored_tensors import contents, stored
+from tests.stored_tensors import INT32, contents, stored
 
 
 @st.composite
@@ -130,3 +131,26 @@ def test_unstack(made: tuple[Numbers, StoredTensor, Numbers]) -> None:
     parts = axes.unstack(tensor)
     assert all(np.array_equal(contents(part, file), one) for part, one in zip(parts, numbers, strict=True))
     assert np.array_equal(contents(axes.stack(parts), file), numbers)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 3), st.data())
+def test_runs_of_a_flat_tensor_are_boxes_of_it(shape: list[int], step: int, begin: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, prod(shape)))
+    stop = data.draw(st.integers(start, prod(shape)))
+    numbers = np.arange(prod(shape), dtype=np.int32).reshape(shape)
+    size = begin + stop - start
+    file = np.full(step * size + 1, -7, np.int32)
+    file[: step * size : step][begin:] = numbers.reshape(-1)[start:stop]
+    span = 4 * (step * (size - 1) + 1) if size else 0
+    buffer = Chunk(Box((0,), (size,)), "f", 0, span, INT32, None if step == 1 else (step,), crc32=5)
+    chunks = tuple(axes.boxes_of_run(buffer, begin, tuple(shape), start, stop))
+    found = contents(StoredTensor(Spec(INT32, tuple(shape)), chunks), file).reshape(-1)
+    assert found[start:stop].tolist() == list(range(start, stop))
+    assert {-1} >= set(found[:start].tolist()) | set(found[stop:].tolist())
+    assert all((chunk.bytes, chunk.crc32) == ((0, span), 5) for chunk in chunks)
+
+
+def test_a_run_lies_in_one_axis() -> None:
+    tensor, _ = stored(np.zeros((4, 2), np.int32), [], [0, 1])
+    with pytest.raises(Corrupt, match="one axis"):
+        list(axes.boxes_of_run(tensor.chunks[0], 0, (8,), 0, 8))

@@ -50,7 +50,12 @@ LAYERS = (
         "formats.torchfile",
         *READERS,
     ),
-    ("formats.torchfile.read_archive", "formats.torchfile.write_pickle", "formats.safetensors_headers"),
+    (
+        "formats.indices",
+        "formats.torchfile.read_archive",
+        "formats.torchfile.write_pickle",
+        "formats.safetensors_headers",
+    ),
     ("formats.torchfile.*",),
     tuple(f"{reader}.*" for reader in READERS),
     ("formats",),
@@ -90,7 +95,7 @@ TORCH_WHEN_USED = (
     "ops.conversion.torchrun",
     "estimates.architecture",
     "ops.open",
-    "checkpoints.parameter_order",
+    "checkpoints.model_shapes",
     "cli.train",
 )
 
@@ -119,7 +124,7 @@ FORBIDDEN = {
 NAMELESS = ("files.[!ps]*", "files.staging", "files.system", "axes", "edits", "engine*", "layout", "plan", "tensors*")
 
 # Strings by which a format is known, and the one file that may hold them, beside the table of formats.
-MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.hf.format"}
+MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.indices"}
 
 # The files of trainers of which nothing else in the package may speak, and the one module that has to: classes in a
 # pickle are told by the module that they are of.
@@ -136,6 +141,13 @@ WRITTEN_BY: dict[str, set[str]] = {
     "checkpoints.families.megatron_args": {"megatron"},
     "formats.megatron*": {"megatron"},
     "formats.deepspeed*": {"deepspeed"},
+    "checkpoints.adapters*": {"peft"},  # what it saves is what all that load adapters read
+    "checkpoints.adapters.config": {"megatron"},  # a key of it
+    "engine.low_rank": {"peft"},
+    "engine.merge": {"peft"},
+    "ops.conversion.adapters": {"peft"},
+    "ops.conversion.merge": {"peft"},
+    "ops.merge": {"peft"},
 }
 
 # The words with which docstrings begin: of modules and functions a verb, of classes a noun, of properties either.

@@ -177,6 +177,14 @@ class Checkpoint:
         message = f"several checkpoints are in this directory: {names}"
         raise Unsupported(message, path=self.path, hint="name one of them")
 
+    @property
+    def exported(self) -> Part | None:
+        """Return the weights for use, such as an adapter, that lie beside the directory with all states, if any do."""
+        has_all = bool(self.parts) and all(trainers.is_whole(part.place) for part in self.parts)
+        found = sorted(filter(trainers.is_exported, names_in(self.path))) if has_all else []
+        reader = detect_format(self.path / found[0]) if found else None
+        return Part("", self.path / found[0], reader) if reader else None
+
     @cached_property
     def layout(self) -> Layout:
         """Return all parts as one layout, in the format of the model.
@@ -196,7 +204,7 @@ class Checkpoint:
     def family(self) -> Family | None:
         """Return the family that the names of the model's tensors are of; None for the Hub's, and for unknown ones."""
         try:
-            return family_of(self.weights.layout.tensors, self.trainer)
+            return family_of(self.weights.layout.shapes, self.trainer)
         except (Mismatch, Unsupported):  # no model, or several
             return None
 
@@ -229,6 +237,10 @@ class Checkpoint:
             hint = "only some formats have one: ZeRO 1 and 2, not 3"
             raise Mismatch("there is no second copy of the weights here", path=self.path, hint=hint)
         return replace(self, parts=tuple(replace(part, takes_twins=True) for part in self.parts))
+
+    def with_base(self, base: str | None) -> Checkpoint:
+        """Return the checkpoint of a model whose config.json lies in `base`, if that is given."""
+        return replace(self, parts=tuple(replace(part, base=base) for part in self.parts)) if base else self
 
     def problems(self) -> list[CkptError]:
         """Return what keeps it from being read, as far as names and sizes tell; [] for a complete checkpoint."""
@@ -461,5 +473,6 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
         unread = next((one.unreadable for one in reversed(unfinished) if one.unreadable), None)
         names = ", ".join(one.name for one in unfinished)
         message = f"a run without a complete checkpoint; unfinished: {names}"
-        return unread or NotACheckpoint(message, path=path)
+        why = [f"of `{unfinished[-1].name}`: {problem.message}" for problem in unfinished[-1].problems()[:1]]
+        return unread or NotACheckpoint(message, path=path, hint=next(iter(why), None))
     return NotACheckpoint("no checkpoint in any known format, and no run with one", path=path, hint=hint)

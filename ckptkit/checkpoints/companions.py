@@ -171,3 +171,15 @@ def mend_config(config: dict[str, Any], specs: Iterable[Spec]) -> bytes:
         mended["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
     text = json.dumps(mended, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes the escape that JSON has for it
+
+
+def tokenizer_beside(checkpoint: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer that lie in a checkpoint, by name; no links, which may lead anywhere."""
+    place = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    names = [name for name in FILES if name not in (CONFIG, "generation_config.json")]
+    return {name: place / name for name in names if is_regular(place / name)}
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether a file lies at a path itself, and no link."""
+    return path.is_file() and not path.is_symlink()

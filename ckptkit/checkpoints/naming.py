@@ -5,92 +5,151 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ckptkit import edits
 from ckptkit.checkpoints.families import KEEP, family_of, get_family, turn_between
 from ckptkit.checkpoints.families.complete import check_complete
+from ckptkit.checkpoints.families.custom import in_front
 from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.training import translate_training
 from ckptkit.checkpoints.families.translate import Translated, Turn
+from ckptkit.checkpoints.vocabulary import check_rows, require_one_size, resize, with_vocabulary
 from ckptkit.checkpoints.weights import OF_ONE, Weights, find_prefix, find_weights
 from ckptkit.errors import CkptError, Mismatch
+from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
-from ckptkit.layout import KeyPath, Layout, Spec
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor
 
 Config = Mapping[str, Any] | None
+_LIMIT = 1 << 20  # bytes of a file with a model's sizes
 
 
-def name_weights(found: Weights, config: Config, names: str, trainer: str | None) -> tuple[Weights, list[str]]:
+def name_weights(
+    found: Weights,
+    config: Config,
+    names: str,
+    trainer: str | None,
+    *,
+    table: Family | None = None,
+    rows: int | None = None,
+) -> tuple[Weights, list[str]]:
     """Return weights under the names of a family, or of the Hub, and words on it.
 
-    Raises `Mismatch` where a config.json is needed and none is there, or a tensor has no place in the family.
+    A `table` of one's own comes before those that are known; embedding and head get so many `rows`. Raises `Mismatch`
+    where a config.json is needed and none is there, or a tensor has no place in the family.
     """
-    change = None if names == KEEP else find_change(found, config, names, trainer)
-    if change is None:
+    change = find_change(found, config, names, trainer, table, rows)
+    if change is None and rows is None:
         return found, []
-    here, there, turn = change
     layout = locate(unpack(found.layout))
-    made = turn_in(layout, turn)
-    if there is None and config is not None:
+    made = turn_in(layout, with_rows(change, rows))
+    if change is not None and change.there is None and config is not None:
         check_complete(made.tensors, Sizes(config), layout.root)
     came_from = {
         new: " + ".join(dict.fromkeys(found.came_from[old] for old in olds)) for new, olds in made.came_from.items()
     }
     named = replace(layout, tensors=made.tensors, blobs={}, keys={}, twins={})
-    return replace(found, layout=named, came_from=came_from), describe(here, there, layout, made)
+    return replace(found, layout=named, came_from=came_from), remarks(found.layout, change, made, config, rows)
 
 
-def name_training(layout: Layout, config: Config, names: str, trainer: str | None) -> tuple[Layout, list[str]]:
-    """Return a checkpoint whose parameters have the names of a family, in the optimizer too, and words on it."""
-    if names == KEEP:
+def name_training(
+    layout: Layout,
+    config: Config,
+    names: str,
+    trainer: str | None,
+    *,
+    table: Family | None = None,
+    rows: int | None = None,
+) -> tuple[Layout, list[str]]:
+    """Return a checkpoint whose parameters have the names of a family, in the optimizer too, and words on it.
+
+    For `table` and `rows` see `name_weights`.
+    """
+    weights = find_weights(layout)
+    change = find_change(weights, config, names, trainer, table, rows)
+    if change is None and rows is None:
         return layout, []
-    change = find_change(find_weights(layout), config, names, trainer)
-    if change is None:
-        return layout, []
-    here, there, turn = change
     layout = locate(unpack(layout))
-    found = find_weights(layout)
     try:
-        named, made = translate_training(layout, found, find_prefix(layout), turn)
+        turn = with_rows(change, rows)
+        named, made = translate_training(layout, find_weights(layout), find_prefix(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.root) from None
-    notes = describe(here, there, found.layout, made)
-    left = {name for name in named.blobs if here is not None and is_dropped(here, named.key(name))}
+    notes = remarks(weights.layout, change, made, config, rows)
+    left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
     if left:
         notes.append(f"left out {len(left)} entries of layers as they were called before, such as `{min(left)}`")
     return edits.select(named, lambda name: name not in left), notes
 
 
-def is_dropped(family: Family, key: KeyPath) -> bool:
+def is_dropped(family: Family | None, key: KeyPath) -> bool:
     """Return whether an entry that is no tensor belongs to a layer of a family, and means nothing by other names."""
-    return family.drops_name(str(key[-1]).partition(OF_ONE)[0])
+    return family is not None and family.drops_name(str(key[-1]).partition(OF_ONE)[0])
+
+
+class Change(NamedTuple):
+    """The family that weights are of, the one that is asked for, and the way between. One that is None is the Hub."""
+
+    here: Family | None
+    there: Family | None
+    turn: Turn
 
 
 def find_change(
-    found: Weights, config: Config, names: str, trainer: str | None
-) -> tuple[Family | None, Family | None, Turn] | None:
-    """Return the family that weights are of, the one that is asked for and the way between; None if they are the same.
-
-    A family that is None is the Hub.
-    """
+    found: Weights, config: Config, names: str, trainer: str | None, table: Family | None, rows: int | None
+) -> Change | None:
+    """Return what is to be changed of names; None if nothing is."""
+    if names == KEEP:
+        return None
     weights = found.layout
-    here, there = family_of(weights.tensors, trainer), get_family(names)
+    model_type = Sizes(config or {}).model_type
+    here = family_of(weights.shapes, trainer, model_type, lambda name: is_there(weights.root / name))
+    if table is not None and names == table.name:
+        there: Family | None = table
+    else:
+        there = get_family(names)
+        here = here if table is None else in_front(table, here)
     if here is there:
         return None
-    if config is None:
+    config = read_sizes(weights.root, here) if config is None and here is not None else config
+    if config is None and table is None:
         whose = " and ".join(family.name for family in (here, there) if family)
         message = f"how names of {whose} and of the Hub become each other, config.json says, and none is here"
         hint = "give --base MODEL, with the config.json of this architecture, or leave the names with --names keep"
         raise Mismatch(message, path=weights.root, tensor=next(iter(weights.tensors)), hint=hint)
-    sizes = Sizes(config)
+    sizes = Sizes(config or {} if rows is None else with_vocabulary(config or {}, rows))
     if here is not None:
         try:
             here.check(found.whole, sizes)
         except CkptError as error:
             raise error.blame(path=weights.root) from None
-    return here, there, turn_between(here, there, sizes)
+    return Change(here, there, turn_between(here, there, sizes))
+
+
+def read_sizes(root: Path, family: Family) -> Config:
+    """Return what a family's own file beside the weights says of a model's sizes, as a config.json would; or None."""
+    path = root / family.sizes_file
+    if not family.sizes_file or not is_there(path):
+        return None
+    found = parse_json(read_small(path, _LIMIT), path)
+    return family.config_of(found if isinstance(found, dict) else {})
+
+
+def with_rows(change: Change | None, rows: int | None) -> Turn:
+    """Return the function that makes the change, and gives embedding and head so many rows."""
+    turn = Translated.of if change is None else change.turn
+    if rows is None:
+        return turn
+
+    def resized(tensors: Mapping[str, StoredTensor]) -> Translated:
+        made = turn(tensors)
+        return replace(made, tensors=resize(made.tensors, rows))
+
+    return resized
 
 
 def turn_in(layout: Layout, turn: Turn) -> Translated:
@@ -101,14 +160,30 @@ def turn_in(layout: Layout, turn: Turn) -> Translated:
         raise error.blame(path=layout.root) from None
 
 
-def describe(here: Family | None, there: Family | None, before: Layout, made: Translated) -> list[str]:
+def remarks(before: Layout, change: Change | None, made: Translated, config: Config, rows: int | None) -> list[str]:
+    """Return what there is to say of new names and rows. Raises `Mismatch` for rows that config.json contradicts."""
+    notes = []
+    try:
+        if rows is not None:
+            there = require_one_size(before.tensors)
+            what = f"the last {there - rows} are left out" if there > rows else f"{rows - there} of zeros are added"
+            notes.append(f"the vocabulary has {rows} rows, where there were {there}: {what}")
+        else:
+            notes += [describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, made)]
+            if config is not None:
+                check_rows(made.tensors, config)
+    except CkptError as error:
+        raise error.blame(path=before.root) from None
+    return [*notes, *(describe(change, made) if change else [])]
+
+
+def describe(change: Change, made: Translated) -> list[str]:
     """Return what there is to say of new names."""
-    count = len({old for olds in made.came_from.values() for old in olds})
-    one, other = (family.name if family else "the Hub" for family in (here, there))
-    notes = [f"{count} tensors as {one} calls them became {len(made.came_from)} as {other} does"]
+    before = len({old for olds in made.came_from.values() for old in olds})
+    one, other = (family.name if family else "the Hub" for family in (change.here, change.there))
+    notes = [f"{before} tensors as {one} calls them became {len(made.came_from)} as {other} does"]
     if made.unplaced:
         notes.append(f"left out {len(made.unplaced)} that {other} has not, such as `{made.unplaced[0]}`")
-    notes += [describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, made)]
     return notes
 
 

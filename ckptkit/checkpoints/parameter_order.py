@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptkit.checkpoints.companions import find_config
 from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied
+from ckptkit.checkpoints.model_shapes import build_shapes
 from ckptkit.checkpoints.optimizer_keys import Optimizer, names_of
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import find_prefix, find_weights
@@ -20,8 +21,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.tensors.box import Shape
 
-_IN_ORDER = "pt"  # the format that keeps the order of a state dict
-_MOST_EXPERTS = 1024
+_IN_ORDER = ("pt", "pt_shards")  # the formats that keep the order of a state dict
 
 
 def find_names(model: Part, layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
@@ -44,7 +44,7 @@ def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict
     names = {name: ".".join(map(str, layout.key(name)[above:])) for name in first.values()}
     tensors = {own: layout.tensors[name] for name, own in names.items()}
     shapes = {name: tensor.spec.shape for name, tensor in tensors.items() if tensor.spec.dtype.kind == "float"}
-    if layout.format == _IN_ORDER and is_order_of_modules(shapes):
+    if layout.format in _IN_ORDER and is_order_of_modules(shapes):
         return shapes
     order = order_by_config(shapes, config)
     return {name: shapes[name] for name in order if name in shapes}
@@ -105,42 +105,3 @@ def order_by_config(shapes: Mapping[str, Shape], config: Mapping[str, Any] | Non
         name = min([*missing, *wrong], default=None)
         raise Unsupported("config.json calls for other tensors: it does not tell the order of these", tensor=name)
     return expected
-
-
-def build_shapes(config: Mapping[str, Any], most_layers: int) -> dict[str, Shape]:
-    """Return the shapes of the parameters of a model that transformers builds by a config, without memory for it.
-
-    Raises `Unsupported` without transformers, and for a model that it does not know. Code of the model's own is not
-    run.
-    """
-    model_type = config.get("model_type")
-    hint = "known without transformers are Llama and its like"
-    try:
-        import torch
-        import transformers
-    except ImportError:
-        raise Unsupported(f"the order of parameters of a `{model_type}` is not known here", hint=hint) from None
-    architecture = (config.get("architectures") or [None])[0]
-    if not is_modest(config, most_layers):
-        raise Unsupported(f"config.json calls for more layers than there are tensors, {most_layers}")
-    try:
-        known = transformers.AutoConfig.for_model(**config)
-        with torch.device("meta"):
-            model = getattr(transformers, str(architecture))._from_config(known)
-    except Exception as error:  # transformers' own model code may raise anything
-        message = f"transformers builds no `{architecture}` of type `{model_type}`"
-        raise Unsupported(message, hint=hint) from error
-    return {name: tuple(each.shape) for name, each in model.named_parameters()}
-
-
-def is_modest(config: Mapping[str, Any], most_layers: int) -> bool:
-    """Return whether a config of a stranger's calls for a model that can be built in no time, however it nests."""
-    waiting = [config]
-    while waiting:
-        for name, value in waiting.pop().items():
-            if isinstance(value, dict):
-                waiting.append(value)
-            most = most_layers if "layer" in name else _MOST_EXPERTS if "expert" in name else None
-            if most is not None and type(value) is int and value > most:
-                return False
-    return True

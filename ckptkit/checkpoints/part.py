@@ -25,7 +25,8 @@ class Part:
     """A directory or file of a checkpoint in one format. `place` is its name in the checkpoint, "" for all of it.
 
     With `under` it is a file beside the model's, and its entries belong under these keys, joined by dots; under none if
-    that is "". One that `takes_twins` has the rounded copies in the place of the tensors that have them.
+    that is "". One that `takes_twins` has the rounded copies in the place of the tensors that have them. The model's
+    config.json lies in `base`, if not with it.
     """
 
     place: str
@@ -33,6 +34,7 @@ class Part:
     reader: Reader
     under: str | None = None
     takes_twins: bool = False
+    base: str | None = None
 
     @property
     def is_model(self) -> bool:
@@ -52,7 +54,7 @@ class Part:
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
         with translate_os_errors(self.path):
-            layout = unflatten_parameters(self.reader.read(self.path), self.path)
+            layout = unflatten_parameters(self.reader.read(self.path), self.path, self.base)
         if self.under:
             layout = edits.nest(layout, tuple(self.under.split(".")))
         if self.takes_twins:
@@ -103,7 +105,7 @@ def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
         return tensor
     (chunk,) = tensor.chunks
     is_plain = chunk.wrapper is None and chunk.strides is None and chunk.dtype == tensor.spec.dtype
-    if chunk.crc32 is not None or not is_plain or chunk.box != whole(tensor.spec.shape):
+    if chunk.crc32 is not None or chunk.run is not None or not is_plain or chunk.box != whole(tensor.spec.shape):
         return tensor
     return replace(tensor, chunks=(chunk._replace(crc32=crc),))
 

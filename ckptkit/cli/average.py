@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import OPTIONS, Out, To, asked, show
+from ckptkit.cli.conversion import OPTIONS, Out, To, asked, parse_weights, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
-from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys"))
+@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "merge", "adapter_config"))
 def average(
     sources: Annotated[
         list[Path],
@@ -47,11 +46,3 @@ def average(
     with progress_bar("averaging") as progress:
         done = run(sources, out, weights=parse_weights(weights), last=last, to=to, **asked(options), progress=progress)
     show(done.source, done, "averaged", json=json)
-
-
-def parse_weights(text: str) -> list[float]:
-    """Return the numbers in `0.5,0.3,0.2`."""
-    try:
-        return [float(number) for number in text.split(",")] if text else []
-    except ValueError:
-        raise Usage(f"`{text}` are no weights", hint="write them like 0.5,0.3,0.2") from None

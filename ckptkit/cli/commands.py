@@ -27,6 +27,7 @@ COMMANDS = {
     "unpin": "pin",
     "stats": "stats",
     "average": "average",
+    "merge": "merge",
     "report": "report",
     "push": "push",
     "pull": "pull",

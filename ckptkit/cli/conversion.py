@@ -12,6 +12,7 @@ import typer
 from ckptkit.checkpoints.weights import LeftOut
 from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
 from ckptkit.cli.settings import described, given
+from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.ops.conversion.options import RANK, ConvertOptions
@@ -182,3 +183,11 @@ def checked(done: Converted) -> str:
     if not done.checked_bytes:
         return f"the source has no CRC-32 to compare its {others} with"
     return f"{compared} of the source compared with its CRC-32; {others} have none"
+
+
+def parse_weights(text: str) -> list[float]:
+    """Return the numbers in `0.5,0.3,0.2`."""
+    try:
+        return [float(number) for number in text.split(",")] if text else []
+    except ValueError:
+        raise Usage(f"`{text}` are no weights", hint="write them like 0.5,0.3,0.2") from None

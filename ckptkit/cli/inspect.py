@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from ckptkit.pictures.numbers import format_bytes, format_count
 if TYPE_CHECKING:
     from ckptkit.layout import StoredTensor
     from ckptkit.ops.inspect import Inspected
+    from ckptkit.ops.inspection.adapters import InspectedAdapter
     from ckptkit.ops.inspection.groups import Group
 
 _MOST_KEYS = 8
@@ -75,10 +77,17 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
             found, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"
         ),
         "producer": found.trainer,  # as it was called before
+        "adapters": [adapter_json(adapter) for adapter in found.adapters],
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
     }
+
+
+def adapter_json(adapter: InspectedAdapter) -> dict[str, Any]:
+    """Return an adapter in the result."""
+    facts = ("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes", "base")
+    return pick(adapter, *facts, "has_base") | {"config": None if adapter.config is None else str(adapter.config)}
 
 
 def group_json(group: Group) -> dict[str, Any]:
@@ -118,10 +127,34 @@ def report(found: Inspected, asked: Path) -> None:
     print_table(rows, ("", "entries", "size", "dtypes", "under"))
     if found.optimizer_keys == "ids":
         say("the optimizer numbers its parameters")
+    for adapter in found.adapters:
+        say(describe_adapter(adapter))
     for tie in found.ties:
         say(f"tied: {' = '.join(tie)}")
     for fault in found.unread:
         note(f"warning: a part cannot be read: {fault}")
+
+
+def describe_adapter(adapter: InspectedAdapter) -> str:
+    """Return an adapter in a line."""
+    rank = " to ".join(map(str, dict.fromkeys((adapter.rows[0], adapter.rows[-1])))) if adapter.rows else "unknown"
+    alpha = "no adapter_config.json says alpha" if adapter.config is None else f"alpha {adapter.alpha}"
+    facts = [
+        f"{adapter.method} of rank {rank}, {alpha}",
+        f"on {some(adapter.targets)} ({count(adapter.modules, 'module')})",
+    ]
+    if adapter.replaced:
+        facts.append(f"with a trained {some(adapter.replaced)}")
+    if adapter.has_base:
+        facts.append("its base beside it")
+    elif adapter.base:
+        facts.append(f"of {adapter.base}")
+    return f"adapter {adapter.name}: {', '.join(facts)}; {count_parameters(adapter.parameters)}"
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few of some names."""
+    return ", ".join(names[:_MOST_KEYS]) + (", ..." if names[_MOST_KEYS:] else "")
 
 
 def describe(group: Group) -> tuple[str, str]:

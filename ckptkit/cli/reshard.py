@@ -12,8 +12,10 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_local, to_path
 
+_OTHERS = ("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config")
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict"))
+
+@with_options(OPTIONS, leave_out=_OTHERS)
 def reshard(
     to: Annotated[int, typer.Option(min=1, metavar="N", help="The number of ranks.")],
     src: Annotated[

@@ -7,21 +7,29 @@ from typing import NamedTuple
 
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.layout import Chunk
-from ckptkit.plan import Copy, Plan, Target
+from ckptkit.plan import Copy, Plan, Region, Target, same
 from ckptkit.tensors.blocks import cut, span_of
 from ckptkit.tensors.box import Box, BoxIndex
 
-Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box that it shares with a block
+Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box that it shares with an input
 
-_WORKING = 4  # times the bytes of its elements that a combination has at hand, in a core's cache
+_WORKING = 4  # times the bytes of its elements that a recipe has at hand, in a core's cache
+
+
+class Input(NamedTuple):
+    """A box of a tensor of the source of this number, and the parts of its chunks that tile it."""
+
+    source: int
+    box: Box
+    parts: Parts
 
 
 class Block(NamedTuple):
-    """A run of a target's chunk, made at once: a box of it, and the parts of each source that it is made of."""
+    """A run of a target's chunk, made at once: a box of it, and the inputs that it is made of."""
 
     target: Target
     box: Box
-    parts: tuple[Parts, ...]
+    inputs: tuple[Input, ...]
 
     @property
     def start(self) -> int:
@@ -34,6 +42,20 @@ class Block(NamedTuple):
         return self.box.numel * self.target.chunk.dtype.itemsize
 
 
+class Wanted(NamedTuple):
+    """One of the inputs of all blocks of a target: the source, the box of it that a block needs, and what has that."""
+
+    source: int
+    region: Region
+    copies: tuple[Copy, ...]
+    boxes: BoxIndex
+
+    def of(self, box: Box) -> Input:
+        """Return the input of the block that is this box of the target."""
+        region = self.region(box)
+        return Input(self.source, region, tuple((self.copies[i].src, part) for i, part in self.boxes.meeting(region)))
+
+
 def blocks(plan: Plan) -> Iterator[Block]:
     """Yield the blocks of a plan in the order of its targets, each of at most `BLOCK_BYTES`."""
     for target in plan.targets:
@@ -42,22 +64,35 @@ def blocks(plan: Plan) -> Iterator[Block]:
 
 def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
     """Yield the blocks of one target in the order of its bytes, small enough for elements of `itemsize` bytes too."""
-    by_source = [target.copies] if not plan.others else split(target.copies, len(plan.sources))
-    indices = [(copies, BoxIndex([copy.region for copy in copies])) for copies in by_source]
-    for box in cut(target.chunk.box, BLOCK_BYTES // max(itemsize, width(plan, target))):
-        parts = (tuple((copies[i].src, shared) for i, shared in index.meeting(box)) for copies, index in indices)
-        yield Block(target, box, tuple(parts))
+    wanted = wanted_of(target, len(plan.sources))
+    for box in cut(target.chunk.box, BLOCK_BYTES // max(itemsize, width(target))):
+        yield Block(target, box, tuple(one.of(box) for one in wanted))
+
+
+def wanted_of(target: Target, sources: int) -> list[Wanted]:
+    """Return the inputs of the blocks of a target: the operands of its recipe, or its own box in each source."""
+    if target.recipe is None:
+        groups = [target.copies] if sources == 1 else split(target.copies, sources)
+        return [wanted(copies[0].source, same, copies) for copies in groups if copies]
+    operands = target.recipe.operands
+    pairs = zip(operands, split(target.copies, len(operands)), strict=True)
+    return [wanted(operand.source, operand.region, copies) for operand, copies in pairs]
+
+
+def wanted(source: int, region: Region, copies: tuple[Copy, ...]) -> Wanted:
+    """Return one of the inputs of a target."""
+    return Wanted(source, region, copies, BoxIndex([copy.region for copy in copies]))
 
 
 def split(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
-    """Return the copies from each of `count` sources."""
-    return [tuple(copy for copy in copies if copy.source == number) for number in range(count)]
+    """Return the copies of each of `count` inputs."""
+    return [tuple(copy for copy in copies if copy.operand == number) for number in range(count)]
 
 
-def width(plan: Plan, target: Target) -> int:
+def width(target: Target) -> int:
     """Return the bytes that an element of a target takes at most while it is made."""
     dtype = target.chunk.dtype
     stored = max(dtype.itemsize, *(copy.src.dtype.itemsize for copy in target.copies))
-    if plan.combination is None:
+    if target.recipe is None:
         return stored
-    return _WORKING * max(stored, plan.combination.reads_as(dtype).itemsize)
+    return _WORKING * max(stored, *(operand.dtype.itemsize for operand in target.recipe.operands))

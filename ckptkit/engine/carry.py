@@ -9,7 +9,7 @@ from ckptkit.engine.blocks import Block
 from ckptkit.engine.gather import STEP_BYTES
 from ckptkit.engine.visit import Worker
 from ckptkit.files.crc32 import combine, crc32
-from ckptkit.layout import Chunk, Piece
+from ckptkit.layout import ZEROS, Chunk, Piece
 from ckptkit.tensors.blocks import span_of
 
 Run = tuple[int, Chunk, int, int]  # where in the block, of which chunk, where in that, and how long; in bytes
@@ -35,14 +35,14 @@ def carry(worker: Worker, block: Block) -> int | None:
 
 def runs_of(block: Block) -> list[Run] | None:
     """Return the runs of bytes that a block is made of, in order; None if it is to be gathered."""
-    (parts,) = block.parts
+    parts = block.inputs[0].parts
     dtype = block.target.chunk.dtype
     if (len(parts) - 1) * STEP_BYTES > block.nbytes:
         return None
     runs: list[Run] = []
     for chunk, part in parts:
         here, there = span_of(part, block.box, None), span_of(part, chunk.box, chunk.strides)
-        if not (here.is_run and there.is_run and chunk.dtype == dtype):
+        if not (here.is_run and there.is_run and chunk.dtype == dtype) or chunk.path == ZEROS:
             return None
         runs.append((here.start * dtype.itemsize, chunk, there.start * dtype.itemsize, here.length * dtype.itemsize))
     return sorted(runs)

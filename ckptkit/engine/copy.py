@@ -23,7 +23,7 @@ from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import crc32
 from ckptkit.layout import Place
-from ckptkit.plan import Plan
+from ckptkit.plan import Plan, Recipe
 
 Progress = Callable[[int], None]
 
@@ -95,12 +95,13 @@ def copy_unit(
     ledger = Ledger()
 
     def make(worker: Worker, block: Block) -> tuple[int, bool]:
-        carried = carry(worker, block) if plan.combination is None else None
+        recipe = block.target.recipe
+        carried = carry(worker, block) if recipe is None else None
         if carried is not None:
             return carried, False
-        data, is_noted = (worker.read(block), False) if plan.combination is None else combine(plan, worker, block)
+        data, is_noted = (worker.read(block), False) if recipe is None else cook(recipe, worker, block)
         worker.write(block, data)
-        return checksum(plan, block, worker.pieces, data), is_noted
+        return checksum(block, worker.pieces, data), is_noted
 
     def note(block: Block, made: tuple[int, bool], pieces: Pieces) -> None:
         crc, is_noted = made
@@ -117,17 +118,16 @@ def copy_unit(
     return ledger
 
 
-def combine(plan: Plan, worker: Worker, block: Block) -> tuple[memoryview, bool]:
-    """Return a block made of that of every source, and whether its tensor is worth a note."""
-    assert plan.combination is not None
-    dtype = block.target.chunk.dtype
-    reads_as = plan.combination.reads_as(dtype)
-    return plan.combination(dtype, [worker.read(block, number, reads_as) for number in range(len(plan.sources))])
+def cook(recipe: Recipe, worker: Worker, block: Block) -> tuple[memoryview, bool]:
+    """Return a block made of its inputs by a recipe, and whether its tensor is worth a note."""
+    operands = enumerate(recipe.operands)
+    inputs = [worker.operand(block, number, operand.dtype) for number, operand in operands]
+    return recipe(block.box, block.target.chunk.dtype, inputs)
 
 
-def checksum(plan: Plan, block: Block, pieces: Pieces, data: memoryview) -> int:
+def checksum(block: Block, pieces: Pieces, data: memoryview) -> int:
     """Return the CRC-32 of a finished block: that of the one piece that it was read in, if it still is that."""
-    if plan.combination is None and len(block.parts[0]) == len(pieces[0]) == 1:
+    if block.target.recipe is None and len(block.inputs[0].parts) == len(pieces[0]) == 1:
         piece = pieces[0][0]
         is_as_it_lay = piece.chunk.strides is None and piece.chunk.dtype == block.target.chunk.dtype
         if is_as_it_lay and piece.length == block.nbytes:
@@ -177,7 +177,6 @@ def scrub(sources: Sources, jobs: int | None) -> None:
     """Read what was not read in order of the runs that have a CRC-32, to compare them."""
 
     def look(worker: Worker, block: Block) -> None:
-        number = block.target.copies[0].source
-        worker.read(block, number)
+        worker.read(block)
 
     visit(sources.unfinished(), look, lambda _block, _seen, pieces: sources.note(pieces), jobs)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import Opened
 from ckptkit.files.path import RemotePath
-from ckptkit.layout import Chunk, Piece
+from ckptkit.layout import ZEROS, Chunk, Piece
 from ckptkit.tensors.blocks import span_of
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
@@ -57,7 +57,10 @@ class Gatherer:
         return pieces
 
     def read_into(self, chunk: Chunk, start: int, target: memoryview) -> Piece:
-        """Fill `target` with the chunk's bytes from `start`, as they lie."""
+        """Fill `target` with the chunk's bytes from `start`, as they lie, or with zeros."""
+        if chunk.path == ZEROS:
+            target[:] = bytes(len(target))
+            return Piece(chunk, start, len(target), crc32(target))
         file, offset = self.files[chunk.path], chunk.offset + start
         crc = 0
         for at in range(0, len(target), self.step):

@@ -7,11 +7,14 @@ not added up: they are those of the last source.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ckptkit.errors import Unsupported
+from ckptkit.layout import Spec
+from ckptkit.plan import Operand
+from ckptkit.tensors.box import Box
 from ckptkit.tensors.casting import cast
 from ckptkit.tensors.dtypes import DTYPES, DType
 
@@ -19,16 +22,14 @@ _WIDE = DTYPES["float64"]
 
 
 class Mean:
-    """The combination of sources that is their mean by `weights`, one for each."""
+    """The recipe of a tensor that is the mean by `weights`, one for each source, of those of its name."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(self, name: str, dtype: DType, weights: Sequence[float]) -> None:
+        reads_as = _WIDE if dtype.kind == "float" else dtype
+        self.operands = tuple(Operand(number, name, reads_as) for number in range(len(weights)))
         self._weights = weights
 
-    def reads_as(self, dtype: DType) -> DType:
-        """Return float64 for floats, and any other dtype as it is."""
-        return _WIDE if dtype.kind == "float" else dtype
-
-    def __call__(self, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the mean as `dtype`, or the last source's elements, with True if those of others differ.
 
         Raises `Unsupported` for elements that differ and have no mean.
@@ -36,6 +37,11 @@ class Mean:
         if dtype.kind == "float":
             return mean(dtype, blocks, self._weights), False
         return last(dtype, blocks)
+
+
+def means(specs: Mapping[str, Spec], weights: Sequence[float]) -> dict[str, Mean]:
+    """Return the recipe of each tensor that is the mean of those of its name."""
+    return {name: Mean(name, spec.dtype, weights) for name, spec in specs.items()}
 
 
 def mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -> memoryview:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptkit.collector import collector_paused
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
-from ckptkit.layout import Chunk, Piece, Place
+from ckptkit.layout import ZEROS, Chunk, Piece, Place
 from ckptkit.plan import Copy, Plan, Target, in_order, itself
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
@@ -28,7 +28,8 @@ class Sources:
     @collector_paused()
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
-        runs = {source_place(copy): (target.name, copy.src) for target in plan.targets for copy in target.copies}
+        copies = ((name_of(target, copy), copy) for target in plan.targets for copy in target.copies)
+        runs = {source_place(copy): (name, copy.src) for name, copy in copies if copy.src.path != ZEROS}
         self._waiting = {place: run for place, run in runs.items() if run[1].crc32 is not None}
         self._read = ledger.read
         self._asked = count_asked(plan, runs)
@@ -77,7 +78,7 @@ class Sources:
         A run of which much was not asked for, since it has other chunks, is left.
         """
         targets = (target for place, run in self._waiting.items() for target in self._rest(place, *run))
-        return replace(self._plan, targets=in_order(targets), combination=None)
+        return replace(self._plan, targets=in_order(targets))
 
     def _rest(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
         """Yield what was not read in order of a run."""
@@ -93,12 +94,17 @@ def count_asked(plan: Plan, runs: Mapping[SourcePlace, tuple[str, Chunk]]) -> Co
     """Return the bytes of each run that are asked for: of a chunk by itself all, of one with others those read."""
     asked: Counter[SourcePlace] = Counter()
     for copy in plan.copies:
-        if copy.src.run is not None:
+        if copy.src.run is not None and copy.src.path != ZEROS:
             asked[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
     for place, (_, chunk) in runs.items():
         _, length = chunk.bytes
         asked[place] = length if chunk.run is None else min(length, asked[place])
     return asked
+
+
+def name_of(target: Target, copy: Copy) -> str:
+    """Return the name of the tensor that a copy for a target is of."""
+    return target.name if target.recipe is None else target.recipe.operands[copy.operand].name
 
 
 def source_place(copy: Copy) -> SourcePlace:

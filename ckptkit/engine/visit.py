@@ -18,6 +18,7 @@ from ckptkit.errors import CkptError, Report, refuse
 from ckptkit.files.file import Opened
 from ckptkit.layout import Piece
 from ckptkit.plan import Plan
+from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
 Seen = TypeVar("Seen")
@@ -25,12 +26,13 @@ Pieces = Sequence[Sequence[Piece]]  # what was read of each source in one piece
 
 
 class Worker:
-    """The open files of one thread, and a buffer for each source, which it keeps from block to block."""
+    """The open files of one thread, and a buffer for each input of a block, which it keeps from block to block."""
 
     def __init__(self, plan: Plan) -> None:
         self.sources = [Gatherer(layout.root) for layout in plan.sources]
         self.pieces: list[list[Piece]] = [[] for _ in self.sources]  # read for the block at hand
-        self._buffers: list[memoryview | None] = [None for _ in self.sources]
+        self._buffers: dict[int, memoryview] = {}
+        self._held: dict[int, tuple[str, Box]] = {}  # of operands: the target and the box that is in the buffer
         self.files = Opened(plan.dst.root, writable=True)
 
     def __enter__(self) -> Self:
@@ -42,25 +44,36 @@ class Worker:
             for source in self.sources:
                 closing.callback(source.close)
 
-    def buffer(self, nbytes: int, source: int = 0) -> memoryview:
-        """Return the first bytes of the buffer of a source."""
-        whole = self._buffers[source]
-        if whole is None:
-            whole = self._buffers[source] = memoryview(bytearray(BLOCK_BYTES))
-        return whole[:nbytes]
+    def buffer(self, nbytes: int, number: int = 0) -> memoryview:
+        """Return the first bytes of the buffer of an input: a block's worth, or as many as are asked for."""
+        if len(self._buffers.get(number, b"")) < max(nbytes, 1):
+            self._buffers[number] = memoryview(bytearray(max(nbytes, BLOCK_BYTES)))
+        return self._buffers[number][:nbytes]
 
     def read(
-        self, block: Block, source: int = 0, dtype: DType | None = None, out: memoryview | None = None
+        self, block: Block, number: int = 0, dtype: DType | None = None, out: memoryview | None = None
     ) -> memoryview:
-        """Return the elements of a block as a source has them: row-major, as `dtype`, or as the target stores them.
+        """Return the elements of an input of a block: row-major, as `dtype`, or as the target stores them.
 
-        They are in `out`, or else in the buffer of the source until it is read from again.
+        They are in `out`, or else in the buffer of the input until it is read into again.
         """
-        dtype = dtype or block.target.chunk.dtype
+        dtype, found = dtype or block.target.chunk.dtype, block.inputs[number]
         if out is None:
-            out = self.buffer(block.box.numel * dtype.itemsize, source)
-        self.pieces[source] = self.sources[source].fill(block.parts[source], block.box, dtype, out)
+            out = self.buffer(found.box.numel * dtype.itemsize, number)
+        self.pieces[found.source] = self.sources[found.source].fill(found.parts, found.box, dtype, out)
         return out
+
+    def operand(self, block: Block, number: int, dtype: DType) -> memoryview:
+        """Return an input of a block as `dtype`; not read again if the block before of this target had the same."""
+        found = block.inputs[number]
+        if self._held.get(number) == (block.target.name, found.box):
+            return self.buffer(found.box.numel * dtype.itemsize, number)
+        self._held.pop(number, None)
+        before = self.pieces[found.source]
+        data = self.read(block, number, dtype)
+        self.pieces[found.source] = before + self.pieces[found.source]
+        self._held[number] = block.target.name, found.box
+        return data
 
     def write(self, block: Block, data: memoryview) -> None:
         """Write a block to where it belongs in the destination."""

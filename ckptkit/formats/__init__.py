@@ -96,6 +96,11 @@ FORMATS = {
         r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
         is_written=True,
     ),
+    "pt_shards": Known(
+        "ckptkit.formats.pt_shards.format:PtShards",
+        "torch.save, several files and their index",
+        r".*\.(bin|pt|pth)\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.(bin|pt|pth)",
+    ),
     "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 

@@ -84,6 +84,10 @@ class Writer(Reader, Protocol):
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """Return the files for the tensors and blobs of `wanted`: final names and sizes, all but the data."""
 
+    def remarks(self, wanted: Layout) -> Iterable[str]:  # noqa: ARG002 - most have nothing to say
+        """Return in words how what `arrange` makes of `wanted` is of another kind than that."""
+        return ()
+
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:  # noqa: ARG002
         """Return what is to be written, by file, when the data is there: `checksums` has the CRC-32 of each chunk."""
         return ()

@@ -15,6 +15,7 @@ from ckptkit.collector import collector_paused
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
+from ckptkit.ops.inspection.adapters import InspectedAdapter, inspect_adapters
 from ckptkit.ops.inspection.groups import Group, bytes_by_dtype, group
 from ckptkit.ops.inspection.ties import Tie, find_ties
 
@@ -42,6 +43,7 @@ class Inspected:
     has_manifest: bool
     unread: tuple[str, ...]
     optimizer_keys: str | None = None
+    adapters: tuple[InspectedAdapter, ...] = ()
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -75,6 +77,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         model.has_manifest,
         unread,
         kind_of_keys(layout),
+        inspect_adapters(model),
     )
 
 

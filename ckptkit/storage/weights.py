@@ -56,7 +56,7 @@ def find_fitting(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
 
     Raises `Mismatch` unless they have the names and shapes of `tensors`.
     """
-    checkpoint, wanted = Checkpoint.open(path), family_of(tensors)
+    checkpoint, wanted = Checkpoint.open(path), family_of({name: tuple(one.shape) for name, one in tensors.items()})
     config, names = checkpoint.companions.config or config, wanted.name if wanted else HUB
     found, _ = name_weights(checkpoint.weights, config, names, checkpoint.trainer)
     layout = found.layout

@@ -10,7 +10,7 @@ import pytest
 
 from ckptkit.engine.compare import compare, fingerprints
 from ckptkit.engine.copy import execute
-from ckptkit.engine.mean import Mean
+from ckptkit.engine.mean import means
 from ckptkit.engine.read import read
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
@@ -26,7 +26,7 @@ Way = Callable[[Layout, Layout], object]  # into the engine, of a layout that ha
 WAYS: dict[str, Way] = {
     "copied from": lambda there, here: execute(make_plan(here, there)),
     "copied to": lambda there, here: execute(make_plan(there, here)),
-    "averaged": lambda there, here: execute(make_plan(there, there, [here], Mean([0.5, 0.5]))),
+    "averaged": lambda there, here: execute(make_plan(there, there, [here], means(there.specs, [0.5, 0.5]))),
     "compared": lambda there, here: compare(here, there),
     "compared with": compare,
     "fingerprints": lambda _, here: fingerprints(here),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptkit.engine.copy import copy, execute, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.mean import Mean
+from ckptkit.engine.mean import means
 from ckptkit.engine.shares import Share
 from ckptkit.engine.sources import Sources
 from ckptkit.errors import Corrupt, Unsupported
@@ -54,7 +54,7 @@ def source(root: Path, numbers: Numbers, dtype: DType, data: st.DataObject | Non
 
 def averaged(home: Path, sources: list[Layout], weights: list[float], dst: Layout, jobs: int = 1) -> bytes:
     """What the sources are averaged to, when all checksums have been compared."""
-    plan = make_plan(sources[0], dst, sources[1:], Mean(weights))
+    plan = make_plan(sources[0], dst, sources[1:], means(dst.specs, weights))
     told: list[int] = []
     done = execute(plan, jobs=jobs, progress=told.append)
     assert done.checked_bytes == sum(chunk.length for src in sources for chunk in src.tensors["t"].chunks)
@@ -105,7 +105,7 @@ def test_the_mean_of_the_same_is_the_same(dtype: str, data: st.DataObject) -> No
 def test_what_is_read_in_a_row_need_not_be_read_again(tmp_path: Path) -> None:
     sources = [source(tmp_path / f"src{i}", np.arange(90, dtype=np.float32), FLOAT32) for i in range(2)]
     dst = allocated(tmp_path / "dst", Spec(FLOAT32, (90,)), [whole((90,))])
-    plan = make_plan(sources[0], dst, sources[1:], Mean([0.5, 0.5]))
+    plan = make_plan(sources[0], dst, sources[1:], means(dst.specs, [0.5, 0.5]))
     assert Sources(plan, copy(plan)).unfinished().targets == ()
 
 
@@ -113,7 +113,7 @@ def test_integers_are_those_of_the_last(tmp_path: Path) -> None:
     kind = DTYPES["int32"]
     sources = [source(tmp_path / f"src{i}", np.arange(40, dtype=np.int32) + i // 2, kind) for i in range(3)]
     dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [whole((40,))])
-    ledger = copy(make_plan(sources[0], dst, sources[1:], Mean([1 / 3] * 3)))
+    ledger = copy(make_plan(sources[0], dst, sources[1:], means(dst.specs, [1 / 3] * 3)))
     assert ledger.noted == {"t"}
     assert contents(dst) == (np.arange(40, dtype=np.int32) + 1).tobytes()
 
@@ -123,7 +123,7 @@ def test_small_floats_that_differ_have_no_mean(tmp_path: Path) -> None:
     sources = [source(tmp_path / f"src{i}", np.full(40, i, np.uint8), kind) for i in range(2)]
     dst = allocated(tmp_path / "dst", Spec(kind, (40,)), [whole((40,))])
     with pytest.raises(Unsupported) as raised:
-        execute(make_plan(sources[0], dst, sources[1:], Mean([0.5, 0.5])))
+        execute(make_plan(sources[0], dst, sources[1:], means(dst.specs, [0.5, 0.5])))
     assert raised.value.tensor == "t"
 
 
@@ -133,7 +133,7 @@ def test_shares_of_a_mean_are_the_whole(tmp_path: Path, monkeypatch: pytest.Monk
     numbers = np.arange(300, dtype=np.int32)
     sources = [source(tmp_path / f"src{i}", numbers + i, DTYPES["int32"]) for i in range(2)]
     dst = allocated(tmp_path / "dst", Spec(DTYPES["int32"], (300,)), [whole((300,))])
-    plan = make_plan(sources[0], dst, sources[1:], Mean([0.5, 0.5]))
+    plan = make_plan(sources[0], dst, sources[1:], means(dst.specs, [0.5, 0.5]))
     for number in (2, 0, 1):
         copy(plan, Share(number, 3), Journal(tmp_path / f"{number}.jsonl"))
     ledger = Ledger()
@@ -163,7 +163,7 @@ def test_what_does_not_fit_the_dtype_names_the_tensor(tmp_path: Path) -> None:
     dst = allocated(tmp_path / "dst", Spec(DTYPES["float16"], (3,)), [whole((3,))])
     with pytest.raises(Unsupported) as raised:
         one, other = (src_as(src, "float16") for src in sources)
-        execute(make_plan(one, dst, [other], Mean([0.5, 0.5])))
+        execute(make_plan(one, dst, [other], means(dst.specs, [0.5, 0.5])))
     assert raised.value.tensor == "t"
 
 

@@ -1,7 +1,8 @@
-"""Bad inputs: files cut, lost, zeroed, flipped, and mixed with those of another save. Cases 1 to 7 and 11 to 20."""
+"""Bad inputs: files cut, lost, zeroed, flipped, and mixed with those of another save. Cases 1 to 7 and 11 to 21."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.faults.damage import (
     zero_all,
     zero_page,
 )
-from tests.faults.originals import original, produced
+from tests.faults.originals import original, produced, trained
 from tests.faults.subjects import OURS
 from tests.faults.tables import UNTOLD
 from tests.faults.trials import Bad, case, case_of
@@ -31,20 +32,52 @@ from tests.faults.trials import Bad, case, case_of
 METADATA, INDEX = ".metadata", "model.safetensors.index.json"
 Files = Sequence[tuple[str, str]]  # of each original one
 
-DIRECTORIES: Files = (("dcp", METADATA), ("indexed", INDEX))  # what says where the tensors are
 CHECKED: Files = (("dcp", "__1_0.distcp"), ("pt", "state.pt"))  # tensors, with their checksums
 UNCHECKED: Files = (
     ("shards", "shard-00002-model-00001-of-00001.safetensors"),
     ("hf", "model.safetensors"),
     ("indexed", "model-00002-of-00003.safetensors"),
 )
-DATA: Files = (*CHECKED, *UNCHECKED)
+SAVED: Files = (  # the same of trainers' ranks
+    ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("universal", "zero/head.weight/fp32.pt"),
+    ("fairscale", "best-shard1.pt"),
+    ("ranks", "model_world_size_2_rank_1.pt"),
+    ("items", "model_1.pt"),
+    ("bins", "pytorch_model-00002-of-00002.bin"),
+    ("megatron", "mp_rank_01/model_optim_rng.pt"),
+    ("meta", "consolidated.01.pth"),
+)
+RAW: Files = (("snapshot", "batched/1"), ("llmc", "state_00000001_00001.bin"))  # without checksums
+DESCRIBED: Files = (
+    *(("zero2", "mp_rank_00_model_states.pt"), ("zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt")),
+    *(("universal", "mp_rank_00_model_states.pt"), ("universal", "zero/optimizer_state.pt")),
+    ("bins", "pytorch_model.bin.index.json"),
+    *(("items", "metadata.pkl"), ("snapshot", ".snapshot_metadata"), ("llmc", "model_00000001.bin")),
+)
+# by which a rank, or what should be there, is named where the name of its file is not known
+WORDS = {
+    "zero2": ("file of model states",),
+    "universal": ("_states.pt",),
+    "fairscale": ("the ranks have",),
+    "ranks": ("of rank 1",),
+    "items": ("torch.save files",),
+    "megatron": ("mp_rank_01",),
+    "meta": ("the ranks' files",),
+    "snapshot": ("no checkpoint in any known format",),
+    "llmc": ("unfinished: model_00000001.bin", "no checkpoint in any known format"),
+}
+DIRECTORIES: Files = (("dcp", METADATA), ("indexed", INDEX), *DESCRIBED)  # what says where the tensors are
+DATA: Files = (*CHECKED, *UNCHECKED, *SAVED, *RAW)
+OF_RANKS = [(kind, file) for kind, file in (*SAVED, *RAW) if kind not in ("universal", "bins")]
+_RANK = re.compile(r"(rank_|shard|model_|mp_rank_0|consolidated\.0|batched/|_0000)1")
 PARTS = [(kind, file) for kind, file in DATA if kind not in ("hf", "pt")]  # files of several
 
 
 def in_each(name: str, damage: Callable[[str], Damage], files: Files = DATA) -> list[Bad]:
     """The same damage to a file of each original."""
-    return [Bad(f"{name}: {file}", kind, damage(file), (file,)) for kind, file in files]
+    return [Bad(f"{name}: {file}", kind, damage(file), (file, *WORDS.get(kind, ()))) for kind, file in files]
 
 
 def in_the_midst(damage: Callable[[str, int], Damage], unit: int = 1) -> Callable[[str], Damage]:
@@ -61,6 +94,39 @@ def without_checksums() -> Iterator[Bad]:
     """A checkpoint of which nothing can be checked, and nothing is wrong."""
     sound = produced(producers.no_crc)
     yield Bad("no checksums", "dcp", become(lambda: sound.root), truth=sound.truth, subjects=OURS)
+
+
+def of_three(kind: str) -> Callable[[], Path]:
+    """Where three ranks have saved the same, once it is asked for."""
+    return lambda: trained(kind, ranks=3).root
+
+
+def of_rank(file: str, rank: int) -> str:
+    """The file of another rank, by that of rank 1."""
+    return _RANK.sub(rf"\g<1>{rank}", file)
+
+
+def of_other_ranks() -> Iterator[Bad]:
+    """Files of three ranks among those of two: one more, or one in the place of another."""
+    for kind, file in OF_RANKS:
+        more, names = of_rank(file, 2), (file, "ranks", *WORDS.get(kind, ()))
+        if kind == "ranks":
+            yield Bad(f"{file} of three", kind, write(file.replace("size_2", "size_3"), b""), ("2 and 3 ranks",))
+        else:
+            yield Bad(f"{more} beside those of two", kind, take(of_three(kind), more), names)
+            yield Bad(f"{file} of three", kind, take(of_three(kind), file), names)
+
+
+def exchange(file: str) -> Damage:
+    """Let the files of the first two ranks have each other's names."""
+
+    def damage(root: Path) -> None:
+        first = of_rank(file, 0)
+        one, other = (root / first).read_bytes(), (root / file).read_bytes()
+        (root / first).write_bytes(other)
+        (root / file).write_bytes(one)
+
+    return damage
 
 
 def other_files(root: Path) -> None:
@@ -83,8 +149,14 @@ CASES: tuple[Case, ...] = (
             Bad("all gone", "dcp", remove("__0_0.distcp", "__1_0.distcp"), ("__0_0.distcp, __1_0.distcp", "__0_0")),
         ],
     ),
-    case("6", "data", "a bit flipped in tensor data", in_each("flip", FLIP, CHECKED)),
-    case("7", "data", "zeros in place of data", [*in_each("page", PAGE, CHECKED), *in_each("all", zero_all)]),
+    case("6", "data", "a bit flipped in tensor data", in_each("flip", FLIP, (*CHECKED, *SAVED))),
+    case(
+        *("7", "data", "zeros in place of data"),
+        [
+            *in_each("page", PAGE, (*CHECKED, *SAVED)),
+            *in_each("all", zero_all, [part for part in DATA if part[0] != "snapshot"]),
+        ],
+    ),
     case_of("11", "data", "saved without checksums", without_checksums),
     case(
         *("12-15", "meta", "what says where all is: missing, empty, cut, garbage"),
@@ -115,6 +187,7 @@ CASES: tuple[Case, ...] = (
             Bad("`.metadata` of another", "dcp", take(root_of("training"), METADATA), (".distcp", "optim.")),
         ],
     ),
+    case_of("19, 21", "mix", "files of another number of ranks", of_other_ranks),
     case(
         *("20", "mix", "an old `model.safetensors` beside new files"),
         [
@@ -124,8 +197,12 @@ CASES: tuple[Case, ...] = (
         ],
     ),
     case(
-        *("6, 7", UNTOLD, "a flip or zeros in safetensors, without a manifest"),
-        [*in_each("flip", FLIP, UNCHECKED), *in_each("page", PAGE, UNCHECKED)],
+        *("6, 7", UNTOLD, "a flip or zeros in safetensors or raw bytes, without a manifest"),
+        [
+            *in_each("flip", FLIP, (*UNCHECKED, *RAW)),
+            *in_each("page", PAGE, (*UNCHECKED, *RAW)),
+            *in_each("all", zero_all, RAW),
+        ],
     ),
     case(
         *("5", UNTOLD, "the file of the last rank, without a manifest"),
@@ -133,6 +210,14 @@ CASES: tuple[Case, ...] = (
     ),
     case(
         *("18", UNTOLD, "a file of another step, without a manifest"),
-        [Bad(f"{file} of another step", kind, take(root_of(f"{kind}-2"), file), (file,)) for kind, file in PARTS],
+        [
+            Bad(f"{file} of another step", kind, take(root_of(f"{kind}-2"), file), (file,))
+            for kind, file in PARTS
+            if kind != "llmc"  # whose files are named after the step
+        ],
+    ),
+    case(
+        *("21", UNTOLD, "ranks exchanged, without a manifest"),
+        [Bad(f"{file} exchanged", kind, exchange(file), (file,)) for kind, file in OF_RANKS],
     ),
 )

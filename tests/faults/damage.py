@@ -98,6 +98,7 @@ def take(source: Callable[[], Path], *names: str) -> Damage:
 
     def damage(root: Path) -> None:
         for name in names:
+            (root / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source() / name, root / name)
 
     return damage
@@ -127,9 +128,9 @@ def link_to(name: str, target: str) -> Damage:
         if place.exists():
             (root / name).unlink()
         else:
-            place.parent.mkdir(exist_ok=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
             (root / name).rename(place)
-        (root / name).symlink_to(target)
+        (root / name).symlink_to(os.path.relpath(place, (root / name).parent))
 
     return damage
 

@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from struct import pack
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from tests.faults.bad_inputs import METADATA
+from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.errors import CkptError
+from tests.faults.bad_inputs import DESCRIBED, METADATA, SAVED
 from tests.faults.cases import Case
 from tests.faults.damage import Damage, write
 from tests.faults.forged import forge
 from tests.faults.originals import ANYTHING, MODEL, original, weights
-from tests.faults.subjects import OURS
+from tests.faults.subjects import CONSOLIDATE, CONVERT, INSPECT, OURS, VERIFY
 from tests.faults.trials import Bad, canary_of, case_of
 from tests.faults.zips import be_archive
 
-ZERO = "mp_rank_00_model_states.pt"  # of a trainer's, beside which another file says nothing
+# of trainers
+PICKLED = [(kind, file) for kind, file in (*SAVED, *DESCRIBED) if file.endswith((".pt", ".pth", ".pkl", "2.bin"))]
 MEMORY = 512 << 20  # bytes
 SECONDS = 10.0  # a bomb would take minutes
 
@@ -142,6 +148,50 @@ def code_in_values() -> Iterator[Bad]:
     yield Bad("among tensors", "pt", save_pt(payload_among), ("state.pt",), truth=inside)
 
 
+def put_in(file: str, opcodes: bytes) -> Damage:
+    """Let the dict that a trainer's file holds have one more entry, made by these opcodes."""
+
+    def damage(root: Path) -> None:
+        with_pickle(root / file, lambda pickle: pickle[:-1] + b"X\x04\x00\x00\x00more" + opcodes[:-1] + b"s.")
+
+    return damage
+
+
+def with_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change what is pickled in a file: in an archive, or by itself."""
+    if not zipfile.is_zipfile(path):
+        path.write_bytes(change(path.read_bytes()))
+        return
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename.partition("/")[2]: archive.read(entry) for entry in archive.infolist()}
+    path.write_bytes(be_archive({**entries, "data.pkl": change(entries["data.pkl"])}))
+
+
+def code_in_files_of_ranks() -> Iterator[Bad]:
+    """The payload in each kind of file of trainers' ranks: it may be carried along as bytes, or refused."""
+    for kind, file in PICKLED:
+        for name in in_opcodes(Path()):
+
+            def damage(root: Path, file: str = file, name: str = name) -> None:
+                put_in(file, in_opcodes(root)[name])(root)
+
+            truth = {**dict.fromkeys(names_with(kind, damage), ANYTHING), **original(kind).truth}
+            # of an object that is given two states the second is carried, and torch makes nothing of it
+            subjects = (CONSOLIDATE, INSPECT, VERIFY, *(() if name == "BUILD" else (CONVERT,)))
+            yield Bad(f"{name} in {file}", kind, damage, (file,), truth=truth, subjects=subjects)
+
+
+def names_with(kind: str, damage: Damage) -> tuple[str, ...]:
+    """The names of all that is in a damaged checkpoint; none in one that is refused."""
+    with TemporaryDirectory() as place:
+        root = Path(shutil.copytree(original(kind).root, Path(place) / "checkpoint"))
+        damage(root)
+        try:
+            return open_layout(root).names
+        except CkptError:
+            return ()
+
+
 # -- that fill the memory ----------------------------------------------------------------------------------------------
 
 
@@ -176,12 +226,15 @@ def bombs() -> Iterator[Bad]:
         yield Bad(name, "dcp", write(METADATA, bomb), (METADATA,), **limits)
         archive = be_archive({"data.pkl": bomb, "byteorder": b"little", "version": b"3\n"})
         yield Bad(name, "pt", write("state.pt", archive), ("state.pt",), **limits)
-        yield Bad(name, "pt", write(ZERO, archive), (ZERO,), **limits, subjects=OURS)
+        for kind, file in PICKLED:
+            content = archive if file != "metadata.pkl" else bomb
+            yield Bad(f"{name} as {file}", kind, write(file, content), (file,), **limits, subjects=OURS)
         yield Bad(f"{name}, beside a model", "hf", write("optimizer.pt", archive), ("optimizer.pt",), **limits)
 
 
 CASES: tuple[Case, ...] = (
     case_of("30", "hostile", "code in `.metadata`", code_in_metadata),
     case_of("31", "hostile", "code in an entry, or in a file of torch.save", code_in_values),
+    case_of("31", "hostile", "code in trainers' files", code_in_files_of_ranks),
     case_of("32", "hostile", "pickles that would fill the memory", bombs),
 )

@@ -16,11 +16,11 @@ from tests.faults.outages import try_outages
 from tests.faults.points import Trouble, try_doubles, try_points
 from tests.faults.scenes import NEW, Scene
 from tests.faults.stage import make_sources, scenes
-from tests.faults.writings import COMMANDS, PEERS, SAVES, Writing
+from tests.faults.writings import COMMANDS, OWN_FORMATS, PEERS, SAVES, Writing
 
 Try = Callable[[Scene, int | None], Iterator[Seen]]
 
-_OURS = (*COMMANDS, *SAVES)
+_OURS = (*COMMANDS, *OWN_FORMATS, *SAVES)
 _FIRST = COMMANDS[:1]
 _SOME = 15  # points of a kind of trouble, where not every one is tried
 _FEW = 3  # in the fast share

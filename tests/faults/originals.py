@@ -22,7 +22,9 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWri
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from tests import producers
+from tests.faults.trained import MAKERS, named
 from tests.producers import Truth
 
 ANYTHING = object()  # stands for a value that is nobody's business
@@ -116,6 +118,10 @@ def _save_pt(home: Path, step: int, suffix: str = "") -> None:
     torch.save({MODEL: weights(step), "step": step}, root / "state.pt")
 
 
+def _save_ranks(root: Path, state: Truth, step: int) -> None:
+    MAKERS["ranks"](root, state, step, dist.get_world_size())
+
+
 @cache
 def home() -> Path:
     """Where the originals of this process lie, until it ends."""
@@ -131,12 +137,14 @@ def home() -> Path:
 
 
 def original(name: str) -> Original:
-    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed or pt.
+    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed, pt, or one of `trained`.
 
     "-2" after it is a later step of the same.
     """
     kind, _, later = name.partition("-")
     step = int(later or 1)
+    if kind in MAKERS:
+        return trained(kind, step)
     truth: dict[str, Any] = weights(step)
     if kind in ("dcp", "training", "pt"):
         truth = {f"{MODEL}.{key}": value for key, value in truth.items()}
@@ -148,6 +156,22 @@ def original(name: str) -> Original:
     if kind == "scalars":
         truth = with_scalar(truth)
     return Original(name, home() / name, truth)
+
+
+@cache
+def trained(kind: str, step: int = 1, ranks: int = 2) -> Original:
+    """A checkpoint as so many ranks of a trainer leave it."""
+    root = home() / f"{kind}-{step}-of-{ranks}"
+    state = {name: value.float() for name, value in weights(step).items()}
+    if kind == "ranks":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            producers.spawn(ranks, _save_ranks, root, state, step)
+        made = named(state)
+    else:
+        made = MAKERS[kind](root, state, step, ranks)
+    others = dict.fromkeys(open_layout(root).names, ANYTHING)
+    return Original(kind if step == 1 else f"{kind}-{step}", root, {**others, **made})
 
 
 def produced(producer: Callable[[Path], Truth]) -> Original:

@@ -19,8 +19,10 @@ from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
 from ckptkit.formats.dcp.format import Dcp
+from ckptkit.formats.deepspeed.experts import Experts, read_experts
 from ckptkit.formats.deepspeed.gathering import Gathering
 from ckptkit.formats.deepspeed.model_states import read_model_states
+from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.partitions import read_partition
 from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
 from ckptkit.formats.deepspeed.zero import parameters_of
@@ -107,16 +109,24 @@ def as_file(data: bytes) -> StateFile:
     return StateFile("file.pt", value, {"data.pkl": read_archive.Entry(0, len(data), 0), **storages})
 
 
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # what their names begin with
+
+
 def parse_partition(data: bytes, place: Path) -> object:
     """What a rank of ZeRO has of the optimizer, and the parameters in it."""
     partition = read_partition(as_file(data))
-    return list(parameters_of([{"up": (3, 4), "bias": (4,)}] * len(partition.groups), [partition], place))
+    is_of_experts = any(group.get("moe") for group in partition.settings)
+    above = f"{EXPERTS}0." if is_of_experts else ""
+    shapes = [{f"{above}up": (3, 4), f"{above}bias": (4,)}] * len(partition.groups)
+    experts = Experts((), {EXPERTS: 1}, None) if is_of_experts else None
+    return list(parameters_of(shapes, [partition], experts, place))
 
 
 def parse_model_states(data: bytes, _: Path) -> object:
     """Model states of DeepSpeed, with or without ZeRO."""
     model = read_model_states(as_file(data))
     put_unpartitioned(Gathering(), model)
+    read_experts(Path(), Files(), model)
     return model
 
 
@@ -237,7 +247,9 @@ def states_of_zero() -> dict[str, dict[str, Any]]:
     states = {i: {"exp_avg": torch.zeros_like(value)} for i, value in enumerate(module.values())}
     torchs = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     alone = {"optimizer_state_dict": torchs, "fp32_groups": [list(module.values())]}
+    of_experts = {"state": {0: flat}, "param_groups": [{**group, "moe": True, "name": "ep_size_1"}]}
     return {
+        "experts": {"optimizer_state_dict": {**second, "base_optimizer_state": of_experts}},
         "zero2": {"optimizer_state_dict": {**second, "single_partition_of_fp32_groups": [torch.zeros(16)]}},
         "zero3": {"optimizer_state_dict": third},
         "model": {"module": module, "param_shapes": [shapes], "shared_params": {"a": "up"}, "buffer_names": []},
@@ -296,7 +308,7 @@ PARSERS = (
         sound("index"),
         beside=tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
     ),
-    Parser("ZeRO's optimizer", parse_partition, of_zero("zero2", "zero3")),
+    Parser("ZeRO's optimizer", parse_partition, of_zero("zero2", "zero3", "experts")),
     Parser("DeepSpeed's model", parse_model_states, of_zero("model", "zero0")),
     Parser("journal", in_file("journal.jsonl", parse_journal), lambda: [f"{json.dumps(_UNIT)}\n".encode()]),
     Parser(

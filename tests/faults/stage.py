@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from tests.faults.originals import trained
 from tests.faults.scenes import NEW, OLD, Scene
 from tests.faults.server import Server
 from tests.faults.writings import MODULES, Writing
@@ -29,6 +31,8 @@ def make_sources(root: Path) -> None:
             home.mkdir(parents=True)
             ended = serve().run("tests.faults.writings:make", [str(home), str(number)])
             assert ended.code == 0, ended
+            for kind in ("ranks", "zero2"):
+                shutil.copytree(trained(kind, number).root, home / kind)
 
 
 def scenes(root: Path, writings: Sequence[Writing], kinds: Sequence[bool] = (False, True)) -> Iterator[Scene]:

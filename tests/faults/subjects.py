@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.originals import ANYTHING, bits
 from tests.faults.server import Ended
+from tests.faults.trained import MAKERS, OWN_NAMES
 
 Leaves = dict[str, Any]  # tensors and other values by flat key
 _SHARDED = frozenset({"dcp", "training"})
@@ -99,7 +100,7 @@ class inert:  # noqa: N801 - torch takes a module
 
         def find_class(self, module: str, name: str) -> Any:
             is_safe = module.partition(".")[0] == "torch" or (module, name) == ("collections", "OrderedDict")
-            return super().find_class(module, name) if is_safe else Nothing
+            return super().find_class(module, name) if is_safe and "." not in name else Nothing
 
     load = pickle.load
     UnpicklingError = pickle.UnpicklingError
@@ -110,6 +111,9 @@ class Nothing:
 
     def __init__(self, *_: object) -> None:
         pass
+
+    def __call__(self, *_: object) -> None:
+        """Do nothing."""
 
 
 def read_safetensors(out: Path, _: Ended) -> Leaves:
@@ -180,7 +184,7 @@ def weights_of(truth: Mapping[str, Any]) -> Leaves:
     return {
         name.removeprefix("model."): value
         for name, value in truth.items()
-        if isinstance(value, Tensor) and not name.startswith(("optim.", "extra."))
+        if isinstance(value, Tensor) and not name.startswith(("optim", "extra."))
     }
 
 
@@ -216,21 +220,25 @@ def paths(src: Path, out: Path) -> list[str]:
     return [str(src), str(out)]
 
 
-_ALL = _SHARDED | _SAFETENSORS | {"pt"}
+_ALL = _SHARDED | _SAFETENSORS | {"pt", *MAKERS}
+_MODELS = _ALL - OWN_NAMES
+_OWN_FORMAT = frozenset({"ranks", "universal"})  # which is written for another number of ranks
 CONSOLIDATE = Subject(
-    *("ckptkit consolidate", _ALL, "ckptkit", command("consolidate", "SRC", "OUT", "--no-sync")),
+    *("ckptkit consolidate", _MODELS, "ckptkit", command("consolidate", "SRC", "OUT", "--no-sync")),
     read_safetensors,
     weights_of,
 )
 RESHARD = Subject(
-    "ckptkit reshard", _ALL, "ckptkit", command("reshard", "SRC", "OUT", "--to", "3", "--no-sync"), read_dcp
+    *("ckptkit reshard", _ALL - _OWN_FORMAT, "ckptkit"),
+    command("reshard", "SRC", "OUT", "--to", "3", "--no-sync"),
+    read_dcp,
 )
 CONVERT = Subject(
     *("ckptkit convert", _ALL, "ckptkit", command("convert", "SRC", "OUT", "--to", "pt", "--no-sync")),
     read_torch_save,
 )
 AVERAGE = Subject(
-    *("ckptkit average", _ALL, "ckptkit", command("average", "SRC", "SRC", "OUT", "--no-sync")),
+    *("ckptkit average", _MODELS, "ckptkit", command("average", "SRC", "SRC", "OUT", "--no-sync")),
     read_safetensors,
     weights_of,
 )

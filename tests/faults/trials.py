@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptkit.formats import FORMATS
 from tests.faults.cases import Case, Seen
 from tests.faults.digests import digest
 from tests.faults.originals import Original, original
@@ -23,7 +24,7 @@ _OURS = (
     "ckptkit.cli.commands",
     *(f"ckptkit.cli.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average")),
     *(f"ckptkit.ops.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average")),
-    *(f"ckptkit.formats.{name}.format" for name in ("dcp", "hf", "pt")),
+    *(known.where.partition(":")[0] for known in FORMATS.values()),
 )
 _THEIRS = ("tests.faults.peers", "tests.faults.originals")
 _IN_TURN = ((CONSOLIDATE,), (CONVERT, VERIFY), (RESHARD,), (INSPECT,))  # of the fast share, one for each input

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.cli.output import print_error
 from ckptkit.errors import CkptError
+from ckptkit.formats import FORMATS
 from ckptkit.storage import Writer, find_cause
 from ckptkit.training.saving.run import Run
 
@@ -34,7 +35,7 @@ MODULES = (
         for verb in ("consolidate", "reshard", "convert", "finalize")
         for room in ("cli", "ops")
     ),
-    *(f"ckptkit.formats.{name}.format" for name in ("dcp", "hf", "pt")),
+    *(known.where.partition(":")[0] for known in FORMATS.values()),
     *("torch._dynamo", "fsspec.core", "accelerate.utils"),
     "torch.distributed.checkpoint._consolidate_hf_safetensors",
 )
@@ -61,6 +62,18 @@ COMMANDS = (
     Writing("ckptkit consolidate", "ckptkit", ("consolidate", "{src}", "{out}", "--jobs", "1")),
     Writing("ckptkit reshard", "ckptkit", ("reshard", "{src}", "{out}", "--to", "2", "--jobs", "1")),
     Writing("ckptkit convert", "ckptkit", ("convert", "{src}", "{out}.pt", "--to", "pt", "--jobs", "1")),
+)
+OWN_FORMATS = (  # that are written in a way of their own
+    Writing(
+        *("ckptkit reshard, ranks", "ckptkit"),
+        ("reshard", "{src}", "{out}", "--to", "3", "--jobs", "1"),
+        source="ranks",
+    ),
+    Writing(
+        *("ckptkit convert, universal", "ckptkit"),
+        ("convert", "{src}", "{out}", "--to", "universal", "--jobs", "1"),
+        source="zero2",
+    ),
 )
 SAVES = (
     Writing("ckptkit train", f"{_HERE}:save_run", ("{place}", "sharded", "{step}"), over=(), after=("3",)),

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +89,32 @@ def _by_torchsnapshot(root: Path) -> Truth:
 
 
 def by_fairscale(root: Path) -> Truth:
-    """Fairscale's local state with its metadata, as fairseq saves it, of a module in a module."""
+    """Fairscale's local state with its metadata, as fairseq saves it, of a module in a module, with its optimizer."""
     return _on_ranks(3, _by_fairscale, root)
 
 
 def _by_fairscale(root: Path) -> Truth:
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
+    def step(module: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(module.parameters())
+        for parameter in module.parameters():  # a forward pass takes a GPU
+            parameter.grad = parameter.detach() * 0.25
+        optimizer.step()
+        return optimizer
+
     model = Model()
-    truth = {f"model.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+    alone = deepcopy(model)
+    states = step(alone).state_dict()["state"]
+    truth = {f"model.{name}": tensor.clone() for name, tensor in alone.state_dict().items()}
+    for i, (name, _) in enumerate(alone.named_parameters()):
+        truth |= {f"optimizer.state.{name}.{moment}": value for moment, value in states[i].items()}
     for i, layer in enumerate(model.layers):
         model.layers[i] = FullyShardedDataParallel(layer, compute_device=CPU)
     outer = FullyShardedDataParallel(model, compute_device=CPU)
     root.mkdir(exist_ok=True)
+    optimizer = step(outer).state_dict()
     state = {"model": outer.local_state_dict(), "shard_metadata": outer.local_metadata_dict(), "num_updates": 7}
+    state |= {"last_optimizer_state": optimizer}
     torch.save(state, root / f"checkpoint_best-shard{dist.get_rank()}.pt")
     return truth

@@ -340,3 +340,48 @@ def _flat_parameters(root: Path) -> Truth:
             dcp.save({"optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=root / place / "optimizer_0")
         truth |= truth_of_wrapped(place, model, optimizer)
     return truth
+
+
+FLAT_MODELS = {"llama": False, "tied": False, "orig": True, "whole": False, "gpt2": True, "by-hand": False}
+
+
+def flat_by_config(root: Path) -> Truth:
+    """Flat parameters of transformers' models beside their config.json, without an optimizer; wrapped in some ways."""
+    return _on_ranks(2, _flat_by_config, root)
+
+
+def _flat_by_config(root: Path) -> Truth:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    truth: Truth = {}
+    sizes = {"hidden_size": 12, "intermediate_size": 14, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model: Any
+    for place, orig in FLAT_MODELS.items():
+        torch.manual_seed(0)
+        if place == "gpt2":
+            model = GPT2LMHeadModel(GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=17, n_positions=8))
+        else:
+            config = LlamaConfig(**sizes, vocab_size=17, num_key_value_heads=1, tie_word_embeddings=place == "tied")
+            model = LlamaForCausalLM(config)
+        policy = None if place == "whole" else ModuleWrapPolicy({LlamaDecoderLayer, GPT2Block})
+        wrapped = FSDP(model, auto_wrap_policy=policy, device_id=CPU, use_orig_params=orig)
+        (root / place).mkdir(parents=True, exist_ok=True)
+        here = root / place / "checkpoint-3"
+        name = f"pytorch_model_fsdp_rank{dist.get_rank()}.bin"
+        with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT):
+            if place == "by-hand":
+                state = {"model": wrapped.state_dict(), "iteration": 3}
+                torch.save(state, root / place / f"model_0000003.rank_{dist.get_rank()}.pth")
+            else:
+                here.mkdir(parents=True, exist_ok=True)
+                torch.save(wrapped.state_dict(), here / name)
+        with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
+            full = wrapped.state_dict()
+        tied = "lm_head.weight" if place in ("tied", "gpt2") else ""
+        truth |= {f"{place}/{name}": value.detach().clone() for name, value in full.items() if name != tied}
+        if dist.get_rank() == 0:
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(root / place)
+    return truth

@@ -110,6 +110,17 @@ def test_a_trainers_optimizer_comes_back_as_it_was(produce: Produce, tmp_path: P
     torch.testing.assert_close(found["state"], saved["state"], rtol=0, atol=0)
 
 
+def test_a_trainer_goes_on_with_deepspeed(produce: Produce, tmp_path: Path) -> None:
+    made = produce(produced_plain.trainer_ddp)
+    done = ckptkit.convert(made.root, tmp_path / "universal", to="universal")
+    assert any("names for its 102 parameters" in note for note in done.notes)
+    found = read(tmp_path / "universal")
+    for name, tensor in made.truth.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+    (verified,) = ckptkit.verify(tmp_path / "universal")
+    assert (verified.is_ok, verified.has_manifest) == (True, True)
+
+
 def test_without_a_config_nothing_is_named(produce: Produce, tmp_path: Path) -> None:
     """Safetensors are sorted: their order says nothing of the model's."""
     checkpoint = shutil.copytree(produce(produced_plain.trainer_ddp).root / "checkpoint-2", tmp_path / "checkpoint-2")

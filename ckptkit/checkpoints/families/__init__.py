@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 
+from ckptkit.checkpoints.expected import HEAD, find_embedding, is_tied
 from ckptkit.checkpoints.families.family import Family
+from ckptkit.checkpoints.families.litgpt import LITGPT
+from ckptkit.checkpoints.families.llmc import LLMC
 from ckptkit.checkpoints.families.megatron import MEGATRON
+from ckptkit.checkpoints.families.meta import META
+from ckptkit.checkpoints.families.nanogpt import NANOGPT
+from ckptkit.checkpoints.families.olmo import OLMO
 from ckptkit.checkpoints.families.rule import outline_of
 from ckptkit.checkpoints.families.sizes import Sizes
-from ckptkit.checkpoints.families.torchtitan import TORCHTITAN
+from ckptkit.checkpoints.families.torchtitan import BEFORE_0_3, TORCHTITAN
+from ckptkit.checkpoints.families.torchtune import TORCHTUNE
 from ckptkit.checkpoints.families.translate import Translated, Turn
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import StoredTensor
+from ckptkit.tensors.box import Shape
 
 HUB, KEEP = "hub", "keep"
-FAMILIES: tuple[Family, ...] = (TORCHTITAN, MEGATRON)
+_COMPUTED = ".rotary_emb.inv_freq"  # a buffer that older files hold, and every model computes
+FAMILIES: tuple[Family, ...] = (TORCHTITAN, BEFORE_0_3, MEGATRON, META, TORCHTUNE, LITGPT, OLMO, NANOGPT, LLMC)
 
 
-def family_of(names: Iterable[str], trainer: str | None = None) -> Family | None:
-    """Return the family that names are of, None for those of the Hub and others that are not known.
+def family_of(
+    shapes: Mapping[str, Shape],
+    trainer: str | None = None,
+    model_type: str = "",
+    lies_beside: Callable[[str], bool] = lambda _: False,
+) -> Family | None:
+    """Return the family that tensors of these names are of, None for those of the Hub and others that are not known.
 
-    Of several that share names it is the one whose trainer wrote them.
+    Of several that share names it is the one whose trainer wrote them, or whose file with sizes lies beside them, or
+    else one that has such a type of model. Their tables say the same of the types that they share.
     """
-    outlines = {outline_of(name)[0] for name in names}
+    outlines = {outline_of(name)[0]: shape for name, shape in shapes.items()}
     told = [family for family in FAMILIES if family.is_told_by(outlines)]
-    return next((family for family in told if family.trainer == trainer), next(iter(told), None))
+    fitting = (
+        *(family for family in told if trainer and family.trainer == trainer),
+        *(family for family in told if family.sizes_file and lies_beside(family.sizes_file)),
+        *(family for family in told if model_type in family.types),
+        *told,
+    )
+    return next(iter(fitting), None)
 
 
-def step_before_family(names: Collection[str]) -> str:
+def step_before_family(shapes: Mapping[str, Shape]) -> str:
     """Return the step that stands before all names of a family, as a wrapper puts it there; "" if none does."""
-    first = next(iter(names), "").partition(".")[0] + "."
-    if family_of(names) or not all(name.startswith(first) for name in names):
+    first = next(iter(shapes), "").partition(".")[0] + "."
+    if family_of(shapes) or not all(name.startswith(first) for name in shapes):
         return ""
-    return first if family_of(name.removeprefix(first) for name in names) else ""
+    return first if family_of({name.removeprefix(first): shape for name, shape in shapes.items()}) else ""
 
 
 def get_family(name: str) -> Family | None:
@@ -45,9 +66,11 @@ def get_family(name: str) -> Family | None:
     return found
 
 
-def check_names(name: str | None) -> None:
-    """Raise `Usage` for a name that is neither a family's nor `HUB` or `KEEP`."""
-    if name not in (None, KEEP):
+def check_names(name: str | None, table: Family | None = None) -> None:
+    """Raise `Usage` for a name that is neither a family's, nor `HUB` or `KEEP`, nor that of a table of one's own."""
+    if table is not None and name == KEEP:
+        raise Usage("a table of names is given, and they are to be kept", hint="leave out --names keep, or --map")
+    if name not in (None, KEEP) and (table is None or name != table.name):
         get_family(str(name))
 
 
@@ -62,12 +85,13 @@ def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Tur
         hub = Translated.of(tensors) if here is None else to_hub(here, tensors, sizes)
         if there is None:
             return hub
+        hub = with_tied_head(hub, there, sizes)
         found = from_hub(there, hub.tensors, sizes)
         came_from = {
             new: tuple(dict.fromkeys(chain.from_iterable(hub.came_from[name] for name in names)))
             for new, names in found.came_from.items()
         }
-        return Translated(found.tensors, came_from, hub.unplaced)
+        return Translated(found.tensors, came_from, (*hub.unplaced, *found.unplaced))
 
     return turn
 
@@ -77,19 +101,42 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
 
     Raises `Mismatch` for any other that no rule has a place for.
     """
+    lost = family.find_bias_missing(tensors)
+    if lost is not None:
+        message = f"it is not there; on the Hub every `{sizes.model_type}` has it"
+        raise Mismatch(
+            message, tensor=lost, hint="a model without biases has no form there: keep its names with --names keep"
+        )
     found = family.to_hub(tensors, sizes)
     left = [name for name in found.unplaced if not family.drops_name(name)]
     if left:
         message = f"no rule says what {family.name}'s tensor is called on the Hub, nor {len(left) - 1} others"
-        hint = "leave it out with --exclude, or keep all names with --names keep"
+        hint = "leave it out with --exclude, say where it belongs with --map, or keep all names with --names keep"
         raise Mismatch(message, tensor=left[0], hint=hint)
     return found
 
 
 def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-    """Return tensors of the Hub as a family has them. Raises `Mismatch` for one that no rule has a place for."""
+    """Return tensors of the Hub as a family has them; `unplaced` are buffers that it has not.
+
+    Raises `Mismatch` for any other that no rule has a place for.
+    """
     found = family.from_hub(tensors, sizes)
-    if found.unplaced:
-        message = f"no rule says what it is called in {family.name}, nor {len(found.unplaced) - 1} others"
-        raise Mismatch(message, tensor=found.unplaced[0], hint="leave it out with --exclude")
+    left = [name for name in found.unplaced if not (family.drops_name(name) or name.endswith(_COMPUTED))]
+    if left:
+        message = f"no rule says what it is called in {family.name}, nor {len(left) - 1} others"
+        raise Mismatch(message, tensor=left[0], hint="leave it out with --exclude, or say what it is called with --map")
     return found
+
+
+def with_tied_head(hub: Translated, family: Family, sizes: Sizes) -> Translated:
+    """Return tensors of the Hub with a head tied to the embedding where a family has it, without it elsewhere."""
+    embedding = find_embedding(hub.tensors)
+    if embedding is None or not is_tied(sizes.config):
+        return hub
+    tensors, came_from = dict(hub.tensors), dict(hub.came_from)
+    if family.has_tied_head and HEAD not in tensors:
+        tensors[HEAD], came_from[HEAD] = tensors[embedding], came_from[embedding]
+    elif not family.has_tied_head and tensors.get(HEAD) == tensors[embedding]:
+        del tensors[HEAD], came_from[HEAD]
+    return Translated(tensors, came_from, hub.unplaced)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ckptkit.checkpoints.expected import is_known
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.errors import Mismatch
 
@@ -37,7 +38,7 @@ def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
             raise Mismatch(f"config.json calls for {wanted} experts, and none are here", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
             check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
-    if layers and count is not None:
+    if layers and count is not None and not is_known(sizes.config):  # else each of its tensors is, and is looked for
         check_alike({number: layers[number] for number in range(count)}, path)
 
 

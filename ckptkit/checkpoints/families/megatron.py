@@ -18,7 +18,6 @@ from ckptkit.checkpoints.families.moe import LAYER, Experts, experts_of
 from ckptkit.checkpoints.families.rule import Rule, with_bias
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.steps import Cropped, Grouped, Joined
-from ckptkit.errors import Unsupported
 from ckptkit.formats.torchfile.write_archive import make_envelope
 from ckptkit.formats.torchfile.write_pickle import dump
 
@@ -37,10 +36,7 @@ _BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
     """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
-    model = sizes.model_type
-    if model not in _DENSE + _MIXTURES:
-        hint = f"known are {', '.join(_DENSE + _MIXTURES)}; --names keep leaves them as they are"
-        raise Unsupported(f"Megatron's names of a model of type `{model}` are not known", hint=hint)
+    model = sizes.require_type("Megatron", _DENSE + _MIXTURES)
     is_mixture = model in _MIXTURES
     return (
         Rule.of("embedding.word_embeddings.weight", "model.embed_tokens.weight", Cropped("vocabulary")),
@@ -127,6 +123,7 @@ MEGATRON = Family(
     tells=(r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*",),
     drops=(r".*\._extra_state", r"(.*\.)?rotary_pos_emb\.inv_freq", r".*\.router\.local_tokens_per_expert"),
     rules=rules,
+    types=_DENSE + _MIXTURES,
     check=check,
     files=files,
 )

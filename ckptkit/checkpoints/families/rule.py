@@ -56,16 +56,23 @@ def patterns_of(text: str) -> Iterator[Pattern]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tensors of the family that become, by a step, those of the Hub: a text for each."""
+    """The tensors of the family that become, by a step, those of the Hub: a text for each.
+
+    Where a number counts what lies one below the other in the first axis of the family's tensor, and has no axis of its
+    own there, `flat` is the symbol for how many there are.
+    """
 
     family: tuple[str, ...]
     hub: tuple[str, ...]
     step: Step = Same()  # noqa: RUF009 - a step has no state
+    flat: str = ""
 
     @classmethod
-    def of(cls, family: str | tuple[str, ...], hub: str | tuple[str, ...], step: Step | None = None) -> Rule:
+    def of(
+        cls, family: str | tuple[str, ...], hub: str | tuple[str, ...], step: Step | None = None, flat: str = ""
+    ) -> Rule:
         """Return a rule, for which one name may stand alone."""
-        return cls(as_tuple(family), as_tuple(hub), step or Same())
+        return cls(as_tuple(family), as_tuple(hub), step or Same(), flat)
 
 
 def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoints.expected import default_head_width
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Unsupported
 
 # by the symbol that rules use: the keys of config.json that give it, in order of precedence
 _KEYS = {
@@ -21,6 +21,7 @@ _KEYS = {
     "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
     "shared_intermediate": ("shared_expert_intermediate_size", "moe_intermediate_size"),
 }
+SYMBOLS = tuple(_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,13 @@ class Sizes:
     def model_type(self) -> str:
         """Return the type of the model, "" where the config says none."""
         return str(self.text.get("model_type") or self.config.get("model_type") or "")
+
+    def require_type(self, family: str, known: Sequence[str]) -> str:
+        """Return the type of the model. Raises `Unsupported` if it is not among those that a family's table knows."""
+        if self.model_type not in known:
+            message = f"{family}'s names of a model of type `{self.model_type}` are not known"
+            raise Unsupported(message, hint=f"known are {', '.join(known)}; --map takes a table of your own")
+        return self.model_type
 
     @property
     def text(self) -> Mapping[str, Any]:
@@ -50,7 +58,7 @@ class Sizes:
         found = self.find(symbol)
         if found is not None:
             return found
-        raise Mismatch(f"config.json does not say `{_KEYS[symbol][0]}`, which this takes")
+        raise Mismatch(f"config.json does not say `{_KEYS[symbol][0]}`, which its names need")
 
     @property
     def head_width(self) -> int:

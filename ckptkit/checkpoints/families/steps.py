@@ -223,13 +223,85 @@ class Cropped:
     rows: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Return each without the rows that pad it."""
-        rows = sizes[self.rows]
-        for one in tensors:
-            if one.spec.shape[:1] < (rows,):
-                raise Mismatch(f"its shape is {list(one.spec.shape)}, where config.json calls for {rows} rows")
-        return tuple(axes.cut(one, 0, 0, rows) for one in tensors)
+        """Return each without the rows that pad it; one with less rows as it is."""
+        return tuple(axes.cut(one, 0, 0, min(sizes[self.rows], one.spec.shape[0])) for one in tensors)
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         """Return each as it is."""
         return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tensor that is flat in the family, and on the Hub has an axis for as many things as a symbol stands for."""
+
+    symbol: str
+
+    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+        """Return each with an axis in front."""
+        return tuple(axes.split(tensor, 0, self.of(tensor, sizes)) for tensor in tensors)
+
+    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - the others have use for it
+        """Return each with its first two axes as one."""
+        return tuple(axes.merge(tensor, 0, 2) for tensor in tensors)
+
+    def of(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
+        """Return the extents that the first axis is split in."""
+        count, extent = sizes[self.symbol], tensor.spec.shape[0]
+        if extent % count:
+            raise Mismatch(f"it has {extent} rows, which are not those of {count} {self.symbol}")
+        return count, extent // count
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """No change of tensors whose extent along an axis is in the family what a symbol stands for, and else an error.
+
+    It tells a matrix from the same the other way round, as an older version may have had it.
+    """
+
+    axis: int
+    symbol: str
+
+    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+        """Return the tensors."""
+        for tensor in tensors:
+            shape, wanted = tensor.spec.shape, sizes[self.symbol]
+            if len(shape) <= self.axis or shape[self.axis] != wanted:
+                found = f"its shape is {list(shape)}, where axis {self.axis} should be the {self.symbol} size"
+                raise Mismatch(f"{found} of config.json, {wanted}")
+        return tensors
+
+    from_hub = to_hub
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """A step for each of several tensors."""
+
+    steps: tuple[Step, ...]
+
+    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+        """Take the step of each."""
+        pairs = zip(self.steps, tensors, strict=True)
+        return tuple(one for step, tensor in pairs for one in step.to_hub((tensor,), sizes))
+
+    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+        """Take the step of each back."""
+        pairs = zip(self.steps, tensors, strict=True)
+        return tuple(one for step, tensor in pairs for one in step.from_hub((tensor,), sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Reversed:
+    """A step the other way: what it makes of the Hub's tensors is made of the family's."""
+
+    step: Step
+
+    def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+        """Take the step back."""
+        return self.step.from_hub(tensors, sizes)
+
+    def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
+        """Take the step."""
+        return self.step.to_hub(tensors, sizes)

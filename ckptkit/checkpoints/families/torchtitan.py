@@ -1,61 +1,87 @@
-"""Know the names of torchtitan, before and after its version 0.3, and map them to the Hub's.
+"""Know the names of torchtitan, of all its versions, and map them to the Hub's.
 
-Source: torchtitan/models/{llama3,qwen3,deepseek_v3}/state_dict_adapter.py, and their history: the head was `output`,
-projections lay in `attention` itself, experts had no letters for their axes.
+Source: torchtitan/models/{llama3,llama4,qwen3,deepseek_v3,gpt_oss}/state_dict_adapter.py, and their history: the head
+was `output`; projections lay in `attention` itself, and for two months in one matrix; experts had no letters for
+their axes.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
 
 from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.families.moe import LAYER, experts_of
 from ckptkit.checkpoints.families.rule import Rule, with_bias
 from ckptkit.checkpoints.families.sizes import Sizes
-from ckptkit.checkpoints.families.steps import Rotary
-from ckptkit.errors import Unsupported
+from ckptkit.checkpoints.families.steps import (
+    Chain,
+    Each,
+    Extent,
+    Grouped,
+    Joined,
+    Reversed,
+    Rotary,
+    Same,
+    Step,
+    Transposed,
+)
 
 _IN_PAIRS = ("llama",)  # types whose rotary embeddings turn pairs of neighbours here, and halves on the Hub
-_AS_THERE = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+_DEEPSEEK, _GPT_OSS, _LLAMA4 = "deepseek_v3", "gpt_oss", "llama4_text"
+_TYPES = (*_IN_PAIRS, "qwen3", "qwen3_moe", _DEEPSEEK, _GPT_OSS, _LLAMA4)
 _ATTENTION = "layers.{layer}.attention."
 _EXPERTS = "layers.{layer}.moe."
 
 
-def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
-    model = sizes.model_type
-    if model not in (*_IN_PAIRS, *_AS_THERE):
-        known = ", ".join((*_IN_PAIRS, *_AS_THERE))
-        raise Unsupported(f"torchtitan's names of a model of type `{model}` are not known", hint=f"known are {known}")
-    in_pairs = model in _IN_PAIRS
+def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
+    """Return the table for a type of model; with `is_older` it writes the names of before version 0.3.
+
+    Raises `Unsupported` for a type that is not known here.
+    """
+    model = sizes.require_type(TORCHTITAN.name, _TYPES)
+    prefix = "language_model." if model == _LLAMA4 and "text_config" in sizes.config else ""
+    layer = prefix + LAYER
     return (
-        Rule.of("tok_embeddings.weight", "model.embed_tokens.weight"),
-        Rule.of("norm.weight", "model.norm.weight"),
-        Rule.of("lm_head.weight | output.weight", "lm_head.weight"),
-        *norms(model),
-        *attention("wq", "q_proj", "heads" if in_pairs else None),
-        *attention("wk", "k_proj", "key_heads" if in_pairs else None),
-        *attention("wv", "v_proj", None),
-        *with_bias(_ATTENTION + "wo", LAYER + "self_attn.o_proj"),
-        *feed_forward("layers.{layer}.feed_forward", LAYER + "mlp"),
-        *mixture(model),
-        *latent_attention(),
+        Rule.of("tok_embeddings.weight", prefix + "model.embed_tokens.weight"),
+        Rule.of("norm.weight", prefix + "model.norm.weight"),
+        Rule.of(ways("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
+        *norms(model, layer),
+        *attention(layer, is_in_pairs=model in _IN_PAIRS, is_older=is_older or model == _DEEPSEEK),
+        *with_bias(_ATTENTION + "wo", layer + "self_attn.o_proj"),
+        *feed_forward("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
+        *{_GPT_OSS: mixture_with_biases, _LLAMA4: mixture_in_one}.get(model, mixture)(model, layer, is_older),
+        *(latent_attention() if model == _DEEPSEEK else ()),
     )
 
 
-def norms(model: str) -> tuple[Rule, ...]:
+def norms(model: str, layer: str) -> tuple[Rule, ...]:
     """Return the rules for the norms of a layer."""
     names = {
         "attention_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",
-        "attention.q_norm": "self_attn.q_a_layernorm" if model == "deepseek_v3" else "self_attn.q_norm",
+        "attention.q_norm": "self_attn.q_a_layernorm" if model == _DEEPSEEK else "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
     }
-    return tuple(Rule.of(f"layers.{{layer}}.{own}.weight", f"{LAYER}{hub}.weight") for own, hub in names.items())
+    return tuple(Rule.of(f"layers.{{layer}}.{own}.weight", f"{layer}{hub}.weight") for own, hub in names.items())
 
 
-def attention(own: str, hub: str, heads: str | None) -> tuple[Rule, ...]:
-    """Return the rules for a projection of so many heads, whose rows are in pairs; of None, if they are as there."""
-    names = f"{_ATTENTION}qkv_linear.{own} | {_ATTENTION}{own}"
-    return tuple(with_bias(names, f"{LAYER}self_attn.{hub}", Rotary(heads) if heads else None))
+def attention(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for queries, keys and values, apart or in one matrix."""
+    turns: tuple[Step, ...] = (Same(), Same(), Same())
+    if is_in_pairs:
+        turns = (Rotary("heads"), Rotary("key_heads"), Same())
+    hub = tuple(f"{layer}self_attn.{one}_proj" for one in "qkv")
+    return (
+        *(
+            rule
+            for own, there, turn in zip(("wq", "wk", "wv"), hub, turns, strict=True)
+            for rule in with_bias(
+                ways(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older), there, turn
+            )
+        ),
+        *with_bias(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(turns)))),
+    )
 
 
 def feed_forward(own: str, hub: str) -> tuple[Rule, ...]:
@@ -64,21 +90,61 @@ def feed_forward(own: str, hub: str) -> tuple[Rule, ...]:
     return tuple(Rule.of(f"{own}.{one}.weight", f"{hub}.{other}.weight") for one, other in names.items())
 
 
-def mixture(model: str) -> tuple[Rule, ...]:
-    """Return the rules for a mixture of experts, all of which lie in one tensor."""
+def ways(*texts: str, is_older: bool) -> str:
+    """Return every way to call a tensor, from the newest on: the first is written, the last if it `is_older`."""
+    return " | ".join(reversed(texts) if is_older else texts)
+
+
+def experts(name: str, letters: str, is_older: bool) -> str:
+    """Return every way to call a tensor with all experts of a layer."""
+    inner = f"routed_experts.inner_experts.{name}_{letters}"
+    return ways(*(_EXPERTS + own for own in (inner, f"experts.{name}_{letters}", f"experts.{name}")), is_older=is_older)
+
+
+def mixture(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for a mixture of experts that are apart on the Hub."""
     hub = experts_of(model)
+    bias = Rule.of(ways(_EXPERTS + "expert_bias_E", _EXPERTS + "expert_bias", is_older=is_older), layer + hub.bias)
     return (
-        Rule.of(f"{_EXPERTS}router.gate.weight", f"{LAYER}{hub.router}.weight"),
-        Rule.of(f"{_EXPERTS}expert_bias_E | {_EXPERTS}expert_bias", LAYER + hub.bias),
-        *(
-            Rule.of(
-                f"{_EXPERTS}routed_experts.inner_experts.{own}_{axes}"
-                f" | {_EXPERTS}experts.{own}_{axes} | {_EXPERTS}experts.{own}",
-                f"{LAYER}{name}.weight",
-            )
-            for own, axes, name in (("w1", "EFD", hub.gate), ("w3", "EFD", hub.up), ("w2", "EDF", hub.down))
+        Rule.of(f"{_EXPERTS}router.gate.weight", f"{layer}{hub.router}.weight"),
+        *([bias] if model == _DEEPSEEK else []),
+        Rule.of(experts("w1", "EFD", is_older), f"{layer}{hub.gate}.weight", Extent(1, "hidden")),
+        Rule.of(experts("w3", "EFD", is_older), f"{layer}{hub.up}.weight", Extent(1, "hidden")),
+        Rule.of(experts("w2", "EDF", is_older), f"{layer}{hub.down}.weight", Extent(0, "hidden")),
+        *feed_forward(_EXPERTS + "shared_experts", layer + hub.shared),
+    )
+
+
+def mixture_in_one(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for a mixture of experts that lie in one tensor on the Hub too, each the other way round."""
+    both = Chain((Extent(2, "hidden"), Transposed((1, 2)), Reversed(Joined(2, axis=2))))
+    return (
+        Rule.of(f"{_EXPERTS}router.gate.weight", layer + "feed_forward.router.weight"),
+        Rule.of(
+            (experts("w1", "EFD", is_older), experts("w3", "EFD", is_older)),
+            layer + "feed_forward.experts.gate_up_proj",
+            both,
         ),
-        *feed_forward(_EXPERTS + "shared_experts", LAYER + hub.shared),
+        Rule.of(
+            experts("w2", "EDF", is_older),
+            layer + "feed_forward.experts.down_proj",
+            Chain((Extent(1, "hidden"), Transposed((1, 2)))),
+        ),
+        *feed_forward(_EXPERTS + "shared_experts", layer + "feed_forward.shared_expert"),
+    )
+
+
+def mixture_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for a mixture of experts of two matrices and biases, these the other way round on the Hub."""
+    hub = layer + "mlp.experts."
+    first, second = (Chain((Extent(axis, "hidden"), Transposed((1, 2)))) for axis in (2, 1))
+    return (
+        Rule.of(_ATTENTION + "sinks", layer + "self_attn.sinks"),
+        *with_bias(_EXPERTS + "router.gate", layer + "mlp.router"),
+        Rule.of(experts("mlp1_weight", "EGD", is_older), hub + "gate_up_proj", first),
+        Rule.of(experts("mlp1_bias", "EG", is_older), hub + "gate_up_proj_bias"),
+        Rule.of(experts("mlp2_weight", "EDF", is_older), hub + "down_proj", second),
+        Rule.of(experts("mlp2_bias", "ED", is_older), hub + "down_proj_bias"),
     )
 
 
@@ -96,8 +162,16 @@ def latent_attention() -> tuple[Rule, ...]:
 
 TORCHTITAN = Family(
     name="torchtitan",
-    tells=(r"layers\.#\.attention\.(qkv_linear\.)?w[qkv]\.weight", r"layers\.#\.attention\.wkv_a\.weight"),
-    drops=(r"freqs_cis", r"rope\.cache", r"(layers\.#\.moe\.)?(tokens_per_expert.*)"),
+    tells=(r"layers\.#\.attention\.qkv_linear\..*", r"layers\.#\.moe\.(routed_experts|experts)\..*_E[A-Z]+"),
+    types=_TYPES,
+    drops=(r"freqs_cis", r"rope\.cache", r"layers\.#\.moe\.(tokens_per_expert.*|expert_bias(_E)?)"),
     rules=rules,
     trainer="torchtitan",
+    has_tied_head=True,
+)
+BEFORE_0_3 = replace(
+    TORCHTITAN,
+    name="torchtitan-0.2",
+    tells=(r"layers\.#\.attention\.w([qkv]|kv_a)\.weight",),
+    rules=partial(rules, is_older=True),
 )

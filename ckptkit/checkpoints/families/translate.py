@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 from ckptkit import axes
 from ckptkit.checkpoints.families.rule import Numbers, Pattern, Rule, outline_of, patterns_of
 from ckptkit.checkpoints.families.sizes import Sizes
+from ckptkit.checkpoints.families.steps import Flat
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import StoredTensor
 
@@ -81,7 +82,7 @@ def translate(
             unplaced.append(name)
             continue
         members = groups.setdefault(slot.rule, {})
-        for full, one in unfold(slot, numbers, tensor):
+        for full, one in unfold(slot, numbers, tensor, sizes):
             found = members.setdefault(full, {})
             if slot.place in found:
                 raise Mismatch(f"it is the same as `{found[slot.place][0]}`: two names of one tensor", tensor=name)
@@ -109,9 +110,11 @@ def captures_of(rule: Rule, side: Side) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*side.targets(rule)[0].captures, *read]))
 
 
-def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor) -> Iterable[tuple[Numbers, StoredTensor]]:
+def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> Iterable[tuple[Numbers, StoredTensor]]:
     """Yield the tensors that one is made of by its first axes, each with all numbers that its rule counts."""
     folded = [capture for capture in slot.captures if capture not in slot.pattern.captures]
+    if folded and slot.rule.flat:
+        (tensor,) = Flat(slot.rule.flat).to_hub((tensor,), sizes)
     if len(folded) > len(tensor.spec.shape):
         shape = list(tensor.spec.shape)
         raise Mismatch(
@@ -153,7 +156,8 @@ def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Side,
                 clash = f"`{translated.came_from[name][0]}` and `{next(iter(origin[at]))}` would both be called this"
                 raise Mismatch(clash, tensor=name)
             one = {index: tensors[place] for index, tensors in parts.items()}
-            translated.tensors[name] = stack_all(one, [captures[i] for i in folded], name)
+            stacked = stack_all(one, [captures[i] for i in folded], name)
+            translated.tensors[name] = axes.merge(stacked, 0, 2) if folded and rule.flat else stacked
             translated.came_from[name] = tuple(origin[at])
 
 
@@ -167,7 +171,7 @@ def require_all(
             pattern = next(patterns_of(text))
             numbered = dict(zip(captures, numbers, strict=True))
             name = pattern.name(tuple(numbered[capture] for capture in pattern.captures))
-            raise Mismatch(f"`{there}` is there, but not this, which it becomes one with", tensor=name)
+            raise Mismatch(f"`{there}` is there, but not this, which goes with it", tensor=name)
     pairs = [found[place] for place in sorted(found)]
     return tuple(name for name, _ in pairs), tuple(tensor for _, tensor in pairs)
 
@@ -178,6 +182,9 @@ def step(
     """Take the step of a rule. An error names the tensor."""
     try:
         return side.take(rule, tensors, sizes)
+    except IndexError:  # a step asks for an axis that a tensor has not
+        shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
+        raise Mismatch(f"its shape is {shapes}, without an axis that its rule needs", tensor=names[0]) from None
     except CkptError as error:
         raise error.blame(tensor=names[0]) from None
 

@@ -83,6 +83,11 @@ def is_whole(name: str) -> bool:
     return any(matches("wholes", name))
 
 
+def is_exported(name: str) -> bool:
+    """Return whether a file of this name has weights as they are to be used, beside a directory with all states."""
+    return any(matches("exported", name))
+
+
 def is_other_part(name: str) -> bool:
     """Return whether a directory of this name in a checkpoint holds anything but the model."""
     return name.startswith("optim") or is_beside_model(name)

@@ -1,13 +1,18 @@
-"""Know adapters that PEFT saved, by their config. Source: peft/utils/constants.py."""
+"""Know adapters that PEFT saved, by their config. Source: peft/utils/constants.py.
+
+A trainer leaves one beside the states of all ranks, in which its parameters have other names.
+"""
 
 from __future__ import annotations
 
 from ckptkit.checkpoints.trainers.trainer import Evidence, Trainer
 
+_CONFIG = "adapter_config.json"
+
 
 def wrote(seen: Evidence) -> str | None:
     """Return the name by the adapter's config."""
-    return "PEFT" if "adapter_config.json" in seen.files else None
+    return "PEFT" if _CONFIG in seen.files else None
 
 
-PEFT = Trainer(name="peft", wrote=wrote)
+PEFT = Trainer(name="peft", wrote=wrote, exported=(r"adapter_model\.safetensors",))

@@ -65,10 +65,12 @@ class Trainer:
 
     # of a checkpoint, files: of torch.save beside the model that are a part of it, each with the keys that its contents
     # belong under, "" for none (a group `step` is that of a model that is a file, a group `rank` may be in the keys);
-    # of which each rank has one, or which have its own state, with a group that is the rank; and of metrics
+    # of which each rank has one, or which have its own state, with a group that is the rank; with the weights as they
+    # are to be used, beside a directory with all states; and of metrics
     beside: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
+    exported: tuple[str, ...] = ()
     metrics: Mapping[str, MetricsFile] = field(default_factory=dict)
     # what files and directories are that ckptkit does not read, and by the same patterns what to do about it
     unread: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Know the checkpoints of verl.
 
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py: `global_step_N/{actor,critic}` with a file of torch.save for
-each rank, and config and tokenizer in `huggingface`.
+each rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERL = Trainer(
     wrote=wrote,
     steps=("global_step_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
-    companions=("huggingface",),
+    companions=("huggingface", "lora_adapter"),
     rank_of_key=rank_of_key,
     ranks=(r"(?:model|optim|extra_state)_world_size_[0-9]+_rank_([0-9]+)\.pt",),
 )

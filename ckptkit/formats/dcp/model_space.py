@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
+from operator import add
 
+from ckptkit.axes import boxes_of_run
 from ckptkit.edits import select
 from ckptkit.errors import Corrupt, Report
 from ckptkit.formats.torchfile.locate import locate
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.flat_ranges import boxes_of_range
 
 
 def unfold(layout: Layout, report: Report) -> Layout:
@@ -62,10 +63,6 @@ def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
             message = f"a chunk at {list(chunk.start)} of size {list(chunk.size)} is no run of one part"
             raise Corrupt(message, path=layout.root / chunk.path, tensor=name)
         corner = [i * n for i, n in zip(grid, part, strict=True)]
-        for box, at in boxes_of_range(part, start, start + length):
-            moved = chunk._replace(box=Box(tuple(a + b for a, b in zip(corner, box.start, strict=True)), box.size))
-            if box.numel == length:
-                yield moved
-            else:
-                offset, nbytes = chunk.offset + at * chunk.dtype.itemsize, box.numel * chunk.dtype.itemsize
-                yield moved._replace(offset=offset, length=nbytes, run=chunk.bytes)
+        row = chunk._replace(box=Box((start,), (length,)))
+        for piece in boxes_of_run(row, 0, part, start, start + length):
+            yield piece._replace(box=Box(tuple(map(add, corner, piece.start)), piece.size))

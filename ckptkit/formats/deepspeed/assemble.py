@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt
+from ckptkit.formats.deepspeed.expert_states import put_experts, put_unpartitioned_experts
+from ckptkit.formats.deepspeed.experts import Experts, read_experts
 from ckptkit.formats.deepspeed.gathering import Gathering, Settings
 from ckptkit.formats.deepspeed.layers import layers_of, put_layer
+from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.modules import put_module, put_parameter
 from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.parts import PartOfModel, read_part
@@ -24,11 +27,20 @@ def assemble(root: Path, files: Files) -> Layout:
     gathering = Gathering()
     parts = [read_part(root, files, part) for part in files.parts]
     masters: dict[str, StoredTensor] = {}
+    names: list[list[list[str]]] = []
+    experts = read_experts(root, files, parts[0].models[0])
     for part in parts:
-        put_part(gathering, part, masters, root)
+        if part.partitions:
+            names.append(put_part(gathering, part, masters, experts, root))
+        elif experts is not None:
+            put_unpartitioned_experts(gathering, root, files, part.models[0], experts)
+        else:
+            put_whole(gathering, part.models[0], root)
+    if experts is not None and names:
+        put_experts(gathering, experts, masters, root)
     for number, name in layers_of(files):
         put_layer(gathering, root, name, number, masters)
-    put_groups(gathering, parts)
+    put_groups(gathering, parts, names)
     put_others(gathering, parts[0])
     flat = gathering.flat
     return Layout(
@@ -45,41 +57,51 @@ def assemble(root: Path, files: Files) -> Layout:
 
 def names_of(files: Files) -> set[str]:
     """Return the names of the files that are read."""
-    return {*files.models.values(), *files.optimizers.values(), *files.layers.values()}
+    by_kind = (files.models, files.optimizers, files.layers, files.experts, files.expert_optimizers)
+    return {name for kind in by_kind for name in kind.values()}
 
 
-def put_part(gathering: Gathering, part: PartOfModel, masters: dict[str, StoredTensor], root: Path) -> None:
-    """Put the parameters of a part of the model, and enter their masters by name."""
+def put_part(
+    gathering: Gathering, part: PartOfModel, masters: dict[str, StoredTensor], experts: Experts | None, root: Path
+) -> list[list[str]]:
+    """Put the parameters of a part of the model, and enter their masters by name.
+
+    Returns the names in each group of the optimizer.
+    """
     model = part.models[0]
+    names: list[list[str]] = [[] for _ in part.partitions[0].settings]
     try:
-        if not part.partitions:
-            put_unpartitioned(gathering, model)
-            return
         if model.shapes is None:
             raise Corrupt("`param_shapes` is missing: which parameters ZeRO has partitioned, and their shapes")
         own: dict[str, StoredTensor] = {}
-        for parameter in parameters_of(model.shapes, part.partitions, root):
+        for parameter in parameters_of(model.shapes, part.partitions, experts, root):
             if parameter.name in own:
                 raise Corrupt("two groups have this parameter", tensor=parameter.name)
             own[parameter.name] = parameter.master
+            names[parameter.settings].append(parameter.name)
             if parameter.name not in masters:  # tied ones are in several stages of a pipeline
-                put_parameter(gathering, parameter, part.partitions[0].flattening)
+                put_parameter(gathering, parameter)
         masters |= own
         put_module(gathering, part, masters)
     except CkptError as error:
         raise error.blame(path=root / model.path) from None
+    return names
 
 
-def put_groups(gathering: Gathering, parts: list[PartOfModel]) -> None:
+def put_whole(gathering: Gathering, model: ModelStates, root: Path) -> None:
+    """Put a model without ZeRO, of which one file has all."""
+    try:
+        put_unpartitioned(gathering, model)
+    except CkptError as error:
+        raise error.blame(path=root / model.path) from None
+
+
+def put_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]) -> None:
     """Put the groups of parameters. Stages of a pipeline have the same groups, each with its own parameters."""
     found: list[tuple[Flattening, Settings, list[str]]] = []
-    for part in parts:
-        if not part.partitions:
-            continue
-        first = part.partitions[0]
-        for i, settings in enumerate(first.settings):
-            named = zip(first.groups, part.models[0].shapes or (), strict=True)
-            names = [name for group, shapes in named if group.settings == i for name in shapes]
+    firsts = [part.partitions[0] for part in parts if part.partitions]
+    for first, names_in_part in zip(firsts, names_of_parts, strict=True):
+        for i, (settings, names) in enumerate(zip(first.settings, names_in_part, strict=True)):
             if i < len(found) and are_alike(found[i][1], settings):
                 found[i][2].extend(name for name in names if name not in found[i][2])
             else:

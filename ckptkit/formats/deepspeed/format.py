@@ -12,6 +12,8 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
 from ckptkit.formats.deepspeed.assemble import NAME, assemble, names_of
+from ckptkit.formats.deepspeed.expert_states import read_optimizers
+from ckptkit.formats.deepspeed.experts import read_experts
 from ckptkit.formats.deepspeed.names import Files, is_ours, is_part_alone, rank_and_part, rank_of
 from ckptkit.formats.deepspeed.parts import read_part
 from ckptkit.formats.protocols import Reader
@@ -55,7 +57,9 @@ class DeepSpeed(Reader):
             except CkptError as error:
                 report(error.blame(path=path / name))
         for part in files.parts:
-            read_part(path, files, part)
+            found = read_part(path, files, part)
+            if read_experts(path, files, found.models[0]) is not None and not found.partitions:
+                read_optimizers(path, files)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - without a file nothing is known
         """Return the layout of a directory: under `model` the fp32 masters, and what was never partitioned.
@@ -78,9 +82,6 @@ def files_at(path: Path) -> Files:
     files = Files.of(names_in(path), path)
     if files.is_offloaded:
         raise Unsupported("tensors that were offloaded lie in files of the swapper", path=path)
-    if files.experts:
-        message = "experts in files of their own, numbered by layer"
-        raise Unsupported(message, path=path / files.experts[0], hint="ckptkit cannot read DeepSpeed's MoE yet")
     if not (files.models or files.optimizers):
-        raise Corrupt("layers of a pipeline without `mp_rank_*_model_states.pt`", path=path)
+        raise Corrupt("layers or experts without `mp_rank_*_model_states.pt`", path=path)
     return files

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ckptkit.errors import Corrupt
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.parts import PartOfModel
@@ -18,28 +19,31 @@ from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 
 
-def put_parameter(gathering: Gathering, parameter: Parameter, flattening: Flattening) -> None:
+def put_parameter(gathering: Gathering, parameter: Parameter) -> None:
     """Put a parameter, and what the optimizer has for it."""
     gathering.put((MODEL, parameter.name), parameter.master)
     for what, moment in parameter.moments.items():
         gathering.put((*STATE, parameter.name, what), moment)
-    gathering.put_state(flattening, [parameter.name], parameter.values)
+    gathering.put_state(parameter.flattening, [parameter.name], parameter.values)
 
 
 def put_module(gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor]) -> None:
     """Put what is in the model and is no trained parameter, and the rounded copy beside each that is."""
     model = part.models[0]
+    shared = next(filter(without_number, (*model.aliases, *model.aliases.values())), None)
+    if shared is not None:
+        raise Unsupported("an expert's parameter that is tied: of which rank's expert is not said", tensor=shared)
     tied = {alias: masters[name] for alias, name in model.aliases.items() if name in masters and alias not in masters}
     for alias, master in tied.items():
         gathering.put((MODEL, alias), master)
     known = {**masters, **tied}
     for name, value in (model.module or {}).items():
         if name in known:
-            put_copy(gathering, model, str(name), value, known[str(name)])
+            put_copy(gathering, model.flattening, str(name), value, known[str(name)])
         elif name not in model.frozen or not is_empty(value):
             put_value(gathering, model, str(name), value)
     for name, shape in model.frozen.items():
-        if name not in known and ".".join((MODEL, name)) not in gathering.flat.keys:
+        if without_number(name) is None and name not in known and ".".join((MODEL, name)) not in gathering.flat.keys:
             gathering.put((MODEL, name), frozen(part, name, shape))
 
 
@@ -48,11 +52,11 @@ def is_empty(value: Any) -> bool:
     return is_tensor(value) and 0 in as_tensor(value).shape
 
 
-def put_copy(gathering: Gathering, model: ModelStates, name: str, value: Any, master: StoredTensor) -> None:
+def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor) -> None:
     """Put the rounded copy of a parameter beside it; in ZeRO 3 there is none."""
     if not is_tensor(value):
         raise Corrupt("no tensor in `module`, where ZeRO has a parameter of this name", tensor=name)
-    copy = model.flattening.stored(value)
+    copy = flattening.stored(value)
     if copy.spec.shape == master.spec.shape:
         gathering.put_twin((MODEL, name), copy)
     elif copy.spec.shape != (0,):

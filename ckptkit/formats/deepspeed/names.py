@@ -12,18 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import Corrupt
+from ckptkit.errors import Corrupt, Unsupported
 
 Rank = tuple[int, int]  # of the model (its part), and of data parallelism
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{2,9})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{2,9})_optim_states\.pt")
 _LAYER = re.compile(r"layer_([0-9]{2,9})-(?:model_([0-9]{2,9})-)?model_states\.pt")
-_EXPERT = re.compile(
-    r"(?:layer_-?[0-9]{1,9}_)?expert_[0-9]{1,9}_mp_rank_[0-9]{2,9}_model_states\.pt"
-    r"|expp_rank_[0-9]{1,9}_mp_rank_[0-9]{2,9}_optim_states\.pt"
-)
-_ALL = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT)
+_EXPERT = re.compile(r"(?:layer_([0-9]{1,9})_)?expert_([0-9]{1,9})_mp_rank_([0-9]{2,9})_model_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_([0-9]{1,9})_mp_rank_([0-9]{2,9})_optim_states\.pt")
+_ALL = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT, _EXPERT_OPTIMIZER)
 OFFLOADED = "offloaded_tensors"  # a directory with the files of the swapper
 
 
@@ -52,21 +50,32 @@ def rank_and_part(name: str) -> Rank | None:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a directory by what they hold. In `models`, a data-parallel rank of -1 stands for all of them."""
+    """The files of a directory by what they hold. In `models`, a data-parallel rank of -1 stands for all of them.
+
+    `experts` are by the number of their layer, among those that have any, and their own; `expert_optimizers` by the
+    rank of expert parallelism.
+    """
 
     models: dict[Rank, str] = field(default_factory=dict)
     optimizers: dict[Rank, str] = field(default_factory=dict)
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
-    experts: tuple[str, ...] = ()
+    experts: dict[Rank, str] = field(default_factory=dict)
+    expert_optimizers: dict[int, str] = field(default_factory=dict)
     is_offloaded: bool = False
 
     @classmethod
     def of(cls, names: Iterable[str], root: Path) -> Files:
-        """Return the files among `names`. Raises `Corrupt` where two of them say that they are the same rank's."""
+        """Return the files among `names`.
+
+        Raises `Corrupt` where two of them say that they are the same rank's, `Unsupported` for experts of early
+        versions, and for those that are cut by tensor parallelism.
+        """
         names = sorted(names)
         models: dict[Rank, str] = {}
         optimizers: dict[Rank, str] = {}
         layers: dict[tuple[int, int], str] = {}
+        experts: dict[Rank, str] = {}
+        expert_optimizers: dict[int, str] = {}
         for name in names:
             if match := _MODEL.fullmatch(name):
                 note(models, (int(match[2]), -1 if match[1] is None else int(match[1])), name, root)
@@ -74,8 +83,16 @@ class Files:
                 note(optimizers, (int(match[2]), int(match[1])), name, root)
             elif match := _LAYER.fullmatch(name):
                 note(layers, (int(match[1]), int(match[2] or 0)), name, root)
-        experts = tuple(filter(_EXPERT.fullmatch, names))
-        return cls(models, optimizers, layers, experts, OFFLOADED in names)
+            elif match := _EXPERT.fullmatch(name):
+                if match[1] is None or int(match[3]):
+                    why = "cut by tensor parallelism" if match[1] else "without their layer's number, of an old version"
+                    raise Unsupported(f"experts {why}", path=root / name)
+                note(experts, (int(match[1]), int(match[2])), name, root)
+            elif match := _EXPERT_OPTIMIZER.fullmatch(name):
+                if int(match[2]):
+                    raise Unsupported("experts cut by tensor parallelism", path=root / name)
+                expert_optimizers[int(match[1])] = name
+        return cls(models, optimizers, layers, experts, expert_optimizers, OFFLOADED in names)
 
     @property
     def parts(self) -> list[int]:
@@ -109,6 +126,6 @@ def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str) -> 
     missing = next((rank for rank in range(len(files) + 1) if rank not in files), count)
     if missing < count:
         known = next(iter(files.items()))
-        name = known[1].replace(f"zero_pp_rank_{known[0]}_", f"zero_pp_rank_{missing}_")
+        name = known[1].replace(f"pp_rank_{known[0]}_", f"pp_rank_{missing}_")
         message = f"the file of rank {missing} is missing: `{said_by}` is of {count} ranks, here are {len(files)}"
         raise Corrupt(message, path=root / name, hint="a shard was lost or never copied here")

@@ -38,6 +38,7 @@ class Group:
     parameters, one for each. `settings` is the number of the parameter group with the hyperparameters.
     """
 
+    flattening: Flattening
     masters: Chunk
     moments: Mapping[str, Chunk]
     values: Mapping[str, Any]
@@ -108,7 +109,7 @@ def read_group(
     flat = buffer_of(flattening, masters, "fp32") if is_tensor(masters) else None
     if flat is None:
         raise Corrupt("the fp32 parameters of a group are not a tensor of one axis")
-    return Group(flat, moments, values, ranks, settings, paddings)
+    return Group(flattening, flat, moments, values, ranks, settings, paddings)
 
 
 def buffer_of(flattening: Flattening, value: Any, name: str) -> Chunk | None:

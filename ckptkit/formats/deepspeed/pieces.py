@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
+from ckptkit.axes import boxes_of_run
 from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.flat_ranges import boxes_of_range
+from ckptkit.tensors.box import Shape
 
 
 class Run(NamedTuple):
@@ -53,18 +54,5 @@ def share_of(numel: int, ranks: int) -> int:
 
 def join(shape: Shape, runs: Iterable[Run], buffers: Sequence[Chunk]) -> StoredTensor:
     """Return the tensor that lies in runs of the ranks' buffers, each of one axis."""
-    spec = Spec(buffers[0].dtype, shape)
-    itemsize = spec.dtype.itemsize
-    chunks = tuple(
-        part_of(buffers[run.rank], box, (run.start + begin) * itemsize)
-        for run in runs
-        for box, begin in boxes_of_range(shape, run.at, run.at + run.numel)
-    )
-    return StoredTensor(spec, chunks)
-
-
-def part_of(buffer: Chunk, box: Box, start: int) -> Chunk:
-    """Return the chunk with a box of a tensor, from byte `start` of a buffer, by which it is checked."""
-    length = box.numel * buffer.dtype.itemsize
-    place = (buffer.path, buffer.offset + start, length)
-    return Chunk(box, *place, buffer.dtype, crc32=buffer.crc32, run=buffer.bytes)
+    chunks = (boxes_of_run(buffers[run.rank], run.start, shape, run.at, run.at + run.numel) for run in runs)
+    return StoredTensor(Spec(buffers[0].dtype, shape), tuple(chain.from_iterable(chunks)))

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePosixPath
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsafe
+from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import folders
+from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering, Settings
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.formats.deepspeed.modules import put_copy
@@ -43,6 +44,10 @@ def read_universal(root: Path, tag: str) -> Layout:
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
             known.update(group)
+    expert = next((name for group in shapes for name in group if without_number(name)), None)
+    if expert is not None:
+        message = "an expert, by its number on one rank: which of several of that number it is, is not said"
+        raise Unsupported(message, path=root / tag, tensor=expert)
     gathering = Gathering()
     described = {model.path for model in models}
     trained: dict[str, StoredTensor] = {}
@@ -129,7 +134,7 @@ def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, Sto
     for entry, value in (model.module or {}).items():
         known = trained.get(str(entry)) or trained.get(model.aliases.get(str(entry), ""))
         if known is not None:
-            put_copy(gathering, model, str(entry), value, known)
+            put_copy(gathering, model.flattening, str(entry), value, known)
         elif not (is_tensor(value) and as_tensor(value).shape == (0,) and entry not in model.buffers):
             gathering.flatten(model.flattening, value, (MODEL, str(entry)))
 

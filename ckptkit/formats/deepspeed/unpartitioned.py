@@ -6,85 +6,123 @@ The optimizer is torch's, with numbers for its parameters; with 16 bits there ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import Corrupt
 from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, without_classes
+from ckptkit.formats.torchfile.flatten import Flattening
 from ckptkit.formats.torchfile.read_archive import as_tensor, is_tensor
+from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 
 _MASTERS = "fp32_groups"
 _TORCH = "optimizer_state_dict"
+Names = Mapping[int, str]  # of parameters, by their numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """An optimizer with numbers for its parameters, in a file: groups, states, fp32 masters, and all else it saved."""
+
+    flattening: Flattening
+    groups: Sequence[Mapping[str | int, Any]]
+    states: Mapping[str | int, Any]
+    masters: Sequence[Any]
+    others: Mapping[str | int, Any]
+
+    @property
+    def numbers(self) -> list[list[Any]]:
+        """Return the numbers in each group."""
+        return [as_kind(group.get("params"), list, "params") for group in self.groups]
+
+
+def read_numbered(flattening: Flattening, value: Any) -> Numbered:
+    """Return the optimizer that was saved as `value`; None stands for one without states."""
+    saved = dict_or_none(value, "optimizer")
+    torchs = as_dict(saved.pop(_TORCH), _TORCH) if _TORCH in saved else {key: saved.pop(key) for key in list(saved)}
+    groups = [as_dict(group, "param_groups") for group in as_kind(torchs.get("param_groups", []), list, "param_groups")]
+    states = dict_or_none(torchs.get("state"), "state")
+    masters = [master for group in saved.get(_MASTERS) or () for master in as_kind(group, list, _MASTERS)]
+    return Numbered(flattening, groups, states, masters, saved)
 
 
 def put_unpartitioned(gathering: Gathering, model: ModelStates) -> None:
     """Put model and optimizer, that by name where the order of its parameters is certain, else by its own numbers."""
-    saved = dict_or_none(model.optimizer, "optimizer")
-    torchs = as_dict(saved.pop(_TORCH), _TORCH) if _TORCH in saved else {key: saved.pop(key) for key in list(saved)}
-    groups = [as_dict(group, "param_groups") for group in as_kind(torchs.get("param_groups", []), list, "param_groups")]
-    states = dict_or_none(torchs.get("state"), "state")
-    names = dict(enumerate(names_in_order(model, groups, states, saved)))
-    masters = masters_of(saved, names)
+    optimizer = read_numbered(model.flattening, model.optimizer)
+    names: Names = {}
+    if len(optimizer.groups) == 1:
+        names = dict(enumerate(names_in_order(optimizer, optimizer.numbers[0], trained(model))))
+    masters = masters_of(optimizer, names)
     for name, value in (model.module or {}).items():
-        put_weight(gathering, model, str(name), value, masters)
-    for number, state in states.items():
-        name = names.get(as_count(number, "state"), str(number))
-        for what, value in as_dict(state, "state").items():
-            gathering.flatten(model.flattening, value, (*STATE, name, what))
-    for i, group in enumerate(groups):
-        params = [names.get(number, number) for number in as_kind(group.get("params"), list, "params")]
-        for key, value in {**group, "params": params}.items():
-            gathering.flatten(model.flattening, value, (*GROUPS, i, key))
-    for key, value in saved.items():
-        if not (masters and key == _MASTERS):
-            gathering.flatten(model.flattening, without_classes(value), (STATE[0], key))
+        put_weight(gathering, model.flattening, str(name), value, masters)
+    put_states(gathering, optimizer, names)
+    params = [[names.get(number, number) for number in numbers] for numbers in optimizer.numbers]
+    put_groups(gathering, optimizer, params, has_masters=bool(masters))
 
 
-def masters_of(saved: Mapping[str | int, Any], names: Mapping[int, str]) -> dict[str, Any]:
+def put_states(gathering: Gathering, optimizer: Numbered, names: Names, *, first: int = 0) -> None:
+    """Put the states of the parameters from number `first` on."""
+    for number, state in optimizer.states.items():
+        if as_count(number, "state") >= first:
+            for what, value in as_dict(state, "state").items():
+                name = names.get(int(number), str(number))
+                gathering.flatten(optimizer.flattening, value, (*STATE, name, what))
+
+
+def put_groups(
+    gathering: Gathering, optimizer: Numbered, params: Sequence[Sequence[str | int]], *, has_masters: bool
+) -> None:
+    """Put the groups, with what they list, and all that the optimizer has saved besides, but masters that are put."""
+    for i, (group, listed) in enumerate(zip(optimizer.groups, params, strict=True)):
+        for key, value in {**group, "params": list(listed)}.items():
+            gathering.flatten(optimizer.flattening, value, (*GROUPS, i, key))
+    for key, value in optimizer.others.items():
+        if not (has_masters and key == _MASTERS):
+            gathering.flatten(optimizer.flattening, without_classes(value), (STATE[0], key))
+
+
+def masters_of(optimizer: Numbered, names: Names) -> dict[str, StoredTensor]:
     """Return the fp32 masters by name, none where no order is certain."""
-    masters = [value for group in saved.get(_MASTERS) or () for value in as_kind(group, list, _MASTERS)]
-    return dict(zip(names.values(), masters, strict=True)) if names and masters else {}
+    if not (names and optimizer.masters):
+        return {}
+    stored = map(optimizer.flattening.stored, optimizer.masters)
+    return dict(zip(names.values(), stored, strict=True))
 
 
-def put_weight(gathering: Gathering, model: ModelStates, name: str, value: Any, masters: Mapping[str, Any]) -> None:
+def put_weight(
+    gathering: Gathering, flattening: Flattening, name: str, value: Any, masters: Mapping[str, StoredTensor]
+) -> None:
     """Put an entry of the model, and where it has a master that in its place, with the entry as its rounded copy."""
     if name not in masters:
-        gathering.flatten(model.flattening, value, (MODEL, name))
+        gathering.flatten(flattening, value, (MODEL, name))
         return
-    gathering.put((MODEL, name), model.flattening.stored(masters[name]))
-    gathering.put_twin((MODEL, name), model.flattening.stored(value))
+    gathering.put((MODEL, name), masters[name])
+    gathering.put_twin((MODEL, name), flattening.stored(value))
 
 
-def names_in_order(
-    model: ModelStates,
-    groups: list[dict[str | int, Any]],
-    states: Mapping[str | int, Any],
-    saved: Mapping[str | int, Any],
-) -> list[str]:
-    """Return the names of the optimizer's parameters in the order of their numbers, [] where that is not certain.
+def names_in_order(optimizer: Numbered, numbers: Sequence[Any], parameters: Mapping[str, Shape]) -> list[str]:
+    """Return the names of an optimizer's parameters in the order of their numbers, [] where that is not certain.
 
-    With one group it is that of the model, from which buffers and tied copies are left out; shapes have to say so too.
+    It is that of the model, whose `parameters` are given, if there is one group for them; shapes have to say so too.
     """
-    if len(groups) != 1:
-        return []
-    numbers = as_kind(groups[0].get("params"), list, "params")
-    parameters = dict(trained(model))
     shapes = list(parameters.values())
-    if numbers != list(range(len(shapes))):
+    if list(numbers) != list(range(len(shapes))):
         return []
-    known = dict(shapes_in(states))
-    masters = [shape_of(value) for group in saved.get(_MASTERS) or () for value in as_kind(group, list, _MASTERS)]
+    known = dict(shapes_in(optimizer.states))
+    masters = [shape_of(value) for value in optimizer.masters]
     if not (known or masters) or any(shapes[i] != shape for i, shape in known.items() if i < len(shapes)):
         return []
     return list(parameters) if masters in ([], shapes) and (masters or len(known) == len(shapes)) else []
 
 
-def trained(model: ModelStates) -> Iterator[tuple[str, Shape]]:
-    """Yield the tensors of a model that may be trained, tied ones once, with their shapes."""
+def trained(model: ModelStates) -> dict[str, Shape]:
+    """Return the shapes of a model's tensors that may be trained, tied ones once: no buffers."""
     seen: set[tuple[str, int, Shape]] = set()
+    found: dict[str, Shape] = {}
     for name, value in (model.module or {}).items():
         if not is_tensor(value) or name in model.buffers:
             continue
@@ -92,7 +130,8 @@ def trained(model: ModelStates) -> Iterator[tuple[str, Shape]]:
         place = (tensor.key, tensor.offset, tensor.shape)
         if place not in seen:
             seen.add(place)
-            yield str(name), tensor.shape
+            found[str(name)] = tensor.shape
+    return found
 
 
 def shapes_in(states: Mapping[str | int, Any]) -> Iterator[tuple[int, Shape]]:

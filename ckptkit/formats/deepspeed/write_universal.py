@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.errors import Mismatch, Unsafe
+from ckptkit.errors import Mismatch, Unsafe, Unsupported
 from ckptkit.files.file import opening, read_at
+from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE
 from ckptkit.formats.deepspeed.read_universal import MASTER, OPTIMIZER, POINTER, STEP, ZERO, join
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
@@ -78,6 +79,10 @@ def place_of(wanted: Layout, entry: str) -> StoredTensor | None:
 def files_for(wanted: Layout, options: Options) -> Iterator[NewFile]:
     """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
     entries = Entries.of(wanted)
+    expert = next(filter(without_number, entries.weights), None)
+    if expert is not None:
+        message = "an expert: each rank would look for its own experts under the same names, and find others"
+        raise Unsupported(message, path=wanted.root, tensor=expert, hint="use `--to dcp` or `--to pt`")
     tag = tag_for(wanted)
     for parameter, states in entries.states.items():
         if "/" in parameter or "\0" in parameter or parameter in ("", ".", ".."):

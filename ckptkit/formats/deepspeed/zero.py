@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.deepspeed.experts import Experts, fleets
 from ckptkit.formats.deepspeed.partitions import Group, Partition
 from ckptkit.formats.deepspeed.pieces import Run, join, runs_in_row, runs_of_each, share_of
+from ckptkit.formats.torchfile.flatten import Flattening
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.tensors.box import Shape
 
@@ -27,29 +29,36 @@ _ALIGNMENT = 2  # elements, times the number of ranks: what a row is padded to a
 class Parameter:
     """A trained parameter: its fp32 master, what the optimizer has for it, and the number of its parameter group.
 
-    `values` are what its whole group has in common, of the first rank's file.
+    `values` are what its whole group has in common, of the file of the first rank that has a part of it.
     """
 
     name: str
     master: StoredTensor
     moments: Mapping[str, StoredTensor]
+    flattening: Flattening
     values: Mapping[str, Any]
     settings: int
 
 
 def parameters_of(
-    shapes: Sequence[Mapping[str, Shape]], partitions: Sequence[Partition], root: Path
+    shapes: Sequence[Mapping[str, Shape]], partitions: Sequence[Partition], experts: Experts | None, root: Path
 ) -> Iterator[Parameter]:
-    """Yield the parameters, by the names and shapes of each group, of which each rank has a partition."""
+    """Yield the parameters, by the names and shapes of each group, of which each rank has a partition.
+
+    Of the parameters of experts ranks have different ones under the same names.
+    """
     first = partitions[0]
     for partition in partitions:
         if len(partition.groups) != len(shapes) or partition.cuts_each != first.cuts_each:
             message = f"{len(partition.groups)} groups of parameters, and {len(shapes)} are named"
             raise Corrupt(message, path=root / partition.path, hint=_HINT)
+    if first.cuts_each and experts is not None:
+        raise Unsupported("experts with ZeRO 3", path=root / first.path)
     for number, named in enumerate(shapes):
-        groups = [partition.groups[number] for partition in partitions]
-        check_alike(groups, partitions, root)
-        yield from (cut_each if first.cuts_each else cut_row)(named, groups, root)
+        for fleet in fleets(number, named, partitions, experts):
+            groups = [partition.groups[number] for partition in fleet.partitions]
+            check_alike(groups, fleet.partitions, root)
+            yield from (cut_each if first.cuts_each else cut_row)(fleet.named, groups, root)
 
 
 def check_alike(groups: Sequence[Group], partitions: Sequence[Partition], root: Path) -> None:
@@ -59,7 +68,7 @@ def check_alike(groups: Sequence[Group], partitions: Sequence[Partition], root: 
         path = root / partition.path
         if group.ranks != len(groups):
             message = f"a group of parameters is cut for {group.ranks} ranks, and {len(groups)} have files here"
-            raise Unsupported(message, path=path, hint="experts among ranks of their own are not read yet")
+            raise Unsupported(message, path=path, hint=_HINT)
         if group.moments.keys() != first.moments.keys() or group.values.keys() != first.values.keys():
             message = f"the optimizer's state is not that of `{partitions[0].path}`: {sorted(group.moments)}"
             raise Corrupt(message, path=path, hint=_HINT)
@@ -125,4 +134,5 @@ def parameter(name: str, shape: Shape, groups: Sequence[Group], runs: Sequence[R
     """Return the parameter that lies in runs of the ranks' buffers."""
     first = groups[0]
     masters, *moments = (join(shape, runs, buffers) for buffers in buffers_of(groups))
-    return Parameter(name, masters, dict(zip(first.moments, moments, strict=True)), first.values, first.settings)
+    by_name = dict(zip(first.moments, moments, strict=True))
+    return Parameter(name, masters, by_name, first.flattening, first.values, first.settings)

@@ -6,19 +6,20 @@ Source: fairscale's `local_state_dict` and `local_metadata_dict`, as fairseq sav
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
+from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
 from ckptkit.formats.fairscale.shards import METADATA, cut_flat, plain, read_flats
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile, read_rank_file
-from ckptkit.formats.torchfile.join import join_blobs, join_tensors
-from ckptkit.layout import Extent, Layout, check_cover
+from ckptkit.formats.torchfile.join import OWN, join_blobs, join_tensors
+from ckptkit.layout import Extent, KeyPath, Layout, StoredTensor, check_cover
 
 _SHARD = re.compile(r"(?P<name>.+)-shard(?P<rank>[0-9]{1,7})\.pt")
 MODEL = "model"
@@ -80,7 +81,7 @@ def find(path: Path) -> dict[int, str]:
 
 
 def join(files: list[RankFile]) -> Flat:
-    """Return the model of all ranks; optimizers and the rest are each rank's own, and are left where they are."""
+    """Return the model of all ranks, its optimizer by name where that is certain, and the rest."""
     described = [read_flats(file.value) for file in files]
     flats = {f"{MODEL}.{name}" for name in described[0]}
     for file, flat in zip(files, described, strict=True):
@@ -95,8 +96,15 @@ def join(files: list[RankFile]) -> Flat:
     for name in described[0]:
         for own, tensor in cut_flat(f"{MODEL}.{name}", [flat[name] for flat in described], files):
             rest.tensors[f"{MODEL}.{own}"], rest.keys[f"{MODEL}.{own}"] = tensor, (MODEL, own)
-    blobs, keys = join_blobs([replace(file, flat=others(file.flat)) for file in files])
-    return Flat(rest.tensors, blobs, rest.keys | keys)
+    optimizer = join_optimizer(files, described, MODEL)
+    taken = {MODEL, *METADATA, *(key for file in files for key in keys_of_optimizers(file.value))}
+    blobs, keys = join_blobs([replace(file, flat=blobs_of(file.flat, taken)) for file in files])
+    for file in files:
+        for name, tensor in others(file.flat, taken):
+            way: KeyPath = (OWN, f"rank_{file.rank}", *file.flat.keys[name])
+            rest.tensors[".".join(map(str, way))], rest.keys[".".join(map(str, way))] = tensor, way
+    tensors = rest.tensors | optimizer.tensors
+    return Flat(tensors, blobs | optimizer.blobs, rest.keys | optimizer.keys | keys)
 
 
 def only_model(flat: Flat, flats: set[str]) -> Flat:
@@ -105,7 +113,11 @@ def only_model(flat: Flat, flats: set[str]) -> Flat:
     return Flat(tensors, {}, flat.keys)
 
 
-def others(flat: Flat) -> Flat:
-    """Return the entries that are neither tensors nor descriptions of flat parameters."""
-    blobs = {name: blob for name, blob in flat.blobs.items() if flat.keys[name][0] not in (METADATA, MODEL)}
-    return Flat({}, blobs, flat.keys)
+def blobs_of(flat: Flat, taken: Collection[str]) -> Flat:
+    """Return the entries that are no tensors, but for those below keys that are `taken`."""
+    return Flat({}, {name: blob for name, blob in flat.blobs.items() if flat.keys[name][0] not in taken}, flat.keys)
+
+
+def others(flat: Flat, taken: Collection[str]) -> list[tuple[str, StoredTensor]]:
+    """Return the tensors, but for those below keys that are `taken`: each rank has its own."""
+    return [(name, tensor) for name, tensor in flat.tensors.items() if flat.keys[name][0] not in taken]

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from ckptkit.axes import boxes_of_run
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.flatten import pairs_of
 from ckptkit.formats.torchfile.held import RankFile
 from ckptkit.formats.torchfile.read_archive import as_shape
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.tensors.box import Shape
-from ckptkit.tensors.flat_ranges import boxes_of_range
 
-METADATA = "shard_metadata"
+METADATA = ("shard_metadata", "fsdp_metadata")  # as fairscale's own example and metaseq, and as fairseq
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 
 
@@ -34,17 +34,19 @@ class Flat:
 
 def read_flats(value: Any) -> dict[str, Flat]:
     """Return the flat parameters that a rank's file describes, by their names in its state dict."""
+    saved = dict(pairs_of(value) or ())
+    name = next((key for key in METADATA if key in saved), METADATA[0])
     try:
-        found = dict(pairs_of(dict(pairs_of(value) or ())[METADATA]) or ())
+        found = dict(pairs_of(saved[name]) or ())
         flats: dict[str, Flat] = {}
         for unit in found["param_metadata"]:
             if unit.get("shared_param_info"):
                 raise Unsupported("flat parameters of which some are shared between modules")
             above = unit["fsdp_path"] + "." if unit["fsdp_path"] else ""
-            for name, described in pairs_of(unit["params"]) or ():
-                flats[above + name] = read_flat(above, described)
+            for flat, described in pairs_of(unit["params"]) or ():
+                flats[above + flat] = read_flat(above, described)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"`{METADATA}` makes no sense") from error
+        raise Corrupt(f"`{name}` makes no sense") from error
     return flats
 
 
@@ -87,7 +89,6 @@ def chunks_of(pieces: Sequence[Chunk], sizes: Sequence[int], start: int, shape: 
     stop, begin = start + prod(shape), 0
     for piece, size in zip(pieces, sizes, strict=True):
         low, high = max(start, begin), min(stop, begin + size)
-        for box, at in boxes_of_range(shape, low - start, high - start) if low < high else ():
-            offset = piece.offset + (low - begin + at) * piece.dtype.itemsize
-            yield Chunk(box, piece.path, offset, box.numel * piece.dtype.itemsize, piece.dtype)
+        if low < high:
+            yield from boxes_of_run(piece, low - begin, shape, low - start, high - start)
         begin += size

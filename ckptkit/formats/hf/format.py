@@ -6,7 +6,6 @@ by torch.distributed.checkpoint's `HuggingFaceStorageWriter` and so by transform
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from itertools import count
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files.file import check_name, names_in, read_small
+from ckptkit.files.file import names_in
 from ckptkit.files.ranges import read_ahead
-from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.indices import make_index, read_index
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Spec, StoredTensor, check_cover
@@ -26,7 +25,6 @@ INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _NUMBERED = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
-_INDEX_LIMIT = 1 << 28
 _HEAD = 1 << 16  # bytes; most headers are shorter
 
 
@@ -97,6 +95,8 @@ class HuggingFace(Writer):
         specs = wanted.specs
         for name, spec in specs.items():
             check_writable(name, spec)
+        if options.file is not None:
+            return (new_file(options.file, specs),)
         shards = split(specs, options.max_shard_size)
         names = shard_names(len(shards))
         files = [
@@ -218,7 +218,7 @@ def of_two_exports(path: Path, other: str) -> Corrupt:
 
 def find_indexed(path: Path, present: set[str], report: Report) -> Files:
     """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
-    index = read_index(path / INDEX)
+    index, _ = read_index(path / INDEX)
     names = sorted(set(index.values()))
     if SINGLE in present and SINGLE not in names:
         raise of_two_exports(path, INDEX)
@@ -238,17 +238,6 @@ def find_only(path: Path, present: set[str]) -> str:
             hint=f"name one of them: {', '.join(names[:4])}",
         )
     return names[0]
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Return the `weight_map` of an index: tensor name to file name."""
-    index = parse_json(read_small(path, _INDEX_LIMIT), path)
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise Corrupt("the index has no `weight_map` from names to files", path=path)
-    for file in set(places.values()):
-        check_name(file, path.parent)
-    return places
 
 
 def check_index(
@@ -305,12 +294,3 @@ def shard_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def make_index(specs: Mapping[str, Spec], places: Mapping[str, str]) -> bytes:
-    """Return the index, as transformers writes it."""
-    metadata = {
-        "total_parameters": sum(spec.numel for spec in specs.values()),
-        "total_size": sum(spec.nbytes for spec in specs.values()),
-    }
-    return (json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=2, sort_keys=True) + "\n").encode()

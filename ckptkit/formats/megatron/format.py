@@ -15,7 +15,7 @@ from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.megatron.grid import FILES, Rank, file_in, find_directories, has_rank, place
 from ckptkit.formats.megatron.join import Job
 from ckptkit.formats.megatron.result import Result
-from ckptkit.formats.megatron.saved import Saved, check_arguments, check_version
+from ckptkit.formats.megatron.saved import VERSION, Saved, check_arguments
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.state_files import entries_of, opened
@@ -69,7 +69,6 @@ class Megatron(Reader):
         saved = {name: Saved.read(root, file) for name, file in files.items()}
         job = Job(root, arrange(root, saved))
         check_same_job(job)
-        check_version(job.ranks[Rank(0, 0, 0)], job.sizes.tensor)
         check_arguments(job.ranks[Rank(0, 0, 0)], job.sizes)
         result = Result(job)
         result.add_model()
@@ -121,7 +120,7 @@ def check_same_job(job: Job) -> None:
     for saved in job.ranks.values():
         for what, one, other in (
             ("iteration", first.number("iteration"), saved.number("iteration")),
-            ("checkpoint version", first.number("checkpoint_version"), saved.number("checkpoint_version")),
+            ("checkpoint version", first.number(VERSION), saved.number(VERSION)),
             ("number of ranks", first.sizes, saved.sizes),
         ):
             if one != other:

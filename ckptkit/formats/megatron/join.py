@@ -10,8 +10,9 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.megatron.grid import Rank, Sizes
 from ckptkit.formats.megatron.numbering import Numbering, Run, count_layers, number
+from ckptkit.formats.megatron.old_order import CURRENT, has_fused, in_new_order
 from ckptkit.formats.megatron.rules import rule_for
-from ckptkit.formats.megatron.saved import Saved
+from ckptkit.formats.megatron.saved import VERSION, Saved
 from ckptkit.formats.torchfile.join_ranks import join_copies, join_ranks
 from ckptkit.layout import StoredTensor
 
@@ -76,16 +77,47 @@ class Job:
                 raise error.blame(path=self.root / self.ranks[first].path, tensor=local) from None
             yield name, local, [one[local] for one in found]
 
+    @cached_property
+    def version(self) -> float:
+        """Return the version of the order of queries, keys and values, as the model is given.
+
+        That is the files' own, but where it is known how those of an older one lie. Raises `Unsupported` for such an
+        order on several ranks, if the number of heads is not known.
+        """
+        first = self.ranks[Rank(0, 0, 0)]
+        recorded = first.number(VERSION) or 0
+        names = (name for saved in self.ranks.values() for weights in saved.weights.values() for name in weights)
+        if recorded >= CURRENT or not has_fused(names):
+            return recorded
+        if self.heads:
+            return CURRENT
+        if self.sizes.tensor == 1:
+            return recorded
+        message = f"checkpoint version {recorded}: how the queries, keys and values of {self.sizes.tensor} ranks lie"
+        message += " goes by their heads, and `args` do not say how many"
+        hint = "load and save it with a Megatron-LM that reads it"
+        raise Unsupported(message, path=self.root / first.path, hint=hint)
+
+    @cached_property
+    def heads(self) -> int:
+        """Return how many heads a rank has, 0 where the arguments do not say."""
+        count = self.ranks[Rank(0, 0, 0)].args.get("num_attention_heads")
+        return count // self.sizes.tensor if type(count) is int and count % self.sizes.tensor == 0 else 0
+
     def join_parts(self, local: str, parts: list[StoredTensor], run: int, stage: int) -> StoredTensor:
         """Return the tensor of which each tensor rank has a part, by the rule for its name."""
         ranks, experts = self.sizes.tensor, self.sizes.experts
         if local.endswith(_GROUPED) and max(ranks, experts) > 1:
             raise Unsupported(f"the experts of {ranks * experts} ranks in one tensor each", hint="not read yet")
-        if len(parts) == 1:
-            return parts[0]
         if not parts[0].spec.shape:  # the step of an optimizer
             return join_copies(parts)
-        return join_ranks(parts, rule_for(local, self.ranks[Rank(0, stage, 0)].specs(run), ranks))
+        first = self.ranks[Rank(0, stage, 0)]
+        recorded = first.number(VERSION) or 0
+        if recorded < self.version:
+            parts = [in_new_order(part, local, recorded, self.heads) for part in parts]
+        if len(parts) == 1:
+            return parts[0]
+        return join_ranks(parts, rule_for(local, first.specs(run), ranks, first.args))
 
     def check_layers(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Raise `Corrupt` if there are not as many layers as the arguments say."""

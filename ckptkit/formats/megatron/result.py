@@ -10,10 +10,11 @@ from typing import Any
 from ckptkit.files.file import is_there
 from ckptkit.formats.megatron.grid import BUFFERS, Rank
 from ckptkit.formats.megatron.join import Job
-from ckptkit.formats.megatron.saved import OPTIMIZER, is_own_state
+from ckptkit.formats.megatron.saved import OPTIMIZER, VERSION, is_own_state
 from ckptkit.formats.megatron.states import Named, name_states
 from ckptkit.formats.torchfile.flatten import Flat, flatten
 from ckptkit.formats.torchfile.state_files import read_state_file
+from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 
 _MODEL = "model"
@@ -80,6 +81,9 @@ class Result:
 
     def add_rest(self) -> None:
         """Add what lies beside model and optimizer: once if it is the same on all ranks, or else for each."""
+        first = self.job.ranks[Rank(0, 0, 0)]
+        if self.job.version > (first.number(VERSION) or 0):
+            self.put((VERSION,), Blob(first.path, 0, 0, dump(self.job.version)))
         for key in dict.fromkeys(key for saved in self.job.ranks.values() for key in saved.others):
             self.add_common((), key, {rank: saved.others.get(key) for rank, saved in self.job.ranks.items()})
 

@@ -9,7 +9,7 @@ groups, of which each rank has whole ones. The names before Megatron-Core are th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.join_ranks import BY_COLUMNS, BY_HALVES, BY_ROWS, COPIED, Rule, Rules, find_rule
@@ -36,13 +36,18 @@ _RULES: Rules = (
 )
 _FIRST = re.compile(r"(.*\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)([0-9]*)")
 _SECOND = ("linear_fc2", "dense_4h_to_h")
+_NARROWED = re.compile(r"(?:.*\.)?linear_(q|kv)_down_proj\.weight")
+_SIZES = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 
 
-def rule_for(name: str, specs: Mapping[str, Spec], ranks: int) -> Rule:
+def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str, int | float]) -> Rule:
     """Return how the ranks share a tensor. `specs` are those of all tensors of one rank, by the same names.
 
-    Raises `Unsupported` for a name that is not known.
+    `args` are the arguments of the job. Raises `Unsupported` for a name that is not known.
     """
+    narrow = _NARROWED.fullmatch(name)
+    if narrow is not None:
+        return rule_for_narrowed(specs[name].shape[0], ranks, [args.get(size) for size in _SIZES[narrow[1]]])
     match = _FIRST.fullmatch(name)
     if match is None:
         return find_rule(name, _RULES, ranks)
@@ -54,3 +59,17 @@ def rule_for(name: str, specs: Mapping[str, Spec], ranks: int) -> Rule:
     if rows not in (inner, 2 * inner):
         raise Corrupt(f"it has {rows} rows on each rank, and the layer after it {inner} columns", tensor=name)
     return BY_HALVES if rows == 2 * inner else BY_ROWS
+
+
+def rule_for_narrowed(rows: int, ranks: int, sizes: Sequence[object]) -> Rule:
+    """Return how ranks share the layer that narrows what latent attention is of, by its size in all.
+
+    Source: megatron/core/transformer/multi_latent_attention.py. Transformer Engine's is there in full on every rank,
+    any other has rows on each.
+    """
+    if not all(type(size) is int for size in sizes):
+        raise Unsupported("whether every rank has all of it shows in the job's `args`, which do not say its size")
+    wanted = sum(size for size in sizes if isinstance(size, int))
+    if wanted not in (rows, rows * ranks):
+        raise Corrupt(f"it has {rows} rows on each of {ranks} ranks, and by the job's arguments {wanted} in all")
+    return COPIED if rows == wanted else BY_ROWS

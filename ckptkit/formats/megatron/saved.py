@@ -18,6 +18,7 @@ from ckptkit.layout import Spec, StoredTensor
 
 _MODEL = re.compile(r"model([0-9]{0,3})")
 OPTIMIZER = "optimizer"
+VERSION = "checkpoint_version"
 _LARGEST = 1 << 60
 _STATE = "_extra_state"  # of Transformer Engine's layers: each rank has its own
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -128,12 +129,3 @@ def is_number(value: object) -> TypeGuard[int | float]:
 def is_own_state(name: str) -> bool:
     """Return whether an entry of a model is no weight but the state of one rank's layer."""
     return name.endswith(_STATE)
-
-
-def check_version(saved: Saved, ranks: int) -> None:
-    """Raise `Unsupported` for files so old that the queries, keys and values of several ranks are mixed otherwise."""
-    version = saved.number("checkpoint_version") or 0
-    if ranks > 1 and version < 2:
-        message = f"checkpoint version {version}: the queries, keys and values of {ranks} ranks lie in an order of old"
-        hint = "load and save it with a Megatron-LM that reads it"
-        raise Unsupported(message, path=saved.root / saved.path, hint=hint)

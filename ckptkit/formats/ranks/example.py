@@ -29,7 +29,8 @@ ALONE = Grid((1,))  # the mesh of a single rank
 class Example:
     """A way to write: the names of files, the mesh, and by name of a model's tensor how it lies, None if on each rank.
 
-    `calls` are the DTensors themselves, to be taken after. `is_told` if what is spread and what is not shows at all.
+    `calls` are the DTensors themselves, to be taken after. `is_told` if what is spread and what is not shows at all,
+    `was_sharded` if ShardedTensors are.
     """
 
     naming: Naming = WITH_WORLD
@@ -38,6 +39,7 @@ class Example:
     spread: Mapping[str, tuple[Placement, ...] | None] = field(default_factory=dict)
     calls: Mapping[str, Record] = field(default_factory=dict)
     is_told: bool = False
+    was_sharded: bool = False
 
     def for_world(self, world: int) -> Grid:
         """Return the mesh of `world` ranks: the first axis has what the others leave."""
@@ -72,6 +74,7 @@ def example_of(wanted: Layout) -> Example:
         spread=spread,
         calls=calls,
         is_told=any(spread.values()),
+        was_sharded=any(isinstance(held.spread, Sharded) for held in model.tensors.values()),
     )
 
 

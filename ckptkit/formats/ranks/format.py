@@ -82,6 +82,11 @@ class Ranks(Writer):
         """Return the files of `options.world_size` ranks, called and spread as those that `wanted` lies in, if any."""
         return tuple(arrange_files(wanted, example_of(wanted), options.world_size))
 
+    def remarks(self, wanted: Layout) -> Iterator[str]:
+        """Return in words that DTensors will be what ShardedTensors were."""
+        if example_of(wanted).was_sharded:
+            yield "FSDP1's ShardedTensors become DTensors, as FSDP2 has them: a run with FSDP2 loads these files"
+
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
         """Return the copies of what several ranks have alike, and the CRC-32 of each storage."""
         found = find(made.root)

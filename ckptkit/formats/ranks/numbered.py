@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from ckptkit.axes import boxes_of_run
 from ckptkit.errors import Corrupt
 from ckptkit.formats.torchfile.dtensors import Placed
-from ckptkit.formats.torchfile.flatten import pairs_of
 from ckptkit.formats.torchfile.held import Held, RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.tensors.box import Shape
-from ckptkit.tensors.flat_ranges import boxes_of_range
 
 _STEP = "step"  # a moment that is one number, whatever the parameter's shape
 AT = 2  # where in a key path the parameter is: `("optimizer", "state", "3", "exp_avg")`
@@ -30,17 +29,6 @@ class Parameter:
 
     name: str
     shape: Shape
-
-
-def groups_of(value: Any) -> list[list[int]] | None:
-    """Return the parameters' numbers in the groups of an optimizer's state dict; None for one that has names."""
-    groups = dict(pairs_of(value) or ()).get("param_groups")
-    if not isinstance(groups, list):
-        return None
-    numbers = [dict(pairs_of(group) or ()).get("params") for group in groups]
-    if not all(isinstance(found, list) and all(type(n) is int for n in found) for found in numbers):
-        return None
-    return [list(found) for found in numbers if isinstance(found, list)]
 
 
 def parameters_of(model: RankFile) -> list[Parameter]:
@@ -169,18 +157,9 @@ def join_flattened(
         chunks: list[Chunk] = []
         at = 0
         for _, held in there:
-            chunks += cut(held.chunks[0], shape, at, held.spec.numel)
+            chunks += boxes_of_run(held.chunks[0], 0, shape, at, at + held.spec.numel)
             at += held.spec.numel
         yield name, StoredTensor(replace(there[0][1].spec, shape=shape), tuple(chunks))
-
-
-def cut(chunk: Chunk, shape: Shape, start: int, count: int) -> Iterator[Chunk]:
-    """Yield the chunks that a run of a flattened tensor is, which lies in one chunk; empty runs make none."""
-    size = chunk.dtype.itemsize
-    for box, at in boxes_of_range(shape, start, start + count):
-        whole = box.numel == count
-        crc = chunk.crc32 if whole else None
-        yield Chunk(box, chunk.path, chunk.offset + at * size, box.numel * size, chunk.dtype, None, crc)
 
 
 def named(key: KeyPath, found: Mapping[int, Parameter]) -> KeyPath:

@@ -11,6 +11,7 @@ from ckptkit.formats.ranks.units import join_units, match_units
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile
 from ckptkit.formats.torchfile.join import join_blobs, join_tensors
+from ckptkit.formats.torchfile.param_groups import numbers_of
 from ckptkit.formats.torchfile.values import with_value
 from ckptkit.layout import StoredTensor
 
@@ -22,7 +23,7 @@ def join_optimizer(files: Sequence[RankFile], model: Sequence[RankFile]) -> Flat
 
     Where it is not certain which parameter a number is, all keep their numbers, and flattened moments one dimension.
     """
-    groups = numbered.groups_of(files[0].value)
+    groups = numbers_of(files[0].value)
     if groups is None:
         return join_files(files)
     flattened = numbered.is_flattened(files, model[0])

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ckptkit.formats.ranks.numbered import AT, Parameter, cut, is_moment
+from ckptkit.axes import boxes_of_run
+from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
@@ -113,7 +114,5 @@ def pieces_of(files: Sequence[RankFile], name: str, parameter: Parameter, at: in
         stops = begins + chunk.box.numel
         low, high = max(at, begins), min(end, stops)
         if low < high:
-            size = chunk.dtype.itemsize
-            part = chunk._replace(offset=chunk.offset + (low - begins) * size, crc32=None)
-            yield from cut(part, parameter.shape, low - at, high - low)
+            yield from boxes_of_run(chunk, low - begins, parameter.shape, low - at, high - at)
         begins = stops

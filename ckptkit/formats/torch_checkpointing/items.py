@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ckptkit.axes import part_of
 from ckptkit.errors import CkptError
 from ckptkit.files.file import read_small
 from ckptkit.formats.json_text import parse_json
@@ -18,6 +19,7 @@ from ckptkit.formats.torchfile.read_archive import TensorRecord
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, Spec
 from ckptkit.tensors.blocks import row_major
+from ckptkit.tensors.box import Box
 
 _LIMIT = 1 << 24  # bytes of a file that is read whole
 
@@ -31,7 +33,7 @@ def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: Item
     """Return what one rank has of an item."""
     try:
         if kind == TORCH:
-            return spread_out(read_rank_file(root, file, rank, (name,), is_dict=False), item.spread)
+            return spread_out(read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread)
         if kind == SAFETENSORS:
             return spread_out(read_safetensors(root, file, rank, name, item.spread), item.spread)
         data = read_small(root / file, _LIMIT)
@@ -61,13 +63,13 @@ def spread_out(found: RankFile, spread: Mapping[KeyPath, Mapping[int, Spread]]) 
         how = spread.get(found.flat.keys[name][1:], {}).get(found.rank)
         if how is not None and held.spread is None:
             try:
-                tensors[name] = part_of(held, how, found.rank)
+                tensors[name] = as_part(held, how, found.rank)
             except CkptError as error:
                 raise error.blame(tensor=name) from None
     return replace(found, flat=replace(found.flat, tensors=tensors))
 
 
-def part_of(held: Held, how: Spread, rank: int) -> Held:
+def as_part(held: Held, how: Spread, rank: int) -> Held:
     """Return a plain tensor as the part of a larger one that a rank has."""
     (chunk,) = held.chunks
     shape, strides = held.spec.shape, chunk.strides or row_major(held.spec.shape)
@@ -78,15 +80,4 @@ def part_of(held: Held, how: Spread, rank: int) -> Held:
 
 def cut(chunk: Chunk, placed: Placed) -> list[Chunk]:
     """Return the boxes of the whole tensor that lie in the chunk that is a rank's part."""
-    pieces = placed.pieces
-    if len(pieces) == 1:
-        return [chunk._replace(box=pieces[0].box)]
-    strides, size = placed.held.strides, chunk.dtype.itemsize
-    found = []
-    for box, at in pieces:
-        start = sum(i * step for i, step in zip(at, strides, strict=True))
-        span = 1 + sum((n - 1) * step for n, step in zip(box.size, strides, strict=True))
-        is_dense = strides == row_major(box.size)
-        stored = chunk._replace(offset=chunk.offset + start * size, length=span * size, crc32=None)
-        found.append(stored._replace(box=box, strides=None if is_dense else strides))
-    return found
+    return [part_of(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.pieces]

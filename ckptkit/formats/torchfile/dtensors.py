@@ -169,5 +169,4 @@ def chunk_of(held: TensorRecord, box: Box, at: Shape, entries: Mapping[str, Entr
     """Return the place of a box that lies at index `at` of the tensor that a rank holds."""
     start = held.offset + sum(i * stride for i, stride in zip(at, held.strides, strict=True))
     record = TensorRecord(held.key, held.dtype, start, box.size, held.strides)
-    found = place_tensor(record, entries)
-    return Chunk(box, path, found.offset, found.length, held.dtype, found.strides, found.crc32)
+    return place_tensor(record, entries).chunk(box, path)

@@ -15,7 +15,7 @@ from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.torchfile.read_archive import Entry, as_tensor, is_tensor, place_tensor
 from ckptkit.formats.torchfile.write_pickle import dump
-from ckptkit.layout import Blob, Chunk, KeyPath, Spec, StoredTensor
+from ckptkit.layout import Blob, KeyPath, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 
 DEEPEST = 64  # steps of a key path
@@ -104,10 +104,7 @@ class Flattening:
             error.hint = error.hint and "save it as a plain dense tensor"
             raise
         dtype, shape = found.tensor.dtype, found.tensor.shape
-        chunk = Chunk(whole(shape), self.path, found.offset, found.length, dtype, found.strides, found.crc32)
-        if found.storage is not None:
-            chunk = chunk._replace(crc32=found.storage.crc32, run=(found.storage.offset, found.storage.length))
-        return StoredTensor(Spec(dtype, shape), (chunk,))
+        return StoredTensor(Spec(dtype, shape), (found.chunk(whole(shape), self.path),))
 
     def blob(self, value: Any) -> Blob:
         """Return a value that is no tensor, pickled by itself."""

@@ -7,15 +7,13 @@ rank, one parallel by rows has columns, a norm is there in full on every rank. S
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
+from ckptkit.axes import concatenate, cut, replace_at
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.tensors.blocks import row_major
-from ckptkit.tensors.box import Box, Shape, whole
+from ckptkit.layout import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +50,15 @@ def join_ranks(parts: Sequence[StoredTensor], rule: Rule) -> StoredTensor:
     if rule.axis is None:
         return join_copies(parts)
     first = parts[0].spec
+    rest = replace_at(first.shape, rule.axis, 1, ())
     for part in parts[1:]:
-        if part.spec.dtype != first.dtype or others(part.spec.shape, rule.axis) != others(first.shape, rule.axis):
+        if part.spec.dtype != first.dtype or replace_at(part.spec.shape, rule.axis, 1, ()) != rest:
             raise Corrupt(f"the ranks do not fit together: one has {first}, another {part.spec}")
     if len(first.shape) <= rule.axis:
         raise Corrupt(f"{first} has no axis {rule.axis} along which ranks could share it")
-    pieces = [list(cut(part, rule.axis, rule.sections)) for part in parts]
-    ordered = [piece for section in zip(*pieces, strict=True) for piece in section]
-    starts = [0, *accumulate(piece.spec.shape[rule.axis] for piece in ordered)]
-    shape = resized(first.shape, rule.axis, starts[-1])
-    chunks = [
-        shift(chunk, rule.axis, start)
-        for piece, start in zip(ordered, starts, strict=False)
-        for chunk in piece.chunks
-        if chunk.box.numel
-    ]
-    return StoredTensor(Spec(first.dtype, shape), tuple(chunks))
+    sections = zip(*(cut_in(part, rule.axis, rule.sections) for part in parts), strict=True)
+    joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
+    return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 
 
 def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
@@ -78,47 +69,9 @@ def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
     return parts[0]
 
 
-def others(shape: Shape, axis: int) -> Shape:
-    """Return a shape without one axis."""
-    return shape[:axis] + shape[axis + 1 :]
-
-
-def resized(shape: Shape, axis: int, extent: int) -> Shape:
-    """Return a shape with another extent along one axis."""
-    return (*shape[:axis], extent, *shape[axis + 1 :])
-
-
-def cut(tensor: StoredTensor, axis: int, count: int) -> Iterator[StoredTensor]:
-    """Yield `count` equal sections of a tensor in one chunk, one after another along an axis."""
-    if count == 1:
-        yield tensor
-        return
-    (chunk,) = tensor.chunks
-    shape = tensor.spec.shape
-    if shape[axis] % count:
+def cut_in(tensor: StoredTensor, axis: int, count: int) -> list[StoredTensor]:
+    """Return the `count` equal sections of a tensor, one after another along an axis."""
+    extent = tensor.spec.shape[axis] // count
+    if extent * count != tensor.spec.shape[axis]:
         raise Corrupt(f"{tensor.spec} cannot be {count} equal parts along axis {axis}")
-    size = resized(shape, axis, shape[axis] // count)
-    for i in range(count):
-        yield StoredTensor(Spec(tensor.spec.dtype, size), (section(chunk, axis, i, size),))
-
-
-def section(chunk: Chunk, axis: int, i: int, size: Shape) -> Chunk:
-    """Return section `i`, of `size`, of a chunk that is a whole tensor."""
-    steps = row_major(chunk.size) if chunk.strides is None else chunk.strides
-    is_plain = chunk.strides is None and prod(chunk.size[:axis]) == 1
-    span = prod(size) if is_plain else 1 + sum((n - 1) * step for n, step in zip(size, steps, strict=True))
-    itemsize = chunk.dtype.itemsize
-    return chunk._replace(
-        box=whole(size),
-        offset=chunk.offset + i * size[axis] * steps[axis] * itemsize,
-        length=span * itemsize if prod(size) else 0,
-        strides=None if is_plain else steps,
-        run=chunk.bytes,
-    )
-
-
-def shift(chunk: Chunk, axis: int, by: int) -> Chunk:
-    """Return a chunk moved along an axis."""
-    start = list(chunk.box.start)
-    start[axis] += by
-    return chunk._replace(box=Box(tuple(start), chunk.box.size))
+    return [cut(tensor, axis, i * extent, (i + 1) * extent) for i in range(count)]

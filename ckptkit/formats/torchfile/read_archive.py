@@ -20,7 +20,8 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.file import recognise
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
-from ckptkit.tensors.box import Shape
+from ckptkit.layout import Chunk
+from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 ReadAt = Callable[[int, int], bytes]  # (offset in the archive, length) -> bytes
@@ -147,6 +148,12 @@ class Located(NamedTuple):
     strides: Shape | None
     crc32: int | None
     storage: Entry | None = None
+
+    def chunk(self, box: Box, path: str) -> Chunk:
+        """Return it as a box of a tensor, in file `path`; if it is a part of its storage, with the checksum of that."""
+        own = Chunk(box, path, self.offset, self.length, self.tensor.dtype, self.strides, self.crc32)
+        storage = self.storage
+        return own if storage is None else own._replace(crc32=storage.crc32, run=(storage.offset, storage.length))
 
 
 def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, Entry]]:

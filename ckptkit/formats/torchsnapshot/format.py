@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckptkit.errors import Corrupt, Report, refuse
 from ckptkit.files.file import names_in, opening, read_at
@@ -15,6 +16,7 @@ from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torchfile.join import OWN
 from ckptkit.formats.torchfile.locate import ENVELOPE, locate
 from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.torchsnapshot.plain_lists import join_lists
 from ckptkit.formats.torchsnapshot.read_manifest import NAME, Entry, Places, is_container, read_manifest, value_of
 from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, check_cover
 from ckptkit.tensors.box import Box
@@ -52,6 +54,7 @@ class TorchSnapshot(Reader):
                 by_key.setdefault(entry.key, []).append(entry)
         for key, found in by_key.items():
             gathering.add(key, found)
+        gathering.add_values()
         tensors, blobs, keys = gathering.tensors, gathering.blobs, gathering.keys
         layout = Layout(path, self.name, tensors, blobs, keys, world, (NAME,))
         check_cover(layout, report)
@@ -74,6 +77,7 @@ class _Gathering:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     keys: dict[str, KeyPath] = field(default_factory=dict)
+    values: dict[KeyPath, Any] = field(default_factory=dict)
 
     def add(self, key: KeyPath, entries: list[Entry]) -> None:
         """Add what lies at one key path: once, or by rank if ranks have different things there."""
@@ -91,11 +95,15 @@ class _Gathering:
         if entry.kind in _TENSORS:
             self.add_tensor(key, *places.chunks(entry))
             return
-        name = self.name(key)
         if entry.kind == "object":
-            self.blobs[name] = Blob(*places.run(entry.said))
+            self.blobs[self.name(key)] = Blob(*places.run(entry.said))
         else:
-            self.blobs[name] = Blob(NAME, 0, 0, dump(value_of(entry)))
+            self.values[key] = value_of(entry)
+
+    def add_values(self) -> None:
+        """Add the values that the manifest itself has."""
+        for key, value in join_lists(self.values, list(self.keys.values())).items():
+            self.blobs[self.name(key)] = Blob(NAME, 0, 0, dump(value))
 
     def add_tensor(self, key: KeyPath, spec: Spec | None, chunks: list[Chunk]) -> None:
         """Add a tensor. Of shards the shape is in no file: it is as large as they reach."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from ckptkit import edits
 from ckptkit.checkpoints import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.families import KEEP
+from ckptkit.checkpoints.optimizer_keys import find_optimizers
 from ckptkit.checkpoints.parameters import is_list_of_parameters, rename_parameters, way_in_optimizer
 from ckptkit.checkpoints.weights import Weights, find_weights, model_name, summarise
 from ckptkit.errors import Unsupported, Usage
@@ -18,6 +20,7 @@ from ckptkit.formats.torchfile.values import load_value, with_value
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
+from ckptkit.ops.conversion.optimizers import name as name_numbers
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.parts import with_other_files, without_copy
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -32,7 +35,10 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     """Draft the parts of a checkpoint as one: trained weights in fp32 under `model`, their states under `optimizer`."""
     if options.dtype:
         raise Usage("master weights and moments keep their dtypes here", hint="leave --dtype out")
-    whole = checkpoint.layout
+    if options.names not in (None, KEEP) or options.map or options.vocab_size:
+        raise Usage("names and shapes stay as they are here", hint="convert to another format first")
+    notes: list[str] = []
+    whole = with_names_for_numbers(checkpoint, notes)
     options.edits.check_globs([whole])
     chosen = edits.select(whole, options.edits.admit)
     weights = frozenset(find_weights(chosen).came_from.values())
@@ -47,12 +53,26 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         options=options,
         drafts=[Draft.of([layout], options, world_size, renamed=names)],
         dropped=summarise(whole, (), left),
+        notes=notes,
     )
     if not checkpoint.path.is_dir():
         return conversion
     conversion = with_other_files(conversion, checkpoint.path, [part.layout for part in checkpoint.parts], world_size)
     carried = {name: path for name, path in conversion.carried.items() if not trainers.is_tracker(name)}
     return without_copy(replace(conversion, carried=carried), checkpoint.path)
+
+
+def with_names_for_numbers(checkpoint: Checkpoint, notes: list[str]) -> Layout:
+    """Return the checkpoint with the names of parameters for an optimizer's numbers; add to `notes` that it is so.
+
+    Raises `Unsupported` where they are not certain.
+    """
+    layout = checkpoint.layout
+    for optimizer in find_optimizers(layout):
+        if not optimizer.is_named:
+            for keyed in name_numbers(checkpoint, layout, optimizer, notes, must=True):
+                layout = keyed.edit(layout)
+    return layout
 
 
 def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:

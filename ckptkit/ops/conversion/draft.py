@@ -20,6 +20,7 @@ from ckptkit.formats import Writer, locate, unpack
 from ckptkit.layout import Layout, NewFile, Options
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.other_files import read_files
+from ckptkit.plan import Recipe
 from ckptkit.version import __version__
 
 
@@ -30,7 +31,8 @@ class Draft:
     Where several processes share the work, each finds the bytes of its own share, when it comes to them.
     They will lie in `place`, a directory in the output or, if it is empty, the output itself. `read` are the files that
     the sources lie in, `made_of` is what their manifest says of them; `renamed` and `cast` are what becomes of names
-    and dtypes.
+    and dtypes, `remarks` what the format has to say of itself. A tensor with one of the `recipes` is made by that, any
+    other is the first source's.
     """
 
     place: str
@@ -41,14 +43,19 @@ class Draft:
     made_of: Mapping[str, str]
     renamed: Mapping[str, str] = field(default_factory=dict)
     cast: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, sources: Sequence[Layout], options: ConvertOptions, world_size: int, **more: Any) -> Self:
-        """Return the draft of what `sources` have under the same names, in the format that `options` name."""
+    def of(
+        cls, sources: Sequence[Layout], options: ConvertOptions, world_size: int, file: str | None = None, **more: Any
+    ) -> Self:
+        """Return the draft of what the first of `sources` has, in the format that `options` name, or in one `file`."""
         unpacked = tuple(map(unpack, sources))
-        files = options.writer.arrange(unpacked[0], Options(options.max_shard_size, world_size))
+        files = options.writer.arrange(unpacked[0], Options(options.max_shard_size, world_size, file))
+        remarks = tuple(options.writer.remarks(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(read_files(layout)))
-        more = {"place": "", "made_of": source_of(sources[0]), **more}
+        more = {"place": "", "made_of": source_of(sources[0]), "remarks": remarks, **more}
         found = unpacked if options.part else tuple(map(locate, unpacked))
         return cls(sources=found, read=read, writer=options.writer, files=files, **more)
 
@@ -56,11 +63,6 @@ class Draft:
     def wanted(self) -> Layout:
         """Return the layout whose names and dtypes the result has: that of the first source."""
         return self.sources[0]
-
-    @property
-    def is_nested(self) -> bool:
-        """Return whether files lie in directories below its place, which no manifest describes."""
-        return any(len(Path(file.name).parts) > 1 for file in self.files)
 
 
 @dataclass(frozen=True, kw_only=True)

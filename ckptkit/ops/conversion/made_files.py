@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ckptkit.files.system import again
 from ckptkit.formats import locate
 from ckptkit.layout import Chunk, Extent, Layout, Place
 from ckptkit.ops.conversion.draft import Conversion, Draft
-from ckptkit.plan import Plan, Target, make_plan, needed
+from ckptkit.plan import Plan, Recipe, Target, make_plan, needed, same
 from ckptkit.tensors.box import Box
 
 _PART = 1 << 22  # bytes held of a file that is copied as it is
@@ -40,7 +40,7 @@ def create(conversion: Conversion, room: Path, share: Share = WHOLE) -> list[Pla
         for file in draft.files:
             make_folder((root / file.name).parent)
             create_file(root / file.name, file.nbytes, file.parts, anew=False)
-        plans.append(plan(draft, root, conversion.options.weights, share))
+        plans.append(plan(draft, root, share))
     return plans
 
 
@@ -50,8 +50,8 @@ def make_folder(path: Path) -> None:
         again(path.mkdir, parents=True, exist_ok=True)
 
 
-def plan(draft: Draft, root: Path, weights: Sequence[float] = (), share: Share = WHOLE) -> Plan:
-    """Return what fills the files of a draft in directory `root`: the source, or the mean of several by `weights`.
+def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
+    """Return what fills the files of a draft in directory `root`: the first source, or what recipes make of several.
 
     What lies inside an entry that is no tensor has been written with it. Of a plan that is shared only the part with
     the share in it is made.
@@ -62,30 +62,37 @@ def plan(draft: Draft, root: Path, weights: Sequence[float] = (), share: Share =
     if lost:
         raise Mismatch(f"{draft.writer.name} would lose {len(lost)} tensors", path=wanted.root, tensor=min(lost))
     if share.count == 1:
-        return join(draft.sources, made, weights)
+        return join(draft.sources, made, draft.recipes)
     made, before, behind = narrow(made, wanted, share)
-    planned = join([needed(source, made) for source in draft.sources], made, weights)
+    planned = join(needed_by(draft, made), made, draft.recipes)
     return replace(planned, before=before, behind=behind)
 
 
-def join(sources: Sequence[Layout], made: Layout, weights: Sequence[float]) -> Plan:
-    """Return what fills a layout from one source, or from several by their weights. Finds every byte."""
-    src, *others = map(locate, sources)
-    if not weights:
-        return make_plan(src, locate(made))
-    from ckptkit.engine.mean import Mean  # imports numpy, which no copy needs
+def needed_by(draft: Draft, made: Layout) -> list[Layout]:
+    """Return the part of each source of a draft that `made`, a part of the destination, is made of."""
+    cooked = [(name, one) for name in made.tensors if name in draft.recipes for one in draft.recipes[name].operands]
+    apart = [one for name, one in cooked if one.name != name or one.region is not same]
+    return [
+        needed(layout, made, {one.name for one in apart if one.source == number})
+        for number, layout in enumerate(draft.sources)
+    ]
 
-    planned = make_plan(src, locate(made), others, Mean(weights))
-    check_ties(planned)
+
+def join(sources: Sequence[Layout], made: Layout, recipes: Mapping[str, Recipe]) -> Plan:
+    """Return what fills a layout from one source, or by recipes from several. Finds every byte."""
+    src, *others = map(locate, sources)
+    planned = make_plan(src, locate(made), others, recipes)
+    if recipes:
+        check_ties(planned)
     return planned
 
 
 def check_ties(plan: Plan) -> None:
-    """Raise `Mismatch` if tensors that share their bytes in the destination do not in one of the sources."""
-    made_of: dict[tuple[int, Place], list[tuple[Box, Chunk]]] = {}
+    """Raise `Mismatch` if tensors that share their bytes in the destination are made of others in a source."""
+    made_of: dict[tuple[int, Place], list[tuple[int, Box, Chunk]]] = {}
     for target in plan.targets:
         for number, source in enumerate(plan.sources):
-            found = [(copy.region, copy.src) for copy in target.copies if copy.source == number]
+            found = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]
             if made_of.setdefault((number, place_of(target.chunk)), found) != found:
                 message = f"it is tied to another tensor in {plan.src.root}, but not here"
                 hint = "`--to hf` writes each by itself"
@@ -102,8 +109,9 @@ def seal(conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied]
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
         write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
         draft.writer.check(plan.dst)
-        if not (conversion.is_file or draft.is_nested):
-            write_manifest(draft, plan, done, conversion.names_in(draft.place))
+        if not conversion.is_file:
+            names = {*conversion.names_in(draft.place), *(file.name for file in draft.files)}
+            write_manifest(draft, plan, done, names)
 
 
 def copy_file(src: Path, dst: Path) -> None:

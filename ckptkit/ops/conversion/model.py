@@ -16,7 +16,9 @@ from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.tokens import check_tokens
 from ckptkit.checkpoints.trainers import who_wrote
+from ckptkit.checkpoints.vocabulary import with_vocabulary
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.errors import Mismatch
 from ckptkit.files.origin import Origin
@@ -24,27 +26,35 @@ from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.selection import Edits
+from ckptkit.plan import Recipe
 from ckptkit.tensors.dtypes import DType
 
 
-def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) -> Conversion:
-    """Draft the weights in `parts`, or their mean, with config and tokenizer if the format is that of a model alone."""
+def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, options: ConvertOptions) -> Conversion:
+    """Draft the weights in `parts`, or their mean, with config and tokenizer if the format is that of a model alone.
+
+    `remarks` are what there is to say already.
+    """
     origins = [Origin.of(part.path) for part in parts]
     is_alone = options.writer.is_model_only
     companions = find_companions(parts[0].path, options.base) if is_alone else Companions()
-    notes: list[str] = []
+    notes = list(remarks)
     opened = [open_weights(part, options.edits) for part in parts]
     if not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
-    names = options.names or (HUB if is_alone else KEEP)
-    opened = [name_one(weights, part, names, companions, notes) for weights, part in zip(opened, parts, strict=True)]
+    names = options.names or (HUB if is_alone or options.map else KEEP)
+    opened = [
+        name_one(weights, part, names, companions, options, notes) for weights, part in zip(opened, parts, strict=True)
+    ]
+    if options.vocab_size is not None:
+        companions = with_tokens(companions, options.vocab_size, notes)
     found = align(parts, opened)
     if is_alone and options.names == KEEP:
         layouts: Sequence[Layout] = [weights.layout for weights in found]
         notes.append("all names were kept: they were not held against a config.json")
     elif is_alone:
-        layouts, remarks = fit_all(found, companions, strict=options.strict)
-        notes += remarks
+        layouts, more = fit_all(found, companions, strict=options.strict)
+        notes += more
     else:
         layouts = put_back(parts[0].layout, found, options.edits)
     first, casts = options.edits.cast(layouts[0], lambda _: True)
@@ -56,6 +66,7 @@ def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) ->
         made_of=describe(layouts, options.weights),
         renamed=renamed_in(found[0], layouts[0]),
         cast=casts,
+        recipes=average(first, options.weights),
     )
     return Conversion(
         origins=origins,
@@ -70,6 +81,15 @@ def draft_model(parts: Sequence[Part], output: Path, options: ConvertOptions) ->
     )
 
 
+def average(layout: Layout, weights: Sequence[float]) -> Mapping[str, Recipe]:
+    """Return the recipe of each tensor of the mean by `weights`; none without any."""
+    if not weights:
+        return {}
+    from ckptkit.engine.mean import means  # imports numpy, which no copy needs
+
+    return means(layout.specs, weights)
+
+
 def open_weights(part: Part, asked: Edits) -> Weights:
     """Return the weights of a checkpoint as far as they are asked for, under their new names."""
     asked.check_globs([part.layout])
@@ -81,7 +101,7 @@ def open_weights(part: Part, asked: Edits) -> Weights:
 
 def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> Weights:
     """Return the weights without what a trainer's module puts before all names, if config.json or a family tells so."""
-    step = step_before_family(found.layout.tensors)
+    step = step_before_family(found.layout.shapes)
     prefix = step or find_prefix(found.layout, companions.config or {})
     if not prefix:
         return found
@@ -94,11 +114,23 @@ def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> 
     )
 
 
-def name_one(weights: Weights, part: Part, names: str, companions: Companions, notes: list[str]) -> Weights:
+def name_one(
+    weights: Weights, part: Part, names: str, companions: Companions, options: ConvertOptions, notes: list[str]
+) -> Weights:
     """Return the weights of one checkpoint under the names asked for, and add to `notes` what there is to say."""
-    weights, remarks = name_weights(weights, companions.config, names, who_wrote(gather(part.path, (part.layout,))))
+    trainer = who_wrote(gather(part.path, (part.layout,)))
+    weights, remarks = name_weights(
+        weights, companions.config, names, trainer, table=options.table, rows=options.vocab_size
+    )
     notes += [remark for remark in remarks if remark not in notes]
     return weights
+
+
+def with_tokens(companions: Companions, rows: int, notes: list[str]) -> Companions:
+    """Return the companions with another size of the vocabulary, and add to `notes` what there is to say."""
+    notes += check_tokens(companions, rows)
+    config = None if companions.config is None else with_vocabulary(companions.config, rows)
+    return replace(companions, config=config)
 
 
 def align(parts: Sequence[Part], found: Sequence[Weights]) -> Sequence[Weights]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, TypeVar
 
 from ckptkit.checkpoints.families import KEEP, check_names
+from ckptkit.checkpoints.families.custom import read_table
+from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.optimizer_keys import IDS, NAMES
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, Writer, get_writer
@@ -30,8 +32,9 @@ class ConvertOptions:
     """The options of a conversion. `of` makes one of what users give, and checks it.
 
     Without `optimizer_keys` an optimizer stays as it is, but for one in a file that becomes shards: it is named where
-    that is certain. `weights` are those of the mean of several checkpoints, one for each; with `only_sharded`, parts of
-    a checkpoint that are the same for any number of ranks stay as they are, if it has others.
+    that is certain. `weights` are those of the mean of several checkpoints, one for each, `scales` those by which
+    adapters count that are merged into the first of several; with `only_sharded`, parts of a checkpoint that are the
+    same for any number of ranks stay as they are, if it has others.
     """
 
     to: str
@@ -43,6 +46,7 @@ class ConvertOptions:
         str | None, About("Call the optimizer's parameters by names, or number them by ids.", "names|ids")
     ] = None
     weights: tuple[float, ...] = ()
+    scales: tuple[float, ...] = ()
     only_sharded: bool = False
     dtype: Annotated[
         tuple[str, ...],
@@ -52,11 +56,19 @@ class ConvertOptions:
     ] = ()
     max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
     base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
+    merge: Annotated[bool, About("Merge the adapter in the checkpoint into its base: that in it, or --base.")] = False
+    adapter_config: Annotated[
+        str | None, About("The adapter_config.json of an adapter that has none beside it.", "FILE")
+    ] = None
     include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
     names: Annotated[
         str | None, About("Call the model's tensors as hub or a family does; keep leaves them.", "FAMILY")
+    ] = None
+    map: Annotated[str | None, About("A table of your own for names, in front of those known.", "TOML")] = None
+    vocab_size: Annotated[
+        int | None, About("Rows of embedding and head: more are zeros, fewer leave out the last.", "N", least=1)
     ] = None
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
@@ -97,7 +109,7 @@ class ConvertOptions:
         if self.weights_from not in (MASTER, MODULE):
             raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
         self.edits.check_rules()
-        check_names(self.names)
+        check_names(self.names, self.table)
         if self.part not in (None, RANK):
             parse_part(self.part)
         writer = self.writer
@@ -110,15 +122,34 @@ class ConvertOptions:
             raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
             raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
-        needs_config = writer.is_model_only or self.names not in (None, KEEP)
-        if (self.base is not None and not needs_config) or (self.strict and not writer.is_model_only):
+        self.check_adapters()
+        needs_config = writer.is_model_only or self.merge or self.changes_names
+        if (self.base is not None and not needs_config) or (self.strict and not (writer.is_model_only or self.merge)):
             hint = f"leave {'--strict' if self.strict else '--base'} out"
             raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
+
+    def check_adapters(self) -> None:
+        """Raise `Usage` for what is asked of adapters and contradicts itself."""
+        if self.adapter_config and not (self.merge or self.writer.is_model_only):
+            raise Usage(f"`{self.to}` keeps adapters as they are", hint="leave --adapter-config out, or --merge them")
+        if self.merge and self.changes_names:
+            hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
+            raise Usage("an adapter fits the names and rows that its model had in training", hint=hint)
+
+    @property
+    def changes_names(self) -> bool:
+        """Return whether the model is asked for under a family's names, or with another vocabulary."""
+        return bool(self.names not in (None, KEEP) or self.map or self.vocab_size)
 
     @property
     def writer(self) -> Writer:
         """Return the format to write."""
         return get_writer(self.to)
+
+    @property
+    def table(self) -> Family | None:
+        """Return the table of names that was given, None if none was. Raises `Usage` for one that is not understood."""
+        return None if self.map is None else read_table(Path(self.map))
 
     @property
     def edits(self) -> Edits:
@@ -137,9 +168,13 @@ class Keywords(TypedDict, total=False):
     dtype: str | Sequence[str]
     max_shard_size: int
     base: str | Path | None
+    merge: bool
+    adapter_config: str | Path | None
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]
+    map: str | Path | None
+    vocab_size: int | None
     names: str | None
     weights_from: str
     strict: bool
@@ -169,15 +204,19 @@ def written(hint: Any) -> Any:
     return getattr(hint, "__forward_arg__", hint)
 
 
-_SEVERAL = ("dtype", "include", "exclude", "rename", "weights")
+_SEVERAL = ("dtype", "include", "exclude", "rename", "weights", "scales")
 
 
 def settle(name: str, value: Any) -> Any:
     """Return an option as `ConvertOptions` holds it."""
     if name in _SEVERAL:
         return (value,) if isinstance(value, str) else tuple(value)
+    if name == "map" and value is not None:
+        return str(Path(value).absolute())
     if name == "base" and value is not None:
         return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
+    if name == "adapter_config" and value is not None:
+        return str(Path(value).absolute())
     return value
 
 

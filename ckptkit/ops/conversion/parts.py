@@ -11,11 +11,12 @@ from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.families import KEEP, get_family
+from ckptkit.checkpoints.families import FAMILIES, HUB, KEEP
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.naming import name_training
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part, join_layouts
+from ckptkit.checkpoints.tokens import check_tokens
 from ckptkit.checkpoints.trainers import say_opaque, who_wrote
 from ckptkit.checkpoints.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.errors import Mismatch, Usage
@@ -102,8 +103,8 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
     """Return the files that the family of names that is asked for has beside its shards."""
-    family = None if options.names in (None, KEEP) or options.to != "dcp" else get_family(str(options.names))
-    return {} if family is None else family.files(checkpoint.step or 0)
+    asked = (family for family in FAMILIES if options.to == "dcp" and family.name == options.names)
+    return next((family.files(checkpoint.step or 0) for family in asked), {})
 
 
 def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Part]]:
@@ -146,14 +147,16 @@ def draft_piece(
     Adds to `notes` what there is to say of names.
     """
     asked = options.edits
-    weights = find_names(chosen) if asked.are_of_weights or options.names else frozenset()
+    names = options.names or (HUB if options.map else KEEP)
+    is_named = names != KEEP or options.vocab_size is not None
+    weights = find_names(chosen) if asked.are_of_weights or is_named else frozenset()
     layout, casts = asked.cast(chosen, weights.__contains__)
     for keyed in optimizers:
         layout = keyed.edit(layout)
     layout, _ = rename_parameters(layout, weights, asked.renaming())
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
-    if weights and options.names not in (None, KEEP):
-        layout, remarks = name_piece(piece, layout, options)
+    if weights and is_named:
+        layout, remarks = name_piece(piece, layout, names, options)
         notes += remarks
     if len(piece.parts) > 1:
         layout = edits.nest(layout, ())
@@ -162,11 +165,14 @@ def draft_piece(
     return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts)
 
 
-def name_piece(piece: Piece, layout: Layout, options: ConvertOptions) -> tuple[Layout, list[str]]:
-    """Return a piece under the names of the family that is asked for, and words on it."""
+def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
+    """Return a piece under the names of the family that is asked for, and with the rows, and words on it."""
     path = piece.parts[0].path
-    config = find_companions(path, options.base).config
-    return name_training(layout, config, str(options.names), who_wrote(gather(path, (piece.parts[0].layout,))))
+    companions, rows = find_companions(path, options.base), options.vocab_size
+    notes = [] if rows is None else check_tokens(companions, rows)
+    trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
+    layout, remarks = name_training(layout, companions.config, names, trainer, table=options.table, rows=rows)
+    return layout, [*remarks, *notes]
 
 
 def find_names(layout: Layout) -> frozenset[str]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
 from ckptkit.engine.copy import copy, settle
 from ckptkit.engine.journal import Journal
@@ -24,10 +25,12 @@ from ckptkit.files.file import file_size, is_there
 from ckptkit.files.path import to_local
 from ckptkit.files.staging import Stage, check_destination
 from ckptkit.files.trees import sync_tree
+from ckptkit.ops.conversion.adapters import draft_adapters, open_adapters
 from ckptkit.ops.conversion.by_names import draft_by_names
 from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion
 from ckptkit.ops.conversion.made_files import create, seal
+from ckptkit.ops.conversion.merge import draft_merge
 from ckptkit.ops.conversion.model import draft_model
 from ckptkit.ops.conversion.options import MODULE, RANK, ConvertOptions, parse_part
 from ckptkit.ops.conversion.parts import draft_parts
@@ -66,16 +69,33 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     """Think a conversion through: find every byte, and arrange the files. Nothing is written."""
     writer = options.writer
     check_destination(dst, options.overwrite, is_file=dst.suffix in writer.suffixes)
-    checkpoints = [Checkpoint.open(source) for source in sources]
+    checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     if options.weights_from == MODULE:
         checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
-    is_model = writer.is_model_only or bool(options.weights)
-    parts = [checkpoint.model_part for checkpoint in checkpoints] if is_model else []
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
-    if is_model:
-        return draft_model(parts, dst, options)
-    return (draft_by_names if writer.needs_names else draft_parts)(checkpoints[0], dst, options)
+    if not (writer.is_model_only or options.weights or options.merge):
+        return (draft_by_names if writer.needs_names else draft_parts)(checkpoints[0], dst, options)
+    parts, remarks = choose_models(checkpoints, options)
+    if options.merge:
+        return draft_merge(parts, remarks, dst, options)
+    adapted = [found for part in parts if (found := open_adapters(part, options))] if writer.is_model_only else []
+    if adapted:
+        return draft_adapters(adapted, remarks, dst, options)
+    return draft_model(parts, remarks, dst, options)
+
+
+def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
+    """Return the part of each checkpoint with the model that is to be written, and words on what else it could be."""
+    parts: list[Part] = []
+    notes: list[str] = []
+    for checkpoint in checkpoints:
+        exported = checkpoint.exported if options.weights_from != MODULE else None
+        parts.append(exported or checkpoint.model_part)
+        if exported:
+            name, states = exported.path.name, checkpoint.model_part.place
+            notes.append(f"`{name}` was taken, which is for use; `reshard` and `convert` take the states in `{states}`")
+    return parts, list(dict.fromkeys(notes))
 
 
 def write(conversion: Conversion) -> Written | None:

@@ -71,7 +71,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         renamed={old: new for draft in drafts for old, new in draft.renamed.items()},
         dropped=conversion.dropped,
         cast={name: change for draft in drafts for name, change in draft.cast.items()},
-        notes=conversion.notes,
+        notes=[*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)],
         wrapper=conversion.wrapper,
         world_size=conversion.world_size,
         seconds=seconds,

@@ -120,6 +120,12 @@ def test_rows_that_pad_the_vocabulary_are_left_out_and_said(made: Produced, tmp_
     assert {left.name for left in done.dropped if "_extra_state" not in left.name} == {"optimizer"}
 
 
+def test_as_many_rows_as_are_asked_for(made: Produced, tmp_path: Path) -> None:
+    found = to_hub(made.root / "llama" / "tensor", tmp_path / "out", made.root / "llama", vocab_size=PADDED - 1)
+    expected = modules(made, "llama")["output_layer.weight"][: PADDED - 1]
+    assert torch.equal(found["lm_head.weight"], expected)
+
+
 def test_states_of_layers_are_left_out_and_said(made: Produced, tmp_path: Path) -> None:
     state = {**modules(made, "llama"), "decoder.layers.0.self_attention.linear_qkv._extra_state": torch.ones(3)}
     source = save(tmp_path / STEP, state)
@@ -189,7 +195,12 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
     "expert size": ("qwen3_moe", Mismatch, "calls for 44", change_config(moe_intermediate_size=22)),
     "layers": ("mixtral", Mismatch, "config.json calls for 3, 2 are here", change_config(num_hidden_layers=3)),
     "fewer layers": ("qwen3_moe", Mismatch, "config.json calls for 1 of them only", change_config(num_hidden_layers=1)),
-    "vocabulary": ("llama", Mismatch, "calls for 49 rows", change_config(vocab_size=49)),
+    "vocabulary": (
+        "llama",
+        Mismatch,
+        "48 rows, config.json has a vocabulary of 49",
+        change_config(vocab_size=49),
+    ),
     "a router's bias": (
         "mixtral",
         Mismatch,

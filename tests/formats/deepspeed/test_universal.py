@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ckptkit.formats import get_format
 from tests import producers
 from tests.conftest import Produce
 from tests.formats.deepspeed.test_deepspeed import assert_holds, truth_of
+from tests.storage.states import damage
 from tests.trainers import produced_zero as zero
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -51,9 +53,10 @@ def test_ours_holds_what_the_source_has(kind: str, tmp_path: Path, produce: Prod
     root = produce(zero.on_two).root / kind
     ckptkit.convert(root, tmp_path / "out", to="universal")
     assert (tmp_path / "out" / "latest_universal").read_text() == "global_step2"
-    for source in (tmp_path / "out", tmp_path / "out" / "global_step2"):
+    whole, inner = "ckptkit, of a `deepspeed` checkpoint", "DeepSpeed"
+    for source, trainer in ((tmp_path / "out", whole), (tmp_path / "out" / "global_step2", inner)):
         found = Checkpoint.open(source)
-        assert (found.layout.format, found.trainer, found.is_complete) == ("universal", "DeepSpeed", True)
+        assert (found.layout.format, found.trainer, found.is_complete) == ("universal", trainer, True)
     compared = ckptkit.diff(tmp_path / "out", root)
     assert not compared.different
     assert not compared.only_in_a
@@ -110,13 +113,39 @@ def test_what_has_no_optimizer_by_name_is_refused(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "model.pt")
     with pytest.raises(Mismatch, match="no optimizer"):
         ckptkit.convert(tmp_path / "model.pt", tmp_path / "out", to="universal")
-    numbered = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-    torch.save({"model": {"w": torch.ones(2)}, "optimizer": numbered}, tmp_path / "numbered.pt")
-    with pytest.raises(Unsupported, match="numbers"):
+    states = {0: {"exp_avg": torch.ones(2)}, 1: {"exp_avg": torch.zeros(2)}}
+    numbered = {"state": states, "param_groups": [{"params": [0]}, {"params": [1]}]}
+    torch.save({"model": {"w": torch.ones(2), "v": torch.ones(2)}, "optimizer": numbered}, tmp_path / "numbered.pt")
+    with pytest.raises(Unsupported, match="in which group"):
         ckptkit.convert(tmp_path / "numbered.pt", tmp_path / "out", to="universal")
     with pytest.raises(Usage, match="dtype"):
         ckptkit.convert(tmp_path / "model.pt", tmp_path / "out", to="universal", dtype="bf16")
     assert not (tmp_path / "out").exists()
+
+
+def test_numbers_become_names_where_that_is_certain(tmp_path: Path) -> None:
+    states = {i: {"step": torch.tensor(3.0), "exp_avg": torch.full((2, 2 - i), float(i))} for i in range(2)}
+    model = {"w": torch.ones(2, 2), "v": torch.ones(2, 1)}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "numbered.pt")
+    done = ckptkit.convert(tmp_path / "numbered.pt", tmp_path / "out", to="universal")
+    assert any("names for its 2 parameters" in note for note in done.notes)
+    for i, name in enumerate(model):
+        saved = torch.load(tmp_path / "out" / "universal" / "zero" / name / "exp_avg.pt")
+        assert torch.equal(saved["param"], states[i]["exp_avg"])
+
+
+def test_a_manifest_knows_every_file(tmp_path: Path, produce: Produce) -> None:
+    out = tmp_path / "out"
+    done = ckptkit.convert(produce(zero.on_two).root / "zero1", out, to="universal")
+    known = json.loads((out / "ckptkit.json").read_text())["files"]
+    assert set(known) == {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} - {"ckptkit.json"}
+    assert set(known) == set(done.files)
+    (found,) = ckptkit.verify(out)
+    assert (found.is_ok, found.has_manifest, found.unchecked_bytes) == (True, True, 0)
+    damage(out, "model.head.weight")
+    (found,) = ckptkit.verify(out)
+    assert not found.is_ok
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError
+from ckptkit.formats.torchfile.values import load_value
 from tests.conftest import Produce
 from tests.formats.ranks.test_ranks import assert_is
 from tests.trainers import produced_packages as produced
@@ -22,6 +25,27 @@ def test_holds_the_live_state(produce: Produce) -> None:
     assert (checkpoint.layout.format, checkpoint.world_size, checkpoint.problems()) == ("fairscale", 3, [])
     assert "num_updates" in checkpoint.layout.blobs
     assert_is(checkpoint.layout, made.truth)
+
+
+def test_the_optimizer_is_named_and_goes_anywhere(produce: Produce, tmp_path: Path) -> None:
+    root = produce(produced.by_fairscale).root
+    layout = open_layout(root)
+    names = load_value(root, layout.blobs["optimizer.param_groups.0.params"])
+    assert {f"optimizer.state.{name}.step" for name in names} == {n for n in layout.tensors if n.endswith(".step")}
+    ckptkit.convert(root, tmp_path / "out", to="dcp", world_size=2)
+    assert ckptkit.diff(root, tmp_path / "out").is_equal
+
+
+def test_numbers_that_do_not_fit_are_carried_as_they_are(produce: Produce, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(produce(produced.by_fairscale).root, tmp_path / "there"))
+    for path in root.iterdir():
+        state = torch.load(path, weights_only=False)
+        first, second = (state["last_optimizer_state"]["state"].pop(i) for i in (0, 1))
+        state["last_optimizer_state"]["state"] |= {0: second, 1: first}
+        torch.save(state, path)
+    layout = open_layout(root)
+    assert {"own_state.rank_1.last_optimizer_state.state.0.exp_avg"} <= layout.tensors.keys()
+    assert not any(name.startswith("optimizer.") for name in layout.names)
 
 
 @pytest.mark.parametrize(("rank", "words"), [(1, "shard1.pt` is missing"), (2, "numbers of a flat parameter")])

@@ -225,6 +225,62 @@ def test_buffers_of_a_shared_optimizer_are_carried_as_they_are(made: Produced, t
     assert consolidate(root, tmp_path / "out", names="keep").tensors == len(whole(made, "swiglu"))
 
 
+FUSED = "language_model.encoder.layers.0.self_attention.query_key_value"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("version", [None, 0, 1.0])
+def test_old_orders_of_queries_keys_and_values(tmp_path: Path, version: float | None, ranks: int) -> None:
+    """As the source reads them: `[3, heads, width]` in version 0, `[heads, width, 3]` in version 1, on each rank."""
+    heads, width, wide = 4, 3, 5
+    truth = {
+        f"{FUSED}.weight": torch.randn(heads * 3 * width, wide),
+        f"{FUSED}.bias": torch.randn(heads * 3 * width),
+    }
+    averages = {f"{name}.exp_avg": value * 0.5 for name, value in truth.items()}
+
+    def old(value: Tensor, rank: int) -> Tensor:
+        part = value.chunk(ranks)[rank].unflatten(0, (heads // ranks, 3, width))
+        moved = part.transpose(1, 2) if version == 1 else part.transpose(0, 1)
+        return moved.flatten(0, 2).contiguous()
+
+    for rank in range(ranks):
+        model = {name: old(value, rank) for name, value in truth.items()}
+        states = {i: {"exp_avg": old(value, rank)} for i, value in enumerate(averages.values())}
+        optimizer = {"state": states, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+        sizes = {"tensor_model_parallel_size": ranks, "num_attention_heads": heads}
+        save_rank(tmp_path, f"mp_rank_{rank:02d}", model, optimizer, **sizes)
+        edit(tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", lambda state: set_version(state, version))
+    opened = ckptkit.open(tmp_path)
+    assert_same(below(opened, "model."), truth)
+    assert_same(below(opened, "optimizer.state."), averages)
+    ckptkit.convert(tmp_path, tmp_path / "out.pt", to="pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=False)["checkpoint_version"] == 2.0
+
+
+def set_version(state: dict[str, Any], version: float | None) -> None:
+    state.update(checkpoint_version=version)
+    if version is None:
+        del state["checkpoint_version"]
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_latent_attention_is_joined_by_its_sizes(tmp_path: Path, is_copied: bool) -> None:
+    prefix = "decoder.layers.0.self_attention.linear_"
+    truth = {f"{prefix}q_down_proj.weight": torch.randn(6, 4), f"{prefix}kv_down_proj.weight": torch.randn(10, 4)}
+    sizes = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_pos_emb_head_dim": 2, "tensor_model_parallel_size": 2}
+    for rank in range(2):
+        model = {name: value if is_copied else value.chunk(2)[rank].clone() for name, value in truth.items()}
+        save_rank(tmp_path, f"mp_rank_{rank:02d}", model, **sizes)
+    assert_same(below(ckptkit.open(tmp_path), "model."), truth)
+    edit(tmp_path / "mp_rank_00" / "model_optim_rng.pt", set_args(q_lora_rank=7))
+    with pytest.raises(CkptError, match="7 in all"):
+        ckptkit.open(tmp_path)
+    edit(tmp_path / "mp_rank_00" / "model_optim_rng.pt", set_args(q_lora_rank=None))
+    with pytest.raises(CkptError, match="do not say its size"):
+        ckptkit.open(tmp_path)
+
+
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Path], Any]
@@ -343,11 +399,15 @@ def test_numbers_of_strangers_cost_nothing(made: Produced, tmp_path: Path, damag
     assert raised.value.exit_code == 3
 
 
+def with_old_layer(state: dict[str, Any]) -> None:
+    state.update(checkpoint_version=1.0)
+    state["model"]["decoder.layers.0.attention.query_key_value.bias"] = torch.ones(12)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(checkpoint_version=1.0), "checkpoint version 1.0"),
-        (lambda state: state.pop("checkpoint_version"), "checkpoint version 0"),
+        (with_old_layer, "checkpoint version 1.0: how the queries"),
         (rename_tensor, "no rule says how it is split over 2 ranks"),
         (set_args(group_query_attention=True, num_query_groups=1), "fewer groups of queries"),
         (set_args(num_experts=4, expert_tensor_parallel_size=1), "experts are split otherwise"),

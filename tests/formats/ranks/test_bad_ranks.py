@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError
 from ckptkit.formats.torchfile.inert_pickle import Global, Record, walk
@@ -18,6 +19,7 @@ from ckptkit.formats.torchfile.state_files import read_state_file
 from ckptkit.formats.torchfile.write_archive import make_envelope
 from ckptkit.formats.torchfile.write_pickle import dump
 from tests.conftest import Produce
+from tests.faults.damage import flip_bit
 from tests.trainers import produced_ranks as produced
 
 FILE = "model_world_size_2_rank_1.pt"
@@ -93,6 +95,16 @@ def test_a_last_rank_without_a_file_shows_in_the_tensors(produce: Produce, tmp_p
 def test_the_config_must_say_the_same_number(good: Path) -> None:
     (good / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
     assert "8 ranks" in error_of(good).message
+
+
+def test_a_flipped_bit_in_a_part_of_a_padded_storage_is_found(good: Path, tmp_path: Path) -> None:
+    cut = [(name, c) for name, t in open_layout(good).tensors.items() for c in t.chunks if c.run is not None]
+    assert cut
+    name, chunk = next((name, chunk) for name, chunk in cut if name.startswith("model.") and chunk.box.numel)
+    flip_bit(good / chunk.path, chunk.offset, 3)
+    with pytest.raises(CkptError, match="CRC-32") as raised:
+        ckptkit.convert(good, tmp_path / "out", to="dcp")
+    assert (raised.value.path, raised.value.tensor) == (good / chunk.path, name)
 
 
 def test_a_partial_sum_is_refused(good: Path) -> None:

@@ -99,3 +99,11 @@ def test_goes_through_dcp_and_back(produce: Produce, tmp_path: Path) -> None:
     ckptkit.convert(source, tmp_path / "dcp", to="dcp", world_size=2)
     ckptkit.convert(tmp_path / "dcp", tmp_path / "ranks", to="ranks", world_size=3)
     assert_is(open_layout(tmp_path / "ranks"), of("fsdp2", made.truth))
+
+
+def test_says_that_fsdp1_becomes_fsdp2(produce: Produce, tmp_path: Path) -> None:
+    made = produce(produced.three_ranks).root
+    done = ckptkit.reshard(made / "orig", tmp_path / "one", to=2)
+    assert any("loads these files" in note for note in done.notes)
+    done = ckptkit.reshard(produce(produced.two_ranks).root / "fsdp2", tmp_path / "two", to=3)
+    assert not any("loads these files" in note for note in done.notes)

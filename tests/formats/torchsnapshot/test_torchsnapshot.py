@@ -14,6 +14,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError
 from ckptkit.formats import locate
 from ckptkit.formats.torchfile.values import load_value
+from ckptkit.formats.torchsnapshot.plain_lists import join_lists
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes
 from tests.raw import contents
@@ -40,7 +41,15 @@ def test_holds_the_live_state(produce: Produce, kind: str) -> None:
         assert contents(layout, name) == raw_bytes(tensor), name
     values = {name: load_value(layout.root, layout.blobs[name]) for name in ("progress.step", "progress.lr")}
     assert values == {"progress.step": 3, "progress.lr": 0.1}
-    assert layout.key("progress.told.who.1") == ("progress", "told", "who", 1)
+    assert layout.key("progress.told.who") == ("progress", "told", "who")
+    assert load_value(layout.root, layout.blobs["progress.told.who"]) == ["me", 2]
+
+
+def test_lists_of_plain_values_are_one_value() -> None:
+    values = {("a", 0): 1, ("a", 1): 2, ("b", 0, 0): 1, ("b", 1): 2, ("c", 0): 1, ("d", 0): 1, ("d", 1, "e"): 2}
+    whole = {("a",): [1, 2], ("b",): [[1], 2], ("c", 0): 1, ("d", 0): 1, ("d", 1, "e"): 2, ("f", 1): 1}
+    assert join_lists({**values, ("f", 1): 1}, [("c", 1)]) == whole
+    assert join_lists({}, []) == {}
 
 
 @pytest.fixture

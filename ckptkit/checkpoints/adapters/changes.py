@@ -1,0 +1,148 @@
+"""Join an adapter's tensors to the changes that they are to its base, and check them against each other and the config.
+
+Shapes as PEFT has them: of a linear layer A is `[r, in]` and B `[out, r]`, of a convolution with the kernel's axes
+behind; of an embedding A is `[r, V]` and B `[H, r]`; of E experts A is `[r*E, in]` and B `[out, r*E]`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckptkit.checkpoints.adapters.config import AdapterConfig
+from ckptkit.checkpoints.adapters.find import Adapter
+from ckptkit.checkpoints.adapters.names import WRAPPER, Kind, own_name
+from ckptkit.errors import CkptError, Mismatch
+
+_EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES in peft/utils/other.py
+_PARTNERS: dict[Kind, Kind] = {"A": "B", "B": "A", "embedding_A": "embedding_B", "embedding_B": "embedding_A"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A low-rank change of a module, or of one of its parameters: the names of the tensors that it is made of.
+
+    With a `magnitude` it is DoRA's; with a `bias` it changes the module's bias too.
+    """
+
+    module: str
+    depth: int
+    a: str
+    b: str
+    is_embedding: bool
+    bias: str | None = None
+    magnitude: str | None = None
+
+
+def changes_of(adapter: Adapter) -> Iterator[Change]:
+    """Yield the low-rank changes of an adapter. Raises `Mismatch` for a matrix without the other."""
+    found: dict[tuple[str, int], dict[Kind, str]] = defaultdict(dict)
+    for name, entry in adapter.entries.items():
+        if entry.kind not in ("module", "tokens"):
+            found[entry.module, entry.depth][entry.kind] = name
+    for (module, depth), names in found.items():
+        for kind, name in names.items():
+            partner = _PARTNERS.get(kind)
+            if partner is not None and partner not in names:
+                hint = "is a shard of the checkpoint missing, or was something left out?"
+                raise Mismatch(
+                    f"there is no lora_{partner} of `{module}` to it", path=adapter.layout.root, tensor=name, hint=hint
+                )
+        is_embedding = "embedding_A" in names
+        if not is_embedding and "A" not in names:
+            first = next(iter(names.values()))
+            raise Mismatch(f"no matrices of `{module}` are here", path=adapter.layout.root, tensor=first)
+        a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
+        yield Change(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
+
+
+def without_copies(adapter: Adapter, config: AdapterConfig) -> Adapter:
+    """Return an adapter without the trained rows of a head that is tied to its embedding: they are the same rows.
+
+    A state in training has them twice. Only the layers that the config names have rows of their own.
+    """
+    rows = {name: entry for name, entry in adapter.entries.items() if entry.kind == "tokens"}
+    asked = config.values.get("trainable_token_indices")
+    if len(rows) < 2 or asked is None:
+        return adapter
+    named = tuple(asked) if isinstance(asked, dict) else ("embed_tokens", "wte")
+    own = {name for name, entry in rows.items() if entry.module.endswith(tuple(map(str, named)))}
+    copies = rows.keys() - own if own else set()
+    return replace(adapter, entries={name: entry for name, entry in adapter.entries.items() if name not in copies})
+
+
+def check(adapter: Adapter, config: AdapterConfig) -> None:
+    """Raise `Mismatch` if an adapter does not fit its config: another rank, a module that is no target, no magnitudes.
+
+    Experts have the rows of all of them in one matrix, which must be a multiple of the rank.
+    """
+    targets = config.values.get("target_modules")
+    for change in changes_of(adapter):
+        if config.method != "LORA":
+            raise unfit(adapter, change.a, f"the matrices are LoRA's, and `{config.path}` is of {config.method}")
+        check_rank(adapter, config, change)
+        if config.flag("use_dora") != (change.magnitude is not None) and not config.names("target_parameters"):
+            has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
+            raise unfit(adapter, change.a, f"`{change.module}` has {has}, and `{config.path}` says {says}")
+        is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+        if is_listed and not is_target(change.module, config):
+            message = f"`{change.module}` is no target in `{config.path}`, which has {', '.join(sorted(targets or []))}"
+            raise unfit(adapter, change.a, message)
+
+
+def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
+    """Raise `Mismatch` if the matrices are of another rank than the config gives, or do not fit each other."""
+    a, b = (adapter.specs[name].shape for name in (change.a, change.b))
+    if len(a) < 2 or len(b) < 2 or a[0] != b[1]:
+        raise unfit(adapter, change.b, f"shape {list(b)} does not fit {list(a)} of `{change.a}`")
+    is_of_parameter = bool(config.names("target_parameters")) and not is_module_target(change.module, config)
+    if not is_of_parameter:
+        rank = config.rank_of(change.module)
+        if a[0] != rank:
+            raise unfit(adapter, change.a, f"the rank is {a[0]} by its shape {list(a)}, and {rank} by `{config.path}`")
+
+
+def is_target(module: str, config: AdapterConfig) -> bool:
+    """Return whether a module, or a parameter of it, is among those that the config lists."""
+    parameters = [name.rpartition(".")[0] for name in config.names("target_parameters")]
+    return is_module_target(module, config) or any(module == name or module.endswith(f".{name}") for name in parameters)
+
+
+def is_module_target(module: str, config: AdapterConfig) -> bool:
+    """Return whether a module is a target itself."""
+    targets = config.values.get("target_modules")
+    if not isinstance(targets, list):
+        return bool(targets)
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def unfit(adapter: Adapter, name: str, message: str) -> CkptError:
+    """Return the error for an adapter that does not fit its config."""
+    hint = "is the config that of another adapter? --adapter-config names one"
+    return Mismatch(message, path=adapter.layout.root, tensor=name, hint=hint)
+
+
+def trained_biases(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the biases beside an adapter that were trained with it: their names here, and in the adapter's file."""
+    if config.bias == "none":
+        return {}
+    modules = set(adapter.modules)
+    return {
+        name: WRAPPER + own_name(name)
+        for own, name in base.items()
+        if "bias" in own and (config.bias == "all" or own.removesuffix(".bias") in modules)
+    }
+
+
+def saved_base(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the embeddings that PEFT saves whole since they have an adapter: their names here, and in its file.
+
+    Source: `get_peft_model_state_dict`, `save_embedding_layers="auto"`.
+    """
+    embeddings = [name for name in _EMBEDDINGS if name in config.names("target_modules")]
+    if not embeddings or config.values.get("trainable_token_indices") is not None:
+        return {}
+    modules = {module for module in adapter.modules if module.rpartition(".")[2] in embeddings}
+    found = {f"{module}.weight" for module in modules}
+    return {name: WRAPPER + own_name(name) for own, name in base.items() if own in found}

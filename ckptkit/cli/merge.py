@@ -1,0 +1,46 @@
+"""Run `ckptkit merge`: options in, report out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ckptkit.cli.conversion import OPTIONS, Out, To, asked, parse_weights, show
+from ckptkit.cli.output import Json, Quiet, progress_bar
+from ckptkit.cli.settings import with_options
+from ckptkit.files.path import to_path
+
+
+@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "merge", "names", "map", "vocab_size"))
+def merge(
+    model: Annotated[Path, typer.Argument(parser=to_path, metavar="BASE", help="The model, or its id on the Hub.")],
+    adapters: Annotated[
+        list[Path],
+        typer.Argument(parser=to_path, metavar="ADAPTER", help="A saved adapter, or the checkpoint of a training."),
+    ],
+    out: Out,
+    weights: Annotated[
+        str, typer.Option(metavar="W,W,...", help="By how much each adapter counts; by default 1.")
+    ] = "",
+    to: To = "hf",
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+    **options: Any,
+) -> None:
+    """Merge LoRA adapters into their base.
+
+    Block by block: neither is ever in memory as a whole.
+
+    Example: ckptkit merge meta-llama/Llama-3.1-8B run/checkpoint-500 out
+
+    Each weight is computed in float32 and rounded once. `ckptkit consolidate --merge` does it where the base lies in
+    the checkpoint. Exit codes: 0 done; 2 usage; 3 an adapter is damaged, does not fit, or is of a method that is not
+    known; 4 an I/O failure, OUT is as it was; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    """
+    from ckptkit.ops.merge import merge as run
+
+    with progress_bar("merging") as progress:
+        done = run(model, adapters, out, weights=parse_weights(weights), to=to, **asked(options), progress=progress)
+    show(model, done, "merged", json=json)

@@ -1,0 +1,132 @@
+"""Put models with experts together: what experts' files have, and without ZeRO the optimizers of ranks of experts.
+
+Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py. Without ZeRO each rank of expert parallelism saves an
+optimizer, with numbers for its parameters: of all that ranks have in common, and then of its own experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError, Corrupt
+from ckptkit.formats.deepspeed.experts import Experts, expert_ranks, without_number
+from ckptkit.formats.deepspeed.gathering import MODEL, Gathering
+from ckptkit.formats.deepspeed.model_states import ModelStates
+from ckptkit.formats.deepspeed.modules import put_copy
+from ckptkit.formats.deepspeed.names import Files, check_ranks
+from ckptkit.formats.deepspeed.unpartitioned import (
+    Numbered,
+    masters_of,
+    names_in_order,
+    put_groups,
+    put_states,
+    put_weight,
+    read_numbered,
+    trained,
+)
+from ckptkit.formats.deepspeed.values import as_dict
+from ckptkit.formats.torchfile.flatten import Flattening
+from ckptkit.formats.torchfile.read_archive import as_tensor, is_tensor
+from ckptkit.formats.torchfile.state_files import read_state_file
+from ckptkit.layout import StoredTensor
+from ckptkit.tensors.box import Shape
+
+APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the order of parameters is not certain
+
+
+def put_experts(gathering: Gathering, experts: Experts, masters: Mapping[str, StoredTensor], root: Path) -> None:
+    """Put what experts' files have: beside a master its rounded copy, by itself what was not trained."""
+    for file in experts.files:
+        flattening = Flattening(file.entries, file.name)
+        try:
+            for name, value in as_dict(file.value, file.name).items():
+                if str(name) in masters:
+                    put_copy(gathering, flattening, str(name), value, masters[str(name)])
+                else:
+                    gathering.flatten(flattening, value, (MODEL, str(name)))
+        except CkptError as error:
+            raise error.blame(path=root / file.name) from None
+
+
+def put_unpartitioned_experts(
+    gathering: Gathering, root: Path, files: Files, model: ModelStates, experts: Experts
+) -> None:
+    """Put a model and the optimizers of the ranks of experts: as one by name if the order of parameters is certain.
+
+    Otherwise each rank's lies under a key of its own, with its numbers.
+    """
+    optimizers = read_optimizers(root, files)
+    if not optimizers and model.optimizer is not None:
+        path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
+        raise Corrupt("the file is missing: a rank of experts has its optimizer in it", path=path)
+    shared = trained(model)
+    own_shapes = shares(experts, model, len(optimizers)) if optimizers else []
+    names = [
+        names_in_order(one, one_order(one), {**shared, **own}) for one, own in zip(optimizers, own_shapes, strict=True)
+    ]
+    masters: dict[str, StoredTensor] = {}
+    if all(names):
+        for one, found in zip(optimizers, names, strict=True):
+            masters = {**masters_of(one, dict(enumerate(found))), **masters}
+    for name, value in (model.module or {}).items():
+        put_weight(gathering, model.flattening, str(name), value, masters)
+    for name, master in masters.items():
+        if name not in shared:
+            gathering.put((MODEL, name), master)
+    put_experts(gathering, experts, masters, root)
+    if optimizers and all(names):
+        put_joined(gathering, optimizers, names, len(shared), has_masters=bool(masters))
+    else:
+        for rank, one in enumerate(optimizers):
+            for key, value in (("state", one.states), ("param_groups", list(one.groups)), *one.others.items()):
+                gathering.flatten(one.flattening, value, (f"{APART}{rank}", key))
+
+
+def put_joined(
+    gathering: Gathering, optimizers: Sequence[Numbered], names: Sequence[list[str]], shared: int, *, has_masters: bool
+) -> None:
+    """Put optimizers of several ranks as one, of which the first `shared` parameters are the same in all."""
+    params: list[list[str | int]] = [[] for _ in optimizers[0].groups]
+    for rank, (one, found) in enumerate(zip(optimizers, names, strict=True)):
+        first = shared if rank else 0
+        put_states(gathering, one, dict(enumerate(found)), first=first)
+        for listed, numbers in zip(params, one.numbers, strict=True):
+            listed += [found[number] for number in numbers if number >= first]
+    put_groups(gathering, optimizers[0], params, has_masters=has_masters)
+
+
+def read_optimizers(root: Path, files: Files) -> list[Numbered]:
+    """Return the optimizers of the ranks of experts. Raises `Corrupt` if one is missing, or of another run."""
+    found: dict[int, Numbered] = {}
+    for rank, name in sorted(files.expert_optimizers.items()):
+        file = read_state_file(root, name)
+        try:
+            value = as_dict(file.value, name).get("optimizer")
+            found[rank] = one = read_numbered(Flattening(file.entries, name), value)
+            ranks = max((expert_ranks(group) for group in one.groups if group.get("moe")), default=1)
+            check_ranks(files.expert_optimizers, ranks, root, name)
+            if list(map(len, one.numbers)) != list(map(len, found[0].numbers)):
+                raise Corrupt("its groups of parameters are not those of rank 0", hint="are these files of one run?")
+        except CkptError as error:
+            raise error.blame(path=root / name) from None
+    return list(found.values())
+
+
+def one_order(optimizer: Numbered) -> list[Any]:
+    """Return the numbers of an optimizer with a group that is not of experts and then those of experts; else []."""
+    kinds = [bool(group.get("moe")) for group in optimizer.groups]
+    is_known = kinds == [False] + [True] * (len(kinds) - 1)
+    return [number for numbers in optimizer.numbers for number in numbers] if is_known else []
+
+
+def shares(experts: Experts, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
+    """Return for each of `ranks` the shapes of what its experts may train, in the model's order."""
+    buffers = {without_number(name) for name in model.buffers} - {None}
+    found: list[dict[str, Shape]] = [{} for _ in range(ranks)]
+    for file in experts.files:
+        for name, value in as_dict(file.value, file.name).items():
+            if is_tensor(value) and without_number(str(name)) not in buffers:
+                found[experts.rank_of(str(name), ranks)][str(name)] = as_tensor(value).shape
+    return found

@@ -1,0 +1,40 @@
+"""Read and write the index beside the files of a model: JSON that says which tensor is in which file.
+
+Source: huggingface_hub's `split_torch_state_dict_into_shards`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt
+from ckptkit.files.file import check_name, read_small
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Spec
+
+_LIMIT = 1 << 28  # bytes
+_PLACES, _METADATA = "weight_map", "metadata"
+
+
+def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the file of each tensor by an index, each a plain name, and the metadata beside."""
+    index = parse_json(read_small(path, _LIMIT), path)
+    found = index if isinstance(index, dict) else {}
+    places, metadata = found.get(_PLACES), found.get(_METADATA)
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise Corrupt(f"the index has no `{_PLACES}` from names to files", path=path)
+    for file in set(places.values()):
+        check_name(file, path.parent)
+    return places, metadata if isinstance(metadata, dict) else {}
+
+
+def make_index(specs: Mapping[str, Spec], places: Mapping[str, str]) -> bytes:
+    """Return the index, as transformers writes it."""
+    metadata = {
+        "total_parameters": sum(spec.numel for spec in specs.values()),
+        "total_size": sum(spec.nbytes for spec in specs.values()),
+    }
+    return (json.dumps({_METADATA: metadata, _PLACES: dict(places)}, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,150 @@
+"""Read torch.save files of which there are several, by the index beside them: a model, or an optimizer by numbers.
+
+Source: transformers' `save_pretrained(safe_serialization=False)`, `pytorch_model.bin.index.json`; and of optimizers
+colossalai/checkpoint_io/general_checkpoint_io.py, `pytorch_optim.bin.index.json`, whose metadata name a file with the
+groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.files.file import check_name, is_there, names_in
+from ckptkit.formats.indices import read_index
+from ckptkit.formats.protocols import Reader
+from ckptkit.formats.torchfile.extents import extents_of
+from ckptkit.formats.torchfile.flatten import Flat, Flattening, describe
+from ckptkit.formats.torchfile.state_files import entries_of, opened, read_state_file
+from ckptkit.layout import Extent, KeyPath, Layout
+
+_INDEX = re.compile(r".*\.(?:bin|pt|pth)\.index\.json")
+_NUMBERED = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.(bin|pt|pth)")
+_SHARD = re.compile(r"pytorch_(?:model|optim)-[0-9]{5}\.bin")
+_GROUPS = "param_groups"  # in the metadata of an optimizer's index, and in its state
+_OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An index in directory `root`: the file of each name, and that of an optimizer's groups, None for a model's."""
+
+    root: Path
+    name: str
+    places: dict[str, str]
+    groups: str | None
+
+    @property
+    def files(self) -> list[str]:
+        """Return the files that it names."""
+        return [*sorted(set(self.places.values())), *([self.groups] if self.groups else [])]
+
+
+class PtShards(Reader):
+    """The format of a directory with an index of torch.save files."""
+
+    name = "pt_shards"
+    known_by = "`*.bin.index.json`"
+
+    def owns(self, name: str) -> bool:
+        """Return True for an index, and for the usual names of the files in one."""
+        return any(pattern.fullmatch(name) for pattern in (_INDEX, _NUMBERED, _SHARD))
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a directory with an index, or with files that are numbered as those of one are."""
+        return path.is_dir() and any(_INDEX.fullmatch(name) or _NUMBERED.fullmatch(name) for name in names_in(path))
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report each file that the index names and that is missing or breaks off."""
+        index = find_index(path)
+        for name in index.files:
+            try:
+                if not is_there(path / name):
+                    raise missing(index, name)
+                with opened(path / name) as (read, length):
+                    entries_of(read, length)
+            except CkptError as error:
+                report(error.blame(path=path / name))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of a model by its own names, or of an optimizer under `optimizer`.
+
+        Reports names that the index has and its file has not, or the other way round.
+        """
+        index = find_index(path)
+        whole = Flat()
+        for file in index.files:
+            if not is_there(path / file):
+                raise missing(index, file)
+            add_all(whole, index, file, report)
+        described = (index.name, *index.files)
+        return Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, descriptions=described)
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return every entry of the files: storages, pickles and what torch puts beside them."""
+        return extents_of(layout, layout.descriptions[1:], report)
+
+
+def find_index(path: Path) -> Index:
+    """Return the index in a directory; of several that of the model. Raises `Unsupported` if these are several."""
+    names = sorted(filter(_INDEX.fullmatch, names_in(path)))
+    numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
+    if not names and numbered:
+        message = f"no `{numbered[1]}.{numbered[2]}.index.json` says which files belong with `{numbered[0]}`"
+        raise Corrupt(message, path=path, hint="it was lost, or never copied here")
+    models = [name for name in names if "optim" not in name]
+    if len(models or names) != 1:
+        message = f"{len(names)} indices of torch.save files: {', '.join(names[:4])}"
+        raise Unsupported(message, path=path, hint="move each model's files to a directory of its own")
+    name = (models or names)[0]
+    places, metadata = read_index(path / name)
+    groups = metadata.get(_GROUPS)
+    if groups is not None:
+        if not isinstance(groups, str):
+            raise Corrupt(f"`{_GROUPS}` in its metadata is no file's name", path=path / name)
+        check_name(groups, path)
+    return Index(path, name, places, groups)
+
+
+def add_all(whole: Flat, index: Index, file: str, report: Report) -> None:
+    """Add what is in one of the files. Every error names it."""
+    above: KeyPath = () if index.groups is None else (_OPTIMIZER, _GROUPS if file == index.groups else "state")
+    try:
+        state = read_state_file(index.root, file)
+        flattening = Flattening(state.entries, file)
+        children = flattening.children(state.value)
+        if children is None:
+            raise Unsupported(f"the file holds {describe(state.value)}, not a state dict")
+        if file != index.groups:
+            compare_names(index, file, children, report)
+        flattening.add_all(children, above)
+        again = next((name for name in flattening.flat.keys if name in whole.keys), None)
+        if again is not None:
+            raise Corrupt("another file has it too", tensor=again)
+    except CkptError as error:
+        raise error.blame(path=index.root / file) from None
+    whole.tensors.update(flattening.flat.tensors)
+    whole.blobs.update(flattening.flat.blobs)
+    whole.keys.update(flattening.flat.keys)
+
+
+def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]], report: Report) -> None:
+    """Report names that the index has for a file and that are not in it, and those in it that the index has not."""
+    wanted = {name for name, place in index.places.items() if place == file}
+    found = {str(name) for name, _ in children}
+    for name in sorted(wanted - found):
+        message = f"`{index.name}` places it here, and it is not in the file"
+        report(Corrupt(message, path=index.root / file, tensor=name))
+    for name in sorted(found - wanted):
+        message = f"it is in the file, and `{index.name}` does not say so"
+        report(Corrupt(message, path=index.root / file, tensor=name))
+
+
+def missing(index: Index, name: str) -> Corrupt:
+    """Return the error for a file that is not there."""
+    hint = "a download that did not end? the files belong in one directory"
+    return Corrupt(f"the file is missing, which `{index.name}` names", path=index.root / name, hint=hint)

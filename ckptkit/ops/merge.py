@@ -1,0 +1,44 @@
+"""Merge adapters into the model that they were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Unpack
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.errors import Usage
+from ckptkit.ops.conversion.options import ConvertOptions, Keywords, spell_out
+from ckptkit.ops.conversion.pipeline import carry_out
+from ckptkit.ops.conversion.report import Converted
+
+
+@spell_out
+def merge(
+    model: Source,
+    adapters: Source | Sequence[Source],
+    dst: str | Path,
+    *,
+    weights: Sequence[float] = (),
+    to: str = "hf",
+    **options: Unpack[Keywords],
+) -> Converted:
+    """Write a model with one or several LoRA adapters merged into it to directory `dst`, in the format `to`.
+
+    The model is a checkpoint of any format, local or remote; an adapter is a directory that PEFT saved, or the
+    checkpoint of a training with its config beside it. Each changed weight is W + scaling * B A, computed in float32
+    and rounded once to the dtype that the model has, or that `dtype` says. Of several adapters the changes are added
+    up, each times its weight, if there are `weights`. `include`, `exclude` and `rename` are of the merged model's
+    names; for the other options see `convert`. Raises `Mismatch` for an adapter that does not fit the model, or its
+    config, and `Unsupported` for a method that is not known here.
+    """
+    given = list(adapters) if isinstance(adapters, Sequence) and not isinstance(adapters, str) else [adapters]
+    if not given:
+        raise Usage("no adapter is given to be merged")
+    if weights and len(weights) != len(given):
+        raise Usage(f"{len(weights)} weights for {len(given)} adapters", hint="give one for each, like --weights 1,0.5")
+    if not all(map(isfinite, weights)):
+        raise Usage(f"weights must be finite: {', '.join(map(str, weights))}")
+    options["merge"] = True
+    return carry_out([model, *given], dst, ConvertOptions.of(options, to=to, scales=tuple(weights)))

@@ -1,0 +1,335 @@
+"""Adapters merged into their base, judged by PEFT's `merge_and_unload`: to the last bit, but for DoRA's quotient."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import ckptkit
+from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsafe, Unsupported, Usage
+from tests.conftest import Produce
+
+pytest.importorskip("peft", reason="PEFT is the judge of adapters")
+
+from tests.trainers.produced_peft import adapted, fill, lora, tiny_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # the library's own
+
+SAID, MODEL = "adapter_config.json", "model.safetensors"
+PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]}
+
+
+def tiny_gpt2() -> Any:
+    """A GPT-2 with layers that store their weights the other way round."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_inner": 36}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def tiny_mixtral() -> Any:
+    """A model of three experts, of which all weights of a kind are one parameter."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 3}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+
+class Convolutions(nn.Module):
+    """Kernels of one and two axes, and one of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.two, self.point, self.one = nn.Conv2d(5, 7, 3), nn.Conv2d(7, 6, 1), nn.Conv1d(6, 4, 3)
+        self.last = nn.Linear(6, 9)
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "plain": (tiny_llama, {}),
+    "rank-stabilised": (tiny_llama, {"use_rslora": True}),
+    "patterns": (tiny_llama, {"rank_pattern": {"layers.1.*q_proj": 2}, "alpha_pattern": {"down_proj": 3}}),
+    "all linear": (tiny_llama, {"target_modules": "all-linear"}),
+    "by a pattern": (tiny_llama, {"target_modules": r".*\.(q|v)_proj"}),
+    "head": (tiny_llama, {"target_modules": ["lm_head", "o_proj"]}),
+    "embedding": (tiny_llama, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "all biases": (lambda: tiny_llama(attention_bias=True), {"bias": "all"}),
+    "own biases": (lambda: tiny_llama(attention_bias=True), {"bias": "lora_only"}),
+    "bias of B": (lambda: tiny_llama(attention_bias=True), {"target_modules": ["q_proj"], "lora_bias": True}),
+    "whole modules": (tiny_llama, {"modules_to_save": ["lm_head", "embed_tokens"]}),
+    "tokens": (tiny_llama, {"trainable_token_indices": [3, 39, 7]}),
+    "transposed": (tiny_gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "convolutions": (Convolutions, {"r": 3, "target_modules": ["two", "point", "one", "last"]}),
+    "experts": (tiny_mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "DoRA": (tiny_llama, {"use_dora": True}),
+    "DoRA, embedding": (tiny_llama, {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "DoRA, transposed": (tiny_gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
+    "DoRA, convolutions": (Convolutions, {"target_modules": ["two", "last"], "use_dora": True}),
+}
+
+
+class Made:
+    """A base, an adapter as PEFT saves it and in the state of a training, and the merged model."""
+
+    def __init__(self, home: Path, base: Any, **config: Any) -> None:
+        self.base, self.saved, self.state = home / "base", home / "saved", home / "state"
+        for path in (self.base, self.state):
+            path.mkdir(parents=True)
+        save_file({name: tensor.clone() for name, tensor in base.state_dict().items()}, self.base / MODEL)
+        if hasattr(base, "config"):
+            (self.base / "config.json").write_text(base.config.to_json_string())
+        model = adapted(base, **(PLAIN | config))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and name.endswith("bias") and "lora_" not in name:
+                    parameter.add_(0.5)
+        model.save_pretrained(self.saved)
+        torch.save({"model": model.state_dict()}, self.state / "state.pt")
+        shutil.copy(self.saved / SAID, self.state)
+        self.truth = {name: tensor.clone() for name, tensor in model.merge_and_unload().state_dict().items()}
+
+
+def assert_merged(out: Path, truth: Mapping[str, Tensor], *, is_exact: bool = True) -> None:
+    """Assert that all is there, in the dtypes and bits that it should have; a tied head may be left out."""
+    found = load_file(out / MODEL)
+    assert found.keys() - truth.keys() == set()
+    assert truth.keys() - found.keys() <= {"lm_head.weight"}
+    for name, tensor in found.items():
+        assert tensor.dtype == truth[name].dtype, name
+        if is_exact:
+            assert torch.equal(tensor, truth[name]), name
+        else:
+            torch.testing.assert_close(tensor, truth[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_what_the_library_merges(tmp_path: Path, name: str) -> None:
+    make, config = CASES[name]
+    made = Made(tmp_path, make(), **config)
+    is_exact = "DoRA" not in name
+    done = ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    assert_merged(tmp_path / "out", made.truth, is_exact=is_exact)
+    assert done.tensors == len(load_file(tmp_path / "out" / MODEL))
+    ckptkit.consolidate(made.state, tmp_path / "beside", merge=True)
+    assert_merged(tmp_path / "beside", made.truth, is_exact=is_exact)
+    ckptkit.consolidate(made.state, tmp_path / "again")
+    theirs, ours = (
+        load_file(made.saved / "adapter_model.safetensors"),
+        load_file(tmp_path / "again" / "adapter_model.safetensors"),
+    )
+    assert theirs.keys() <= ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("run", ["run", "only/checkpoint-3", "ranks", "full", "saved"])
+def test_of_real_trainings(produce: Produce, tmp_path: Path, run: str) -> None:
+    made = produce(lora)
+    ckptkit.merge(made.root / "base", made.root / run, tmp_path / "out")
+    assert_merged(tmp_path / "out", made.truth)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_base_is_loaded_as_a_model(produce: Produce, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = produce(lora)
+    ckptkit.consolidate(made.root / "run", tmp_path / "out", merge=True, base=made.root / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(tensor, made.truth[name]) for name, tensor in model.state_dict().items())
+    assert [problem for part in ckptkit.verify(tmp_path / "out") for problem in part.problems] == []
+
+
+@pytest.mark.parametrize("to", ["dcp", "pt"])
+def test_from_and_to_other_formats(produce: Produce, tmp_path: Path, to: str) -> None:
+    made = produce(lora)
+    ckptkit.convert(made.root / "base", tmp_path / "base", to=to)
+    ckptkit.merge(tmp_path / "base", made.root / "saved", tmp_path / "out", to=to)
+    ckptkit.consolidate(tmp_path / "out", tmp_path / "hf")
+    assert_merged(tmp_path / "hf", made.truth)
+
+
+def test_parts_make_the_whole(produce: Produce, tmp_path: Path) -> None:
+    """Processes that share the work, and the one that ends it, which learns from their words alone what it is."""
+    made = produce(lora)
+    for part in ("2/3", "1/3", "3/3"):
+        ckptkit.merge(made.root / "base", made.root / "saved", tmp_path / "out", part=part, weights=[1.0])
+    ckptkit.finalize(tmp_path / "out")
+    assert_merged(tmp_path / "out", made.truth)
+
+
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_halves_are_rounded_once(tmp_path: Path, adapters: torch.dtype) -> None:
+    """With adapters of float32 as PEFT does it; of halves PEFT rounds the product first, and then the sum again."""
+    made = Made(tmp_path, tiny_llama().to(torch.bfloat16))
+    saved = {name: tensor.to(adapters) for name, tensor in load_file(made.saved / "adapter_model.safetensors").items()}
+    save_file(saved, made.saved / "adapter_model.safetensors")
+    base = load_file(made.base / MODEL)
+    ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    found = load_file(tmp_path / "out" / MODEL)
+    for name, tensor in base.items():
+        module = name.removesuffix(".weight")
+        a, b = (saved.get(f"base_model.model.{module}.lora_{which}.weight") for which in "AB")
+        expected = tensor if a is None or b is None else (tensor.float() + 1.75 * (b.float() @ a.float())).bfloat16()
+        assert torch.equal(found[name], expected), name
+    if adapters == torch.float32:
+        assert_merged(tmp_path / "out", made.truth)
+    ckptkit.merge(made.base, made.saved, tmp_path / "wide", dtype="fp32")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "wide" / MODEL).values()} == {torch.float32}
+
+
+def test_several_adapters_add_up(tmp_path: Path) -> None:
+    one, two = Made(tmp_path / "1", tiny_llama()), tmp_path / "2" / "saved"
+    other = adapted(tiny_llama(), **(PLAIN | {"r": 2, "target_modules": ["q_proj", "up_proj"]}))
+    fill(other)
+    other.save_pretrained(two)
+    ckptkit.merge(one.base, [one.saved, two], tmp_path / "out", weights=[0.5, 2])
+    found, base = load_file(tmp_path / "out" / MODEL), load_file(one.base / MODEL)
+    for name, tensor in base.items():
+        expected = tensor.clone()
+        for path, scale in ((one.saved, 0.5 * 7 / 4), (two, 2 * 7 / 2)):
+            saved = load_file(path / "adapter_model.safetensors")
+            key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            if f"{key}A.weight" in saved:
+                expected += scale * (saved[f"{key}B.weight"] @ saved[f"{key}A.weight"])
+        torch.testing.assert_close(found[name], expected)
+
+
+class Tied(Made):
+    """A model whose head is its embedding, which is left out of the base."""
+
+    def __init__(self, home: Path, **config: Any) -> None:
+        super().__init__(home, tiny_llama(tie_word_embeddings=True), **config)
+        base = load_file(self.base / MODEL)
+        self.embedding = base["model.embed_tokens.weight"]
+        save_file({name: tensor for name, tensor in base.items() if name != "lm_head.weight"}, self.base / MODEL)
+
+
+@pytest.mark.parametrize(
+    ("config", "changed"),
+    [
+        ({"target_modules": ["embed_tokens"]}, "model.embed_tokens.weight"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.weight"),
+        ({"target_modules": ["lm_head"]}, "lm_head.weight"),
+    ],
+)
+def test_a_change_of_one_side_unties(tmp_path: Path, config: dict[str, Any], changed: str) -> None:
+    made = Tied(tmp_path, **config)
+    done = ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    found = load_file(tmp_path / "out" / MODEL)
+    other = ({"lm_head.weight", "model.embed_tokens.weight"} - {changed}).pop()
+    assert torch.equal(found[other], made.embedding)
+    assert not torch.equal(found[changed], made.embedding)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert any("were tied" in note for note in done.notes)
+
+
+def test_a_tied_head_follows_trained_rows(tmp_path: Path) -> None:
+    made = Tied(tmp_path, trainable_token_indices=[3, 39])
+    ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    ckptkit.consolidate(made.state, tmp_path / "beside", merge=True, base=made.base)
+    for out in ("out", "beside"):
+        assert_merged(tmp_path / out, made.truth)
+        assert json.loads((tmp_path / out / "config.json").read_text())["tie_word_embeddings"] is True
+        assert "lm_head.weight" not in load_file(tmp_path / out / MODEL)
+
+
+def edit(path: Path, **values: Any) -> None:
+    """Say something else in a config."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "word"),
+    [
+        ({"peft_type": "LOHA"}, Mismatch, "LOHA"),
+        ({"use_qalora": True}, Unsupported, "use_qalora"),
+        ({"alora_invocation_tokens": [1]}, Unsupported, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa_niter_16"}, Unsupported, "pissa"),
+        ({"layer_replication": [[0, 2]]}, Unsupported, "layer_replication"),
+        ({"r": 2**40}, Corrupt, "rank"),
+        ({"r": 5}, Mismatch, "rank is 4"),
+        ({"lora_alpha": float("nan")}, Corrupt, "alpha"),
+        ({"lora_alpha": 10**40}, Corrupt, "alpha"),
+    ],
+)
+def test_configs_that_do_not_fit(
+    produce: Produce, tmp_path: Path, values: dict[str, Any], kind: Any, word: str
+) -> None:
+    made = produce(lora)
+    shutil.copytree(made.root / "saved", tmp_path / "saved")
+    edit(tmp_path / "saved" / SAID, **({"alpha_pattern": {}} | values))
+    with pytest.raises(kind, match=word):
+        ckptkit.merge(made.root / "base", tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_the_base(produce: Produce, tmp_path: Path) -> None:
+    """A module that is not there, another width, and quantised weights."""
+    made = produce(lora)
+    base = load_file(made.root / "base" / MODEL)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    others = {
+        "no `model.layers.1.self_attn.q_proj`": {key: tensor for key, tensor in base.items() if key != name},
+        "product is": base | {name: torch.ones(32, 25)},
+        "float8": base | {name: base[name].to(torch.float8_e4m3fn)},
+    }
+    for i, (word, tensors) in enumerate(others.items()):
+        (tmp_path / f"{i}").mkdir()
+        save_file(tensors, tmp_path / f"{i}" / MODEL)
+        with pytest.raises((Mismatch, Unsupported), match=word) as raised:
+            ckptkit.merge(tmp_path / f"{i}", made.root / "saved", tmp_path / "out")
+        assert "q_proj.lora_A" in (raised.value.tensor or "")
+
+
+def test_numbers_that_are_none(produce: Produce, tmp_path: Path) -> None:
+    made = produce(lora)
+    shutil.copytree(made.root / "saved", tmp_path / "saved")
+    file = tmp_path / "saved" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"][3, 1] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(Corrupt, match="NaN") as raised:
+        ckptkit.merge(made.root / "base", tmp_path / "saved", tmp_path / "out")
+    assert raised.value.tensor == "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_requests_that_make_no_sense(produce: Produce, tmp_path: Path) -> None:
+    made = produce(lora)
+    base, saved, out = made.root / "base", made.root / "saved", tmp_path / "out"
+    with pytest.raises(Usage, match="no adapter"):
+        ckptkit.merge(base, base, out)
+    with pytest.raises(Usage, match="base of the adapter"):
+        ckptkit.consolidate(saved, out, merge=True)
+    with pytest.raises(Usage, match="2 weights for 1"):
+        ckptkit.merge(base, saved, out, weights=[1, 2])
+    with pytest.raises(Usage, match="finite"):
+        ckptkit.merge(base, saved, out, weights=[float("nan")])
+    shutil.copytree(base, tmp_path / "base")
+    with pytest.raises(Occupied):
+        ckptkit.merge(base, saved, tmp_path / "base")
+    with pytest.raises(Unsafe):
+        ckptkit.consolidate(saved, tmp_path / "base", merge=True, base=tmp_path / "base", overwrite=True)
+
+
+def test_renamed_and_selected(produce: Produce, tmp_path: Path) -> None:
+    made = produce(lora)
+    base = tmp_path / "base"
+    base.mkdir()
+    shutil.copy(made.root / "base" / MODEL, base)
+    ckptkit.merge(base, made.root / "saved", tmp_path / "out", rename="^model\\.=>", exclude="lm_head.*")
+    found = load_file(tmp_path / "out" / MODEL)
+    wanted = {name.removeprefix("model."): tensor for name, tensor in made.truth.items() if name != "lm_head.weight"}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
