@@ -94,7 +94,7 @@ def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) ->
         parts.append(exported or checkpoint.model_part)
         if exported:
             name, states = exported.path.name, checkpoint.model_part.place
-            notes.append(f"`{name}` was taken, which is for use; `reshard` and `convert` take the states in `{states}`")
+            notes.append(f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states")
     return parts, list(dict.fromkeys(notes))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,12 +116,15 @@ def test_an_adapter_beside_the_states_is_for_use(produce: Produce, tmp_path: Pat
     run = tmp_path / "checkpoint-2"
     shutil.copytree(produce(zero.on_two).root / "zero1", run)
     (run / "trainer_state.json").write_text('{"global_step": 2}')
-    (run / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    adapter = {"base_model.model.up.lora_A.weight": torch.ones(2, 3)}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up"]}
+    (run / "adapter_config.json").write_text(json.dumps(config))
+    sides = {"A": torch.ones(2, zero.WIDTH), "B": torch.ones(zero.WIDTH + 1, 2)}
+    adapter = {f"base_model.model.up.lora_{side}.weight": tensor for side, tensor in sides.items()}
     save_file(adapter, run / "adapter_model.safetensors")
     done = ckptkit.consolidate(run, tmp_path / "out")
     assert any("`adapter_model.safetensors` was taken" in note and "global_step2" in note for note in done.notes)
-    assert list(ckptkit.open(tmp_path / "out")) == list(adapter)
+    assert set(ckptkit.open(tmp_path / "out")) == adapter.keys()
+    assert (tmp_path / "out" / "adapter_config.json").exists()
     done = ckptkit.convert(run, tmp_path / "dcp", to="dcp")
     assert "model.embed.weight" in ckptkit.open(tmp_path / "dcp")
     assert "adapter_config.json" in done.files
