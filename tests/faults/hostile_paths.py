@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.faults.bad_inputs import DATA, DIRECTORIES, Files
+from tests.faults.bad_inputs import DATA, DIRECTORIES, WORDS, Files
 from tests.faults.cases import Case, Seen
 from tests.faults.damage import Damage, directory, link_to, listen, pipe
 from tests.faults.forged import forge, reindex
@@ -118,7 +118,15 @@ _ODD: dict[str, Callable[[str], Damage]] = {
 def no_files(files: Files) -> list[Bad]:
     """Each in place of a file."""
     return [
-        Bad(f"{what}: {file}", kind, odd(file), (file,), refused=True, seconds=SECONDS, memory=MEMORY)
+        Bad(
+            f"{what}: {file}",
+            kind,
+            odd(file),
+            (file, *WORDS.get(kind, ())),
+            refused=True,
+            seconds=SECONDS,
+            memory=MEMORY,
+        )
         for what, odd in _ODD.items()
         for kind, file in files
     ]
