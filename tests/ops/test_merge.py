@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import ckptkit
 from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from tests.conftest import Produce
+from tests.hub_server import Hub
 
 pytest.importorskip("peft", reason="PEFT is the judge of adapters")
 
@@ -333,3 +336,20 @@ def test_renamed_and_selected(produce: Produce, tmp_path: Path) -> None:
     wanted = {name.removeprefix("model."): tensor for name, tensor in made.truth.items() if name != "lm_head.weight"}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_base_on_the_hub_is_read_where_it_lies(produce: Produce, tmp_path: Path) -> None:
+    """By its id, of a server that speaks the Hub's calls: only what is needed, and nothing is downloaded first."""
+    made = produce(lora)
+    saved, only = made.root / "saved", made.root / "only" / "checkpoint-3"
+    with Hub(tmp_path / "hub") as hub:
+        hub.put("org/base", {path.name: path for path in (made.root / "base").iterdir()})
+        for i, words in enumerate(
+            (["merge", "org/base", saved], ["consolidate", only, "--merge", "--base", "org/base"])
+        ):
+            out = tmp_path / f"out{i}"
+            command = [sys.executable, "-m", "ckptkit", *map(str, words), str(out)]
+            done = subprocess.run(command, env=hub.env, cwd=hub.root, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            assert_merged(out, made.truth)
+            assert (out / "config.json").exists()

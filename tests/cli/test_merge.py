@@ -1,0 +1,76 @@
+"""Command `merge`, and what `inspect` and `consolidate` say of adapters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Produce
+
+pytest.importorskip("peft", reason="PEFT makes the adapters")
+
+from tests.trainers.produced_peft import lora
+
+
+def ckptkit(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckptkit", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def home(produce: Produce) -> Path:
+    return produce(lora).root
+
+
+def test_merging_is_reported(home: Path, tmp_path: Path) -> None:
+    done = ckptkit(
+        "merge", home / "base", home / "run", home / "saved", tmp_path / "out", "--weights", "1,0.5", "--dry-run"
+    )
+    assert (done.returncode, done.stderr.splitlines()[:1]) == (3, []) or "trained `lm_head.weight` each" in done.stderr
+    done = ckptkit("merge", home / "base", home / "run", tmp_path / "out", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["output"], said["tensors"]) == (str(tmp_path / "out"), 21)
+    assert any("LoRA of ranks 2 to 4" in note for note in said["notes"])
+
+
+def test_adapters_are_inspected(home: Path) -> None:
+    said = ckptkit("inspect", home / "run").stdout
+    line = next(line for line in said.splitlines() if line.startswith("adapter default: "))
+    for words in (
+        "LoRA of rank 2 to 4",
+        "alpha 7",
+        "q_proj",
+        "(4 modules)",
+        "a trained lm_head.weight",
+        "base beside it",
+    ):
+        assert words in line
+    (adapter,) = json.loads(ckptkit("inspect", home / "run", "--json").stdout)["adapters"]
+    assert (adapter["rows"], adapter["alpha"], adapter["has_base"], adapter["modules"]) == ([2, 4], 7, True, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["consolidate", "run", "OUT", "--names", "litgpt"], 2),
+        (["consolidate", "run", "OUT", "--merge", "--vocab-size", "99"], 2),
+        (["convert", "run", "OUT", "--to", "dcp", "--adapter-config", "saved/adapter_config.json"], 2),
+        (["consolidate", "base", "OUT", "--merge"], 2),
+        (["merge", "base", "nothing", "OUT"], 3),
+        (["consolidate", "run", "OUT", "--adapter-config", "nothing.json"], 3),
+    ],
+)
+def test_exit_codes(home: Path, tmp_path: Path, words: list[str], code: int) -> None:
+    there = {"run", "base", "saved/adapter_config.json"}
+    command = [
+        str(home / word) if word in there else str(tmp_path / "out") if word == "OUT" else word for word in words
+    ]
+    done = ckptkit(*command)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert not (tmp_path / "out").exists()
