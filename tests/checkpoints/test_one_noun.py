@@ -106,7 +106,8 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "average": lambda source, out: ckptkit.average([source, source], out / "mean"),
     "push": lambda source, _: refused(source),
 }
-SOURCELESS = {"estimate", "finalize", "pull", "prune", "smoke", "train", "unpin"}
+# tests/ops/test_merge.py names the model and the adapters of `merge` in several ways
+SOURCELESS = {"estimate", "finalize", "merge", "pull", "prune", "smoke", "train", "unpin"}
 
 
 @pytest.mark.parametrize("call", CALLS)
