@@ -28,6 +28,7 @@ from tests.faults.trained import MAKERS, named
 from tests.producers import Truth
 
 ANYTHING = object()  # stands for a value that is nobody's business
+ADAPTER_CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["up"]}
 MODEL = "model"  # under which every nested original has its weights
 _SHAPES = {
     "embed.weight": (96, 32),
@@ -136,13 +137,29 @@ def home() -> Path:
     return place
 
 
+@cache
+def adapter() -> Original:
+    """An adapter of one layer as PEFT saves it, its base in a folder there, and the sum of both."""
+    root = home() / "adapter"
+    (root / "base").mkdir(parents=True)
+    torch.manual_seed(0)
+    a, b, w = torch.randn(4, 32), torch.randn(24, 4), torch.randn(24, 32)
+    save_file({"up.weight": w, "up.bias": torch.ones(24)}, root / "base" / "model.safetensors")
+    names = (f"base_model.model.up.lora_{which}.weight" for which in "AB")
+    save_file(dict(zip(names, (a, b), strict=True)), root / "adapter_model.safetensors")
+    (root / "adapter_config.json").write_text(json.dumps(ADAPTER_CONFIG))
+    return Original("adapter", root, {"up.weight": w + 1.5 * (b @ a), "up.bias": torch.ones(24)})
+
+
 def original(name: str) -> Original:
-    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed, pt, or one of `trained`.
+    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed, pt, adapter, or a `trained`.
 
     "-2" after it is a later step of the same.
     """
     kind, _, later = name.partition("-")
     step = int(later or 1)
+    if kind == "adapter":
+        return adapter()
     if kind in MAKERS:
         return trained(kind, step)
     truth: dict[str, Any] = weights(step)

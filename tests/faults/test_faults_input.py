@@ -8,7 +8,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from scripts.markdown import table
-from tests.faults import bad_inputs, flips, forged, hostile_paths, hostile_pickles, hostile_sizes, prunes, zips
+from tests.faults import (
+    adapters,
+    bad_inputs,
+    flips,
+    forged,
+    hostile_paths,
+    hostile_pickles,
+    hostile_sizes,
+    prunes,
+    zips,
+)
 from tests.faults.cases import Case, Seen
 from tests.faults.mutations import changed
 from tests.faults.parsers import PARSERS, Parser, is_total
@@ -16,7 +26,7 @@ from tests.faults.server import Ended
 from tests.faults.tables import UNTOLD, Tally, rows_of
 from tests.faults.verdicts import GOOD, Verdict, judge_error
 
-MODULES = (bad_inputs, forged, hostile_pickles, hostile_paths, hostile_sizes, zips, flips, prunes)
+MODULES = (bad_inputs, forged, hostile_pickles, hostile_paths, hostile_sizes, zips, flips, prunes, adapters)
 EVERY: tuple[Case, ...] = tuple(case for module in MODULES for case in module.CASES)
 CASES = [case for case in EVERY if case.group != UNTOLD]
 

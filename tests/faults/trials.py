@@ -22,8 +22,8 @@ from tests.faults.verdicts import Verdict, judge_error
 
 _OURS = (
     "ckptkit.cli.commands",
-    *(f"ckptkit.cli.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average")),
-    *(f"ckptkit.ops.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average")),
+    *(f"ckptkit.cli.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average", "merge")),
+    *(f"ckptkit.ops.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average", "merge")),
     *(known.where.partition(":")[0] for known in FORMATS.values()),
 )
 _THEIRS = ("tests.faults.peers", "tests.faults.originals")
@@ -72,7 +72,7 @@ def case_of(numbers: str, group: str, name: str, make: Callable[[], Iterable[Bad
     def run(place: Path, whole: bool) -> Iterator[Seen]:
         bads = list(make())
         for i, bad in enumerate(bads if whole else bads[:: 1 + len(bads) // _FEW]):
-            tried = bad.subjects if whole else _IN_TURN[i % len(_IN_TURN)]
+            tried = bad.subjects if whole or bad.subjects[0] not in OURS else _IN_TURN[i % len(_IN_TURN)]
             yield from try_all(bad, [subject for subject in tried if takes(subject, bad.original)], place / str(i))
 
     return Case(numbers, group, name, run)

@@ -144,9 +144,10 @@ def test_one_config_is_not_that_of_two(tmp_path: Path) -> None:
     assert (tmp_path / "one" / WEIGHTS).read_bytes() == (tmp_path / "saved" / WEIGHTS).read_bytes()
 
 
-def test_the_mean_of_adapters_is_refused(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_the_mean_of_adapters_is_refused(home: Path, tmp_path: Path, to: str) -> None:
     with pytest.raises(Unsupported, match="adapters"):
-        ckptkit.average([home / "saved", home / "full"], tmp_path / "out")
+        ckptkit.average([home / "saved", home / "full"], tmp_path / "out", to=to)
 
 
 def test_other_methods_are_refused(tmp_path: Path) -> None:

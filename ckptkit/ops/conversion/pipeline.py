@@ -79,7 +79,7 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     parts, remarks = choose_models(checkpoints, options)
     if options.merge:
         return draft_merge(parts, remarks, dst, options)
-    adapted = [found for part in parts if (found := open_adapters(part, options))] if writer.is_model_only else []
+    adapted = [found for part in parts if (found := open_adapters(part, options))]
     if adapted:
         return draft_adapters(adapted, remarks, dst, options)
     return draft_model(parts, remarks, dst, options)

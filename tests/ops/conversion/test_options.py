@@ -23,6 +23,7 @@ def test_the_functions_take_what_the_dataclass_has() -> None:
         "under",
         "optimizer_keys",
         "weights",
+        "scales",
         "only_sharded",
     }
     assert set(Keywords.__annotations__) <= names
