@@ -110,11 +110,16 @@ def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
         try:
             with translate_os_errors(place):
                 if (place / CONFIG).is_file():
-                    found = parse_json(read_small(place / CONFIG, _CONFIG_LIMIT), place / CONFIG)
-                    return found if isinstance(found, dict) else None
+                    return read_config(place / CONFIG)
         except (Corrupt, IOFailure, Unsafe):
             return None
     return None
+
+
+def read_config(path: Path) -> Mapping[str, Any] | None:
+    """Return what a config.json says, None if it is no object. Raises `Corrupt` if it is no JSON."""
+    found = parse_json(read_small(path, _CONFIG_LIMIT), path)
+    return found if isinstance(found, dict) else None
 
 
 def templates_in(place: Path, *, follow_links: bool) -> list[str]:
@@ -169,7 +174,12 @@ def mend_config(config: dict[str, Any], specs: Iterable[Spec]) -> bytes:
         mended[key] = nbytes.most_common(1)[0][0]
     if isinstance(config.get("architectures"), list):
         mended["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
-    text = json.dumps(mended, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return dump_config(mended)
+
+
+def dump_config(config: Mapping[str, Any]) -> bytes:
+    """Return a config.json as transformers writes it."""
+    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes the escape that JSON has for it
 
 

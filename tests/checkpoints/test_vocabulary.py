@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 import ckptkit
 from ckptkit.checkpoints.vocabulary import with_vocabulary
 from ckptkit.errors import Mismatch, Usage
+from ckptkit.ops.average import average
 from ckptkit.ops.finalize import finalize
 from tests.checkpoints.families.hub_models import HIDDEN, VOCABULARY, config_of, saved
 
@@ -86,6 +87,7 @@ def test_a_training(model: dict[str, Tensor], tmp_path: Path) -> None:
     states = {name: {"exp_avg": moments[name], "step": torch.tensor(3.0)} for name in model}
     state = {"model": model, "optimizer": {"state": states, "param_groups": [{"params": list(model), "lr": 0.1}]}}
     dcp.save(state, checkpoint_id=tmp_path / "step-1")
+    (tmp_path / "step-1" / "config.json").write_bytes((tmp_path / "hub" / "config.json").read_bytes())
     for rows in (37, 64):
         options: dict[str, Any] = {"to": "dcp", "vocab_size": rows, "world_size": 3}
         ckptkit.convert(tmp_path / "step-1", tmp_path / f"to-{rows}", **options)
@@ -96,6 +98,7 @@ def test_a_training(model: dict[str, Tensor], tmp_path: Path) -> None:
         }
         dcp.load(again, checkpoint_id=tmp_path / f"to-{rows}")
         assert all(torch.equal(again["model"][name], tensor) for name, tensor in wanted.items())
+        assert json.loads((tmp_path / f"to-{rows}" / "config.json").read_text())["vocab_size"] == rows
         for name, tensor in wanted_moments.items():
             assert torch.equal(again["optimizer"]["state"][name]["exp_avg"], tensor)
 
@@ -120,6 +123,14 @@ def test_what_has_no_vocabulary(tmp_path: Path) -> None:
         ckptkit.convert(tmp_path / "a.pt", tmp_path / "b", to="hf", vocab_size=8)
     with pytest.raises(Usage, match="must be at least 1"):
         ckptkit.convert(tmp_path / "a.pt", tmp_path / "b", to="hf", vocab_size=0)
+
+
+def test_a_mean_keeps_its_rows(model: dict[str, Tensor], tmp_path: Path) -> None:
+    assert model
+    with pytest.raises(Usage, match="a mean keeps names and rows"):
+        average([tmp_path / "hub", tmp_path / "hub"], tmp_path / "out", to="dcp", vocab_size=64)
+    average([tmp_path / "hub", tmp_path / "hub"], tmp_path / "out", to="hf", vocab_size=64)
+    check(tmp_path / "out", resized(model, 64))
 
 
 def test_configs_of_several_models() -> None:

@@ -118,7 +118,9 @@ def check_counts(step: Step, own: int, hub: int) -> None:
 
 def in_front(table: Family, family: Family | None) -> Family:
     """Return a table of one's own in front of that of a family: what it has no rule for, this may have one for."""
-    if family is None:
+    if family is None or type(family) is not Family:  # what has no rules of its own has none to add
         return table
     drops = (*table.drops, *family.drops)
-    return replace(table, drops=drops, rules=lambda sizes: (*table.rules(sizes), *family.rules(sizes)))
+    return replace(
+        family, name=table.name, drops=drops, rules=lambda sizes: (*table.rules(sizes), *family.rules(sizes))
+    )

@@ -10,7 +10,6 @@ from pathlib import Path
 from ckptkit import edits
 from ckptkit.checkpoints import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.families import KEEP
 from ckptkit.checkpoints.optimizer_keys import find_optimizers
 from ckptkit.checkpoints.parameters import is_list_of_parameters, rename_parameters, way_in_optimizer
 from ckptkit.checkpoints.weights import Weights, find_weights, model_name, summarise
@@ -35,7 +34,7 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     """Draft the parts of a checkpoint as one: trained weights in fp32 under `model`, their states under `optimizer`."""
     if options.dtype:
         raise Usage("master weights and moments keep their dtypes here", hint="leave --dtype out")
-    if options.names not in (None, KEEP) or options.map or options.vocab_size:
+    if options.changes_names:
         raise Usage("names and shapes stay as they are here", hint="convert to another format first")
     notes: list[str] = []
     whole = with_names_for_numbers(checkpoint, notes)

@@ -20,7 +20,7 @@ from ckptkit.checkpoints.tokens import check_tokens
 from ckptkit.checkpoints.trainers import who_wrote
 from ckptkit.checkpoints.vocabulary import with_vocabulary
 from ckptkit.checkpoints.weights import Weights, find_weights
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
@@ -37,12 +37,15 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     """
     origins = [Origin.of(part.path) for part in parts]
     is_alone = options.writer.is_model_only
+    if options.changes_names and not is_alone:
+        hint = "write a Hugging Face model, and convert that"
+        raise Usage(f"a mean keeps names and rows as `{options.to}`", hint=hint)
     companions = find_companions(parts[0].path, options.base) if is_alone else Companions()
     notes = list(remarks)
     opened = [open_weights(part, options.edits) for part in parts]
     if not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
-    names = options.names or (HUB if is_alone or options.map else KEEP)
+    names = options.names or (HUB if is_alone else KEEP)
     opened = [
         name_one(weights, part, names, companions, options, notes) for weights, part in zip(opened, parts, strict=True)
     ]

@@ -9,7 +9,7 @@ from typing import Self
 
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.companions import find_companions
+from ckptkit.checkpoints.companions import CONFIG, dump_config, find_companions, read_config
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.families import FAMILIES, HUB, KEEP
 from ckptkit.checkpoints.fit import restore_tied
@@ -18,6 +18,7 @@ from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part, join_layouts
 from ckptkit.checkpoints.tokens import check_tokens
 from ckptkit.checkpoints.trainers import say_opaque, who_wrote
+from ckptkit.checkpoints.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.checkpoints.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
@@ -98,6 +99,8 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     if conversion.is_file or not checkpoint.path.is_dir():
         return conversion
     conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
+    if options.vocab_size is not None:
+        conversion = with_config_of(conversion, options.vocab_size)
     return conversion if any(not part.place for part in checkpoint.parts) else without_copy(conversion, checkpoint.path)
 
 
@@ -148,7 +151,7 @@ def draft_piece(
     """
     asked = options.edits
     names = options.names or (HUB if options.map else KEEP)
-    is_named = names != KEEP or options.vocab_size is not None
+    is_named = options.changes_names
     weights = find_names(chosen) if asked.are_of_weights or is_named else frozenset()
     layout, casts = asked.cast(chosen, weights.__contains__)
     for keyed in optimizers:
@@ -191,6 +194,17 @@ def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layou
         notes += remarks
         found = {name: path for name, path in found.items() if name not in dropped}
     return replace(conversion, carried=found, notes=notes)
+
+
+def with_config_of(conversion: Conversion, rows: int) -> Conversion:
+    """Return the conversion with each config.json that goes along made anew, for a vocabulary of so many rows."""
+    made = dict(conversion.made)
+    for name, path in conversion.carried.items():
+        config = read_config(path) if Path(name).name == CONFIG else None
+        if config is not None and vocabulary_of(config) is not None:
+            made[name] = dump_config(with_vocabulary(config, rows))
+    carried = {name: path for name, path in conversion.carried.items() if name not in made}
+    return replace(conversion, made=made, carried=carried)
 
 
 def without_copy(conversion: Conversion, root: Path) -> Conversion:
