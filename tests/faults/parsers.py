@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +20,7 @@ from ckptkit.checkpoints import checkpoint, companions, expected, manifest, rete
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
+from ckptkit.formats import find_format
 from ckptkit.formats.dcp.format import Dcp
 from ckptkit.formats.deepspeed.experts import Experts, read_experts
 from ckptkit.formats.deepspeed.gathering import Gathering
@@ -32,6 +35,7 @@ from ckptkit.formats.torchfile import inert_pickle, legacy, read_archive
 from ckptkit.formats.torchfile.flatten import flatten
 from ckptkit.formats.torchfile.state_files import StateFile
 from ckptkit.formats.torchfile.unflatten import unflatten
+from tests.faults.zips import be_archive
 
 Seeds = Callable[[], list[bytes]]
 
@@ -40,7 +44,7 @@ Seeds = Callable[[], list[bytes]]
 class Parser:
     """A parser that may write to the directory it is given; sound input, and what it once stumbled on.
 
-    What lies `beside` its input is to be in the directory already.
+    What lies `beside` its input is to be in the directory already, or all of the original that it is `within`.
     """
 
     name: str
@@ -48,9 +52,12 @@ class Parser:
     seeds: Seeds
     found: tuple[bytes, ...] = ()
     beside: tuple[str, ...] = ()
+    within: str = ""
 
     def lay(self, place: Path) -> None:
         """Put what lies beside its input into a directory."""
+        if self.within:
+            shutil.copytree(root_of(self.within), place, dirs_exist_ok=True)
         for name in self.beside:
             (place / name).write_bytes(files()[name])
 
@@ -140,6 +147,42 @@ def in_file(name: str, parse: Callable[[Path], object]) -> Callable[[bytes, Path
     return parse_file
 
 
+def pickled_in(name: str) -> Callable[[bytes, Path], object]:
+    """A parser of a directory with an archive in which this is pickled."""
+
+    def parse_archive_with(data: bytes, place: Path) -> object:
+        with zipfile.ZipFile(place / name) as archive:
+            entries = {entry.filename.partition("/")[2]: archive.read(entry) for entry in archive.infolist()}
+        (place / name).write_bytes(be_archive({**entries, "data.pkl": data}))
+        return parse_all(place)
+
+    return parse_archive_with
+
+
+def parse_all(place: Path) -> object:
+    """All that the ranks of a trainer have left in a directory."""
+    return find_format(place).read(place)
+
+
+def root_of(kind: str) -> Path:
+    """Where a trainer's checkpoint lies that nothing is wrong with."""
+    from tests.faults.originals import original
+
+    return original(kind).root
+
+
+def of_ranks(name: str, kind: str, file: str) -> Parser:
+    """The parser of a file of a trainer's rank: of what is pickled in it, or of the file where it is no archive."""
+    is_archive = file.endswith((".pt", ".pth"))
+    parse = pickled_in(file) if is_archive else in_file(file, parse_all)
+
+    def seeds() -> list[bytes]:
+        content = (root_of(kind) / file).read_bytes()
+        return [pickle_in(content) if is_archive else content]
+
+    return Parser(name, parse, seeds, within=kind)
+
+
 def parse_metadata(place: Path) -> object:
     """`.metadata` beside empty files of its ranks, however long they should be."""
     for rank in range(2):
@@ -207,8 +250,6 @@ def sound(*names: str) -> Seeds:
 
 def pickled() -> list[bytes]:
     """What is pickled in an archive."""
-    import zipfile
-
     found = [files()["metadata"], pickle.dumps({"a": [1, (2.5, None)], b"b": {"c"}}, 4)]
     for name in ("tensor", "state"):
         with zipfile.ZipFile(io.BytesIO(files()[name])) as opened:
@@ -223,8 +264,6 @@ def of_zero(*names: str) -> Seeds:
 
 def pickle_in(archive: bytes) -> bytes:
     """The pickle in an archive."""
-    import zipfile
-
     with zipfile.ZipFile(io.BytesIO(archive)) as opened:
         return next(opened.read(name) for name in opened.namelist() if name.endswith("data.pkl"))
 
@@ -310,6 +349,15 @@ PARSERS = (
     ),
     Parser("ZeRO's optimizer", parse_partition, of_zero("zero2", "zero3", "experts")),
     Parser("DeepSpeed's model", parse_model_states, of_zero("model", "zero0")),
+    of_ranks("fairscale's shard", "fairscale", "best-shard1.pt"),
+    of_ranks("rank's file", "ranks", "model_world_size_2_rank_1.pt"),
+    of_ranks("rank's optimizer", "ranks", "optim_world_size_2_rank_1.pt"),
+    of_ranks("metadata.pkl", "items", "metadata.pkl"),
+    of_ranks("snapshot's manifest", "snapshot", ".snapshot_metadata"),
+    of_ranks("index of torch.save files", "bins", "pytorch_model.bin.index.json"),
+    of_ranks("Megatron's rank", "megatron", "mp_rank_01/model_optim_rng.pt"),
+    of_ranks("Meta's rank", "meta", "consolidated.01.pth"),
+    of_ranks("universal optimizer", "universal", "zero/optimizer_state.pt"),
     Parser("journal", in_file("journal.jsonl", parse_journal), lambda: [f"{json.dumps(_UNIT)}\n".encode()]),
     Parser(
         "manifest", in_file("ckptkit.json", manifest.read_manifest), lambda: [manifest.Manifest({"a": _SUM}).to_bytes()]

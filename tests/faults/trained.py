@@ -111,26 +111,31 @@ def universal(root: Path, state: Truth, step: int, ranks: int) -> Truth:
 
 
 def fairscale(root: Path, state: Truth, step: int, ranks: int) -> Truth:
-    """The shards of fairscale's FSDP, of a model in which a layer was wrapped too."""
+    """The shards of fairscale's FSDP, of a model in which a layer was wrapped too, with its optimizer."""
     inner = "layers.1."
     units = {
         "": {name: value for name, value in state.items() if not name.startswith(inner)},
         inner.rstrip("."): {name[len(inner) :]: value for name, value in state.items() if name.startswith(inner)},
     }
     for rank in range(ranks):
-        model, described = {}, []
+        model: Truth = {}
+        described: list[Any] = []
+        states: dict[int, Any] = {}
         for path, members in units.items():
             numels = [value.numel() for value in members.values()]
             padding = -sum(numels) % ranks if rank == ranks - 1 else 0
             row = torch.cat([value.reshape(-1) for value in members.values()])
             pieces = nn.functional.pad(row, (0, -len(row) % ranks)).chunk(ranks)
             model[f"{path}.flat_param_0".lstrip(".")] = pieces[rank]
+            states[len(states)] = {"step": step, "exp_avg": pieces[rank] * 0.5}
             shapes = [value.shape for value in members.values()]
             flat = {"names": list(members), "shapes": shapes, "numels": numels, "padding": padding}
             described.append({"fsdp_path": path, "params": {"flat_param_0": flat}, "shared_param_info": []})
         metadata = {"param_metadata": described, "buffer_names": []}
-        save({"model": model, "shard_metadata": metadata, "num_updates": step}, root / f"best-shard{rank}.pt")
-    return {f"model.{name}": value for name, value in state.items()}
+        optimizer = {"state": states, "param_groups": [{"lr": _LR, "params": list(states)}]}
+        saved = {"model": model, "shard_metadata": metadata, "last_optimizer_state": optimizer, "num_updates": step}
+        save(saved, root / f"best-shard{rank}.pt")
+    return named(state)
 
 
 # -- shards that say what they are -------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def is_certain(files: Sequence[RankFile], described: Described, key: str, above:
             return False
         for (number, _), name in found.items():
             held, piece = file.flat.tensors.get(name), file.tensors[f"{above}.{flats[int(number)]}"]
-            if held is None and file.flat.blobs.get(name) != files[0].flat.blobs.get(name):
+            if held is None and content_of(file, name) != content_of(files[0], name):
                 return False
             if held is not None and held.spec.shape not in ((), (piece.spec.numel,)):
                 return False
@@ -74,6 +74,12 @@ def moments_of(file: RankFile, key: str) -> dict[tuple[str, str], str]:
     """Return the names of what a rank's optimizer has for each parameter, by number and moment."""
     keys = ((name, path) for name, path in file.flat.keys.items() if path[:_AT] == (key, STATE))
     return {(str(path[_AT]), ".".join(map(str, path[_AT + 1 :]))): name for name, path in keys if len(path) > _AT + 1}
+
+
+def content_of(file: RankFile, name: str) -> bytes | None:
+    """Return the pickle of an entry that is no tensor, None where a rank has none."""
+    blob = file.flat.blobs.get(name)
+    return blob.content if blob else None
 
 
 def add_named(joined: Flat, files: Sequence[RankFile], described: Described, key: str) -> None:

@@ -49,11 +49,14 @@ class TorchSnapshot(Reader):
         entries, world = read_manifest(path)
         gathering = _Gathering(path)
         by_key: dict[KeyPath, list[Entry]] = {}
-        for entry in entries:
-            if not is_container(entry):
-                by_key.setdefault(entry.key, []).append(entry)
-        for key, found in by_key.items():
-            gathering.add(key, found)
+        try:
+            for entry in entries:
+                if not is_container(entry):
+                    by_key.setdefault(entry.key, []).append(entry)
+            for key, found in by_key.items():
+                gathering.add(key, found)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Corrupt("the manifest makes no sense", path=path / NAME) from error
         gathering.add_values()
         tensors, blobs, keys = gathering.tensors, gathering.blobs, gathering.keys
         layout = Layout(path, self.name, tensors, blobs, keys, world, (NAME,))

@@ -94,7 +94,10 @@ def value_of(entry: Entry) -> Any:
         case "bytes":
             return base64.b64decode(text)
         case "float":
-            return _float.unpack(base64.b64decode(text))[0]
+            data = base64.b64decode(text)
+            if len(data) != _float.size:
+                raise ValueError("float")
+            return _float.unpack(data)[0]
     raise Unsupported(f"an entry of the kind `{entry.kind!a}`")
 
 

@@ -36,6 +36,21 @@ def test_the_optimizer_is_named_and_goes_anywhere(produce: Produce, tmp_path: Pa
     assert ckptkit.diff(root, tmp_path / "out").is_equal
 
 
+def test_steps_may_be_numbers_but_the_same_on_all_ranks(produce: Produce, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(produce(produced.by_fairscale).root, tmp_path / "there"))
+
+    def set_steps(*steps: int) -> list[str]:
+        for path, step in zip(sorted(root.iterdir()), steps, strict=True):
+            state = torch.load(path, weights_only=False)
+            for one in state["last_optimizer_state"]["state"].values():
+                one["step"] = step
+            torch.save(state, path)
+        return [name for name in open_layout(root).names if name.startswith("optimizer.") and name.endswith(".step")]
+
+    assert set_steps(1, 1, 1)
+    assert not set_steps(1, 1, 2)
+
+
 def test_numbers_that_do_not_fit_are_carried_as_they_are(produce: Produce, tmp_path: Path) -> None:
     root = Path(shutil.copytree(produce(produced.by_fairscale).root, tmp_path / "there"))
     for path in root.iterdir():

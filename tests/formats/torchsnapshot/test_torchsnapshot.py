@@ -77,6 +77,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an unknown format": (lambda m: shard(m)["tensor"].update(serializer="zip"), "zip"),
     "an unknown dtype": (lambda m: shard(m)["tensor"].update(dtype="torch.int3"), "int3"),
     "an unknown kind": (lambda m: m["manifest"]["0/progress/step"].update(type="complex"), "complex"),
+    "a dict without its keys": (lambda m: m["manifest"]["0/progress"].pop("keys"), "no sense"),
+    "a float of three bytes": (lambda m: m["manifest"]["0/progress/lr"].update(serialized_value="AAAA"), "no sense"),
     "no manifest": (lambda m: m.pop("manifest"), "no sense"),
 }
 
