@@ -22,9 +22,9 @@ class Family:
     `tells` are patterns of names, with `#` for numbers, by one of which it is known, if such a tensor `tells_shape`;
     `drops` those of entries that the Hub has not. `rules` gives the table for a model of some sizes and one of the
     `types`, and raises `Unsupported` for any other. `trainer` is who writes such names, if others share them. With a
-    tied head (`has_tied_head`) there is a tensor for this too, which is the embedding. `biased` is the pattern of
-    modules that have to have a bias. Where there is no config.json, `config_of` makes one of what the `sizes_file`
-    beside the weights says.
+    tied head (`has_tied_head`) there is a tensor for this too, which is the embedding; with None it is left as it is.
+    `biased` is the pattern of modules that have to have a bias. Where there is no config.json, `config_of` makes one of
+    what the `sizes_file` beside the weights says.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Family:
     tells_shape: Callable[[Shape], bool] = lambda _: True
     drops: tuple[str, ...] = ()
     trainer: str | None = None
-    has_tied_head: bool = False
+    has_tied_head: bool | None = False
     sizes_file: str = ""
     config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     biased: str = ""
