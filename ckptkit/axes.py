@@ -22,9 +22,14 @@ _MOST_CHUNKS = 1 << 20  # of one tensor
 
 def cut(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
     """Return the elements `start:stop` of an axis. Raises `Mismatch` if the axis has fewer."""
-    tensor, shape = unsplit(tensor), tensor.spec.shape
+    shape = tensor.spec.shape
     if not 0 <= start <= stop <= shape[axis]:
         raise Mismatch(f"elements {start}:{stop} of axis {axis} are wanted of shape {list(shape)}")
+    if tensor.splits is not None:
+        inner = prod(tensor.splits[axis][1:])
+        if start % inner == 0 == stop % inner:
+            return cut_split(tensor, tensor.splits, axis, start // inner, stop // inner)
+    tensor = unsplit(tensor)
     corner = tuple(start if d == axis else 0 for d in range(len(shape)))
     kept = Box(corner, replace_at(shape, axis, 1, (stop - start,)))
     chunks = []
@@ -34,6 +39,28 @@ def cut(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
             part = part_of(chunk, shared)
             chunks.append(part._replace(box=shared.relative_to(kept)))
     return StoredTensor(Spec(tensor.spec.dtype, kept.size), tuple(chunks))
+
+
+def cut_split(tensor: StoredTensor, splits: Splits, axis: int, start: int, stop: int) -> StoredTensor:
+    """Return the elements `start:stop` of the first of the axes that `axis` is split in, with what is left of these."""
+    apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_of_chunks), tensor.chunks)
+    first = sum(map(len, splits[:axis]))
+    kept = cut(apart, first, start, stop)
+    left = (*splits[:axis], (stop - start, *splits[axis][1:]), *splits[axis + 1 :])
+    return folded(kept, left)
+
+
+def folded(apart: StoredTensor, splits: Splits) -> StoredTensor:
+    """Return a tensor with the axes of `apart` merged as `splits` say, whose chunks may not be boxes of it."""
+    spec = Spec(apart.spec.dtype, tuple(map(prod, splits)))
+    merged, shape = list(apart.chunks), apart.spec.shape
+    for axis, extents in enumerate(splits):
+        found = [merge_chunk(chunk, shape, axis, len(extents)) for chunk in merged]
+        merged = [chunk for chunk in found if chunk is not None]
+        if len(merged) < len(found):
+            return StoredTensor(spec, apart.chunks, splits)
+        shape = replace_at(shape, axis, len(extents), (prod(extents),))
+    return StoredTensor(spec, tuple(merged))
 
 
 def concatenate(tensors: Sequence[StoredTensor], axis: int) -> StoredTensor:
@@ -126,13 +153,8 @@ def merge(tensor: StoredTensor, axis: int, count: int) -> StoredTensor:
     Its chunks may not be boxes then; they remain ones of the tensor with these axes apart, as `splits` says.
     """
     tensor, shape = unsplit(tensor), tensor.spec.shape
-    spec = Spec(tensor.spec.dtype, replace_at(shape, axis, count, (prod(shape[axis : axis + count]),)))
-    merged = [merge_chunk(chunk, shape, axis, count) for chunk in tensor.chunks]
-    if all(merged):
-        return StoredTensor(spec, tuple(chunk for chunk in merged if chunk is not None))
     alone = tuple((extent,) for extent in shape)
-    splits: Splits = (*alone[:axis], shape[axis : axis + count], *alone[axis + count :])
-    return StoredTensor(spec, tensor.chunks, splits)
+    return folded(tensor, (*alone[:axis], shape[axis : axis + count], *alone[axis + count :]))
 
 
 def resplit(tensor: StoredTensor, splits: Splits) -> StoredTensor:

@@ -154,3 +154,19 @@ def test_a_run_lies_in_one_axis() -> None:
     tensor, _ = stored(np.zeros((4, 2), np.int32), [], [0, 1])
     with pytest.raises(Corrupt, match="one axis"):
         list(axes.boxes_of_run(tensor.chunks[0], 0, (8,), 0, 8))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(0, 8), max_size=2), st.data())
+def test_part_of_rows_in_another_order(count: int, of: int, cuts: list[int], data: st.DataObject) -> None:
+    """Rows that come in turn are brought together, and some are taken: at a border of these, nothing comes apart."""
+    numbers = np.arange(count * of * 3, dtype=np.int32).reshape(count * of, 3)
+    tensor, file = stored(numbers, cuts, [0, 1])
+    turned = axes.merge(axes.permute(axes.split(tensor, 0, (count, of)), (1, 0, 2)), 0, 2)
+    expected = numbers.reshape(count, of, 3).swapaxes(0, 1).reshape(count * of, 3)
+    start = data.draw(st.integers(0, count * of))
+    stop = data.draw(st.integers(start, count * of))
+    found = axes.cut(turned, 0, start, stop)
+    assert np.array_equal(contents(found, file), expected[start:stop])
+    one = axes.cut(turned, 0, 0, count)
+    assert np.array_equal(contents(one, file), expected[:count])
+    assert len(one.chunks) <= 3 * len(tensor.chunks)

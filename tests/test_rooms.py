@@ -86,7 +86,7 @@ STRANGERS = (
     ("cli*", "tensors.blocks"),
 )
 
-TORCH_AT_THE_TOP = ("training.*", "training", "storage.*", "storage")
+TORCH_AT_THE_TOP = ("training.*", "training", "storage.*", "storage", "checkpoints.families.moved")
 TORCH_WHEN_USED = (
     "tensors.arrays",
     "tensors.casting",
@@ -96,6 +96,7 @@ TORCH_WHEN_USED = (
     "estimates.architecture",
     "ops.open",
     "checkpoints.model_shapes",
+    "checkpoints.families.transformers_model",
     "cli.train",
 )
 

@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckptkit import edits
 from ckptkit.checkpoints.companions import Companions
-from ckptkit.checkpoints.expected import HEAD, expected_shapes, find_embedding, find_rename, is_tied
+from ckptkit.checkpoints.expected import HEAD, find_embedding, find_rename, is_tied
+from ckptkit.checkpoints.find_form import form_or_reason, forms_for
+from ckptkit.checkpoints.form import Form
 from ckptkit.checkpoints.trainers import say_own_names
 from ckptkit.engine.compare import compare
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
-from ckptkit.tensors.box import Shape
+
+_EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 
 
-def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, list[str]]:
-    """Hold the weights against config.json: tied ones are written once, missing ones are an error, others are said."""
+def fit(
+    layout: Layout, companions: Companions, form: Form | Unsupported | None, *, strict: bool
+) -> tuple[Layout, list[str]]:
+    """Hold the weights against config.json: tied ones are written once, missing ones are an error, others are said.
+
+    `form` is what config.json calls for, or why that is not known.
+    """
+    layout, notes = without_extra_state(layout)
     config = companions.config
-    if config is None:
-        return layout, [
-            "no config.json found: loaders need one beside the weights (--base takes it from another model)",
-            *remarks_on_names(layout),
-        ]
-    notes = [f"{', '.join(companions.files)} from {companions.found_in}"]
+    if config is None or form is None:
+        absent = "no config.json found: loaders need one beside the weights (--base takes it from another model)"
+        return layout, [absent, *remarks_on_names(layout), *notes]
+    notes.insert(0, f"{', '.join(companions.files)} from {companions.found_in}")
     if companions.absent:
         missing = ", ".join(companions.absent)
         notes.append(f"config.json needs {missing}, not found beside it: loaders with trust_remote_code will miss it")
-    if is_tied(config):
-        layout = drop_tied(layout, notes)
-    shapes = expected_shapes(config)
-    if shapes is None:
+    layout = drop_tied(layout, ties_of(layout, config, form), notes)
+    if isinstance(form, Unsupported):
         check_whose(layout, str(companions.found_in))
-        return layout, [*notes, f"names not compared with config.json: model type `{config.get('model_type')}`"]
-    check_names(layout, shapes, is_tied(config), str(companions.found_in))
-    extra = sorted(layout.tensors.keys() - shapes.keys())
+        return layout, [*notes, f"names not compared with config.json: {form.message}"]
+    unsaved = form.unsaved & layout.tensors.keys()
+    if unsaved:
+        notes.append(f"left out {abridge(sorted(unsaved))}, which transformers makes anew")
+        layout = edits.select(layout, lambda name: name not in unsaved)
+    check_names(layout, form, str(companions.found_in))
+    extra = sorted(layout.tensors.keys() - form.shapes.keys())
     if extra:
         message = f"{len(extra)} tensors that config.json does not call for: {abridge(extra)}"
         if strict:
@@ -44,6 +54,26 @@ def fit(layout: Layout, companions: Companions, strict: bool) -> tuple[Layout, l
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
         notes.append(f"kept {message}")
     return layout, notes
+
+
+def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
+    """Return the layout without what modules keep beside their weights, which loaders of models do not know."""
+    extra = [name for name in layout.tensors if _EXTRA_STATE.fullmatch(name)]
+    if not extra:
+        return layout, []
+    note = f"left out {len(extra)} tensors of modules' own state, such as `{extra[0]}`"
+    return edits.select(layout, lambda name: not _EXTRA_STATE.fullmatch(name)), [note]
+
+
+def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported | None) -> Mapping[str, str]:
+    """Return the names that are not written, and those of the tensors that they are the same as.
+
+    Where nothing is known of a type of model, config.json still says whether the head is the embedding.
+    """
+    if isinstance(form, Form) and layout.tensors.keys() >= set(form.tied.values()):
+        return form.tied
+    embedding = find_embedding(layout.tensors) if is_tied(config) else None
+    return {} if embedding is None else {HEAD: embedding}
 
 
 def remarks_on_names(layout: Layout) -> list[str]:
@@ -67,60 +97,82 @@ def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:
     A module that a trainer wraps a model in puts its attribute there: `model.` or `net.`. Returns "" where the names
     fit as they are, or fit neither way.
     """
-    shapes = {
-        name: shape for name, shape in (expected_shapes(config) or {}).items() if name != HEAD or not is_tied(config)
-    }
-    if not shapes or shapes.keys() <= layout.tensors.keys():
+    names = layout.tensors.keys()
+    if len({name.partition(".")[0] for name in names}) != 1:
         return ""
-    first = min(shapes)
+    try:
+        forms = forms_for(config)
+    except Unsupported:
+        return ""
+    if any(form.needed <= names for form in forms):
+        return ""
+    return next(filter(None, (prefix_of(layout, form) for form in forms)), "")
+
+
+def prefix_of(layout: Layout, form: Form) -> str:
+    """Return what stands before every name, if without it the tensors are of a form; "" else."""
+    first = min(form.needed)
     ends = [name for name in layout.tensors if name.endswith(f".{first}")]
     prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
     found = {name.removeprefix(prefix): spec.shape for name, spec in layout.specs.items() if name.startswith(prefix)}
-    fits = len(found) == len(layout.tensors) and all(found.get(name) == shape for name, shape in shapes.items())
+    fits = len(found) == len(layout.tensors) and all(found.get(name) == form.shapes[name] for name in form.needed)
     return prefix if fits else ""
 
 
-def drop_tied(layout: Layout, notes: list[str]) -> Layout:
-    """Return the layout without the head that is tied to the embedding, if both are there and equal to the last bit."""
-    embedding = find_embedding(layout.tensors)
-    if embedding is None or HEAD not in layout.tensors:
-        return layout
-    head = locate(edits.rename(edits.select(layout, lambda name: name == HEAD), lambda _: embedding))
-    other = locate(edits.select(layout, lambda name: name == embedding))
+def drop_tied(layout: Layout, tied: Mapping[str, str], notes: list[str]) -> Layout:
+    """Return the layout without the tensors that are `tied` to others, if they are equal to these to the last bit."""
+    there = {name: source for name, source in tied.items() if name in layout.tensors}
+    for name, source in there.items():
+        if source in layout.tensors:
+            check_equal(layout, name, source)
+            notes.append(f"{name} is tied to {source} and equal to it: written once")
+        else:
+            tensors = {source if old == name else old: tensor for old, tensor in layout.tensors.items()}
+            layout = replace(layout, tensors=tensors)
+            notes.append(f"{name} is tied to {source}, and was written as this")
+    return edits.select(layout, lambda name: name not in there)
+
+
+def check_equal(layout: Layout, name: str, source: str) -> None:
+    """Raise `Mismatch` if two tensors that are tied differ."""
+    head = locate(edits.rename(edits.select(layout, name.__eq__), lambda _: source))
+    other = locate(edits.select(layout, source.__eq__))
+    if head.tensors == other.tensors:
+        return
     if head.specs != other.specs or compare(head, other).different:
         raise Mismatch(
-            f"config.json ties it to `{embedding}`, but their bytes differ",
+            f"config.json ties it to `{source}`, but their bytes differ",
             path=layout.root,
-            tensor=HEAD,
+            tensor=name,
             hint="if they were trained apart, give a --base whose config.json has tie_word_embeddings false",
         )
-    notes.append(f"{HEAD} is tied to {embedding} and equal to it: written once")
-    return edits.select(layout, lambda name: name != HEAD)
 
 
 def restore_tied(layout: Layout, config: Mapping[str, Any]) -> Layout:
-    """Return the layout with a head that `config` ties to the embedding and that was left out: the same bytes again.
+    """Return the layout with tensors that `config` ties to others and that were left out: the same bytes again.
 
     A model in training has both names in its state dict, and so has its checkpoint, which has recorded key paths.
     """
-    embedding = find_embedding(layout.tensors)
-    if layout.keys or not is_tied(config) or embedding is None or HEAD in layout.tensors:
+    if layout.keys or not config:
         return layout
-    return replace(layout, tensors={**layout.tensors, HEAD: layout.tensors[embedding]})
+    tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
+    left = {name: source for name, source in tied.items() if name not in layout.tensors and source in layout.tensors}
+    return replace(layout, tensors={**layout.tensors, **{name: layout.tensors[left[name]] for name in left}})
 
 
-def check_names(layout: Layout, shapes: Mapping[str, Shape], tied: bool, found_in: str) -> None:
+def check_names(layout: Layout, form: Form, found_in: str) -> None:
     """Raise `Mismatch` if a tensor that the config calls for is missing or has another shape."""
-    missing = [name for name in shapes if name not in layout.tensors and not (tied and name == HEAD)]
+    needed = form.needed
+    missing = [name for name in form.shapes if name in needed and name not in layout.tensors]
     if missing:
         rule = find_rename(missing, layout.tensors)
         raise Mismatch(
-            f"missing, with {len(missing) - 1} more of {len(shapes)} that the config.json in {found_in} calls for",
+            f"missing, with {len(missing) - 1} more of {len(needed)} that the config.json in {found_in} calls for",
             path=layout.root,
             tensor=missing[0],
             hint=f"--rename '{rule}'" if rule else f"the checkpoint has {abridge(sorted(layout.tensors))}",
         )
-    for name, shape in shapes.items():
+    for name, shape in form.shapes.items():
         if name in layout.tensors and layout.tensors[name].spec.shape != shape:
             have = list(layout.tensors[name].spec.shape)
             raise Mismatch(

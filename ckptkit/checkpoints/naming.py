@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit import edits
-from ckptkit.checkpoints.families import KEEP, family_of, get_family, turn_between
+from ckptkit.checkpoints.families import KEEP, family_of, get_family, settle_family, turn_between
 from ckptkit.checkpoints.families.complete import check_complete
 from ckptkit.checkpoints.families.custom import in_front
 from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.training import translate_training
 from ckptkit.checkpoints.families.translate import Translated, Turn
+from ckptkit.checkpoints.find_form import AskBase
 from ckptkit.checkpoints.vocabulary import check_rows, require_one_size, resize, with_vocabulary
 from ckptkit.checkpoints.weights import OF_ONE, Weights, find_prefix, find_weights
 from ckptkit.errors import CkptError, Mismatch
@@ -36,13 +37,15 @@ def name_weights(
     *,
     table: Family | None = None,
     rows: int | None = None,
+    ask_base: AskBase = None,
 ) -> tuple[Weights, list[str]]:
     """Return weights under the names of a family, or of the Hub, and words on it.
 
-    A `table` of one's own comes before those that are known; embedding and head get so many `rows`. Raises `Mismatch`
-    where a config.json is needed and none is there, or a tensor has no place in the family.
+    A `table` of one's own comes before those that are known; embedding and head get so many `rows`. Where the Hub has
+    several names for a tensor, they are those of the base, for which `ask_base` is asked. Raises `Mismatch` where a
+    config.json is needed and none is there, or a tensor has no place in the family.
     """
-    change = find_change(found, config, names, trainer, table, rows)
+    change = find_change(found, config, names, trainer, table, rows, ask_base)
     if change is None and rows is None:
         return found, []
     layout = locate(unpack(found.layout))
@@ -100,14 +103,21 @@ class Change(NamedTuple):
 
 
 def find_change(
-    found: Weights, config: Config, names: str, trainer: str | None, table: Family | None, rows: int | None
+    found: Weights,
+    config: Config,
+    names: str,
+    trainer: str | None,
+    table: Family | None,
+    rows: int | None,
+    ask_base: AskBase = None,
 ) -> Change | None:
     """Return what is to be changed of names; None if nothing is."""
     if names == KEEP:
         return None
     weights = found.layout
-    model_type = Sizes(config or {}).model_type
-    here = family_of(weights.shapes, trainer, model_type, lambda name: is_there(weights.root / name))
+    sizes = Sizes(config or {}, ask_base)
+    here = family_of(weights.shapes, trainer, sizes.model_type, lambda name: is_there(weights.root / name))
+    here = here if config is None else settle_family(here, weights.shapes, sizes)
     if table is not None and names == table.name:
         there: Family | None = table
     else:
@@ -115,13 +125,14 @@ def find_change(
         here = here if table is None else in_front(table, here)
     if here is there:
         return None
-    config = read_sizes(weights.root, here) if config is None and here is not None else config
+    if config is None and here is not None:
+        config = read_sizes(weights.root, here)
     if config is None and table is None:
         whose = " and ".join(family.name for family in (here, there) if family)
         message = f"how names of {whose} and of the Hub become each other, config.json says, and none is here"
         hint = "give --base MODEL, with the config.json of this architecture, or leave the names with --names keep"
         raise Mismatch(message, path=weights.root, tensor=next(iter(weights.tensors)), hint=hint)
-    sizes = Sizes(config or {} if rows is None else with_vocabulary(config or {}, rows))
+    sizes = Sizes(config or {} if rows is None else with_vocabulary(config or {}, rows), ask_base)
     if here is not None:
         try:
             here.check(found.whole, sizes)

@@ -40,10 +40,11 @@ def is_wide(spec: Spec) -> bool:
     return spec.dtype.can_become(_NARROW) and spec.dtype.itemsize > _NARROW.itemsize
 
 
-def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progress: Told | None = None) -> None:
+def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progress: Told | None = None) -> int:
     """Replace the checkpoint in directory `checkpoint` by its weights, as files of time `saved_at`.
 
-    Raises a `CkptError`, and leaves it as it was, if anything does not fit or what was written is not what is read.
+    Returns how many tensors stayed in more than 16 bits, as loaders keep them so. Raises a `CkptError`, and leaves the
+    checkpoint as it was, if anything does not fit or what was written is not what is read.
     """
     stage = Stage(checkpoint, overwrite=True)
     try:
@@ -52,6 +53,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
         keep_metrics(checkpoint, model)
         for problem in verify_part(model, jobs=jobs, progress=progress).problems:
             raise problem
+        wide = sum(map(is_wide, Checkpoint.open(model).weights.layout.specs.values()))
         for file in model.iterdir():
             os.utime(file, (saved_at, saved_at))
             again(os.rename, file, stage.path / file.name)
@@ -61,6 +63,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
         stage.discard()
         error.__notes__ = []  # of what could be gone on with: it went too
         raise
+    return wide
 
 
 def make_model(checkpoint: Path, model: Path, jobs: int | None, progress: Told | None) -> None:

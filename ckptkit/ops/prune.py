@@ -170,8 +170,9 @@ def carry_out(plan: Pruned, jobs: int | None, progress: Progress | None) -> Prun
 def make_smaller(entry: Entry, jobs: int | None, tell: Told | None) -> Entry:
     """Demote a checkpoint, and say what that freed."""
     nbytes, saved_at = measure(entry.path)
-    demote(entry.path, saved_at=saved_at, jobs=jobs, progress=tell)
-    return replace(entry, freed_bytes=nbytes - measure(entry.path)[0])
+    wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=tell)
+    reason = f"{entry.reason}; tensors that stayed in fp32: {wide}" if wide else entry.reason
+    return replace(entry, reason=reason, freed_bytes=nbytes - measure(entry.path)[0])
 
 
 def examine(path: Path) -> Saved | str:

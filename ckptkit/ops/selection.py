@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptkit import edits
-from ckptkit.errors import Usage
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Layout, Spec
 from ckptkit.tensors.dtypes import DType, parse_dtype
 
 Rule = tuple[re.Pattern[str], str]
+LIKE = "like:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,12 @@ class Edits:
                 raise Usage(f"--include '{glob}' matches no tensor", path=layouts[0].root, hint=hint)
 
     @property
+    def dtype_of_weights(self) -> DType | None:
+        """Return the dtype that all weights are to have, None if they keep their own or follow another model's."""
+        found = [dtype for glob, dtype in map(parse_cast, self.dtype) if glob is None]
+        return found[-1] if found and isinstance(found[-1], DType) else None
+
+    @property
     def are_of_weights(self) -> bool:
         """Return whether something is asked of the model's weights alone, so that one must know which they are."""
         return bool(self.rename) or any("=" not in rule for rule in self.dtype)
@@ -64,15 +72,18 @@ class Edits:
         """Return the layout in the dtypes asked for, and what changes, by name. Of several rules the last counts.
 
         Only floats of 16 bits and more are converted. A dtype without a glob is that of the model's weights alone:
-        moments and steps lose by it what they are kept for.
+        moments and steps lose by it what they are kept for. Raises `Mismatch` for a weight that a model whose dtypes it
+        is to have does not have.
         """
         rules = [parse_cast(rule) for rule in self.dtype]
+        models = {dtype: dtype.specs() for _, dtype in rules if isinstance(dtype, Like)}
 
         def choose(name: str, spec: Spec) -> DType:
-            chosen = spec.dtype
+            asked: DType | Like | None = None
             for glob, dtype in rules:
                 if is_weight(name) if glob is None else fnmatchcase(name, glob):
-                    chosen = dtype or spec.dtype
+                    asked = dtype
+            chosen = asked.choose(models[asked], name, spec) if isinstance(asked, Like) else asked or spec.dtype
             return chosen if spec.dtype.can_become(chosen) else spec.dtype
 
         changed = edits.cast(layout, choose)
@@ -97,8 +108,35 @@ def parse_rule(rule: str) -> Rule:
     return compiled, text
 
 
-def parse_cast(rule: str) -> tuple[str | None, DType | None]:
-    """Return the glob of a rule `GLOB=DTYPE`, None if it has none, and the dtype, None for `keep`."""
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The dtypes that the tensors of another model have, a local one or one on the Hub. Only its headers are read."""
+
+    model: str
+
+    def specs(self) -> Mapping[str, Spec]:
+        """Return dtype and shape of each of its tensors."""
+        return Checkpoint.open(self.model).weights.layout.specs
+
+    def choose(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
+        """Return the dtype of the tensor of the same name. Raises `Mismatch` if there is none, or none that fits."""
+        if name not in specs:
+            hint = f"give it one by another rule behind this, such as --dtype '{name}=keep'"
+            raise Mismatch(f"{self.model} has no such tensor, whose dtype it could have", tensor=name, hint=hint)
+        wanted = specs[name].dtype
+        if wanted != spec.dtype and not spec.dtype.can_become(wanted):
+            raise Mismatch(f"it is {wanted} in {self.model}, which {spec.dtype} cannot become", tensor=name)
+        return wanted
+
+
+def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:
+    """Return the glob of a rule `GLOB=DTYPE`, None if it has none, and the dtype, None for `keep`.
+
+    `like:MODEL` are the dtypes of another model.
+    """
+    before, like, model = rule.partition(LIKE)
+    if like and model and (not before or before.endswith("=")):
+        return before.removesuffix("=") or None, Like(model)
     glob, equals, name = rule.rpartition("=")
     if name == "keep":
         return (glob if equals else None), None

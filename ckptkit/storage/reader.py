@@ -135,8 +135,8 @@ class Reader(LayoutReader):
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
         checkpoint = Checkpoint.open(self.path)
         config = checkpoint.companions.config
-        layout, _ = name_training(checkpoint.model_part.layout, config, self.names, checkpoint.trainer)
-        layout = restore_tied(layout, config or {})
+        layout = restore_tied(checkpoint.model_part.layout, config or {})
+        layout, _ = name_training(layout, config, self.names, checkpoint.trainer)
         model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
         return (model, *(part.layout for part in checkpoint.parts if part is not checkpoint.model_part))
 

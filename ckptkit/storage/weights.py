@@ -14,14 +14,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.families import HUB, family_of
+from ckptkit.checkpoints.families import HUB, KEEP, family_of, settle_family
+from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
 from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
-from ckptkit.tensors.box import whole
+from ckptkit.tensors.box import Shape, whole
 
 
 def load_weights(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> tuple[str, ...]:
@@ -56,8 +57,9 @@ def find_fitting(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
 
     Raises `Mismatch` unless they have the names and shapes of `tensors`.
     """
-    checkpoint, wanted = Checkpoint.open(path), family_of({name: tuple(one.shape) for name, one in tensors.items()})
-    config, names = checkpoint.companions.config or config, wanted.name if wanted else HUB
+    checkpoint = Checkpoint.open(path)
+    config = checkpoint.companions.config or config
+    names = names_for(checkpoint, {name: tuple(one.shape) for name, one in tensors.items()}, config)
     found, _ = name_weights(checkpoint.weights, config, names, checkpoint.trainer)
     layout = found.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
@@ -75,6 +77,15 @@ def find_fitting(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
             message = f"the checkpoint has shape {list(shape)}, the model {list(tensor.shape)}"
             raise Mismatch(message, path=path, tensor=name, hint="is this a checkpoint of the same model?")
     return layout
+
+
+def names_for(checkpoint: Checkpoint, wanted: Mapping[str, Shape], config: Mapping[str, Any] | None) -> str:
+    """Return the family by whose names a checkpoint is to be read, so that its tensors have those that are `wanted`."""
+    if checkpoint.weights.layout.tensors.keys() >= wanted.keys():
+        return KEEP
+    family = family_of(wanted)
+    family = family if config is None else settle_family(family, wanted, Sizes(config))
+    return family.name if family else HUB
 
 
 def find_tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from ckptkit.checkpoints.families.rule import outline_of
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.torchtitan import BEFORE_0_3, TORCHTITAN
 from ckptkit.checkpoints.families.torchtune import TORCHTUNE
+from ckptkit.checkpoints.families.transformers import TRANSFORMERS
 from ckptkit.checkpoints.families.translate import Translated, Turn
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import StoredTensor
@@ -24,7 +25,10 @@ from ckptkit.tensors.box import Shape
 
 HUB, KEEP = "hub", "keep"
 _COMPUTED = ".rotary_emb.inv_freq"  # a buffer that older files hold, and every model computes
-FAMILIES: tuple[Family, ...] = (TORCHTITAN, BEFORE_0_3, MEGATRON, META, TORCHTUNE, LITGPT, OLMO, NANOGPT, LLMC)
+FAMILIES: tuple[Family, ...] = (
+    *(TORCHTITAN, BEFORE_0_3, MEGATRON, META, TORCHTUNE, LITGPT, OLMO, NANOGPT, LLMC),
+    TRANSFORMERS,
+)
 
 
 def family_of(
@@ -47,6 +51,16 @@ def family_of(
         *told,
     )
     return next(iter(fitting), None)
+
+
+def settle_family(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
+    """Return the family of tensors that may be of the Hub or of transformers, now that the model is known; or `found`.
+
+    Raises `Unsupported` if it takes transformers to tell them apart, and that is not installed.
+    """
+    if found not in (None, TRANSFORMERS):
+        return found
+    return TRANSFORMERS if TRANSFORMERS.is_of(shapes, sizes) else None
 
 
 def step_before_family(shapes: Mapping[str, Shape]) -> str:
@@ -132,7 +146,7 @@ def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) 
 def with_tied_head(hub: Translated, family: Family, sizes: Sizes) -> Translated:
     """Return tensors of the Hub with a head tied to the embedding where a family has it, without it elsewhere."""
     embedding = find_embedding(hub.tensors)
-    if embedding is None or not is_tied(sizes.config):
+    if embedding is None or family.has_tied_head is None or not is_tied(sizes.config):
         return hub
     tensors, came_from = dict(hub.tensors), dict(hub.came_from)
     if family.has_tied_head and HEAD not in tensors:

@@ -24,8 +24,9 @@ class Family:
     `types`, and raises `Unsupported` for any other. `check` holds what a whole checkpoint says of its model against
     these sizes, and raises `Mismatch` or `Unsupported`. `files` gives what lies beside such a model in DCP, by the step
     that it was saved at. `trainer` is who writes such names, if others share them. With a tied head (`has_tied_head`)
-    there is a tensor for this too, which is the embedding. `biased` is the pattern of modules that have to have a bias.
-    Where there is no config.json, `config_of` makes one of what the `sizes_file` beside the weights says.
+    there is a tensor for this too, which is the embedding; with None it is left as it is. `biased` is the pattern of
+    modules that have to have a bias. Where there is no config.json, `config_of` makes one of what the `sizes_file`
+    beside the weights says.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Family:
     check: Callable[[Layout, Sizes], None] = lambda _, __: None
     files: Callable[[int], Mapping[str, bytes]] = lambda _: {}
     trainer: str | None = None
-    has_tied_head: bool = False
+    has_tied_head: bool | None = False
     sizes_file: str = ""
     config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     biased: str = ""

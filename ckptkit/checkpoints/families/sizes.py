@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,18 @@ SYMBOLS = tuple(_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers in the config of a model, or of its text model if it has others."""
+    """The numbers in the config of a model, or of its text model if it has others.
+
+    `ask_base` gives the names of the tensors that a training began with, None if it had none.
+    """
 
     config: Mapping[str, Any]
+    ask_base: Callable[[], frozenset[str] | None] | None = None
+
+    @property
+    def hub_names(self) -> frozenset[str] | None:
+        """Return the names of the tensors that a training began with, None where they are not known."""
+        return self.ask_base() if self.ask_base else None
 
     @property
     def model_type(self) -> str:

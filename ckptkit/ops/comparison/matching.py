@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
-from ckptkit.checkpoints.expected import HEAD
+from ckptkit.checkpoints.expected import is_known
 from ckptkit.checkpoints.families import HUB
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.naming import name_training
@@ -103,13 +103,24 @@ def join_files(checkpoint: Checkpoint) -> Compared | None:
 
 def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, notes: list[str]) -> Pair:
     """Return both sides by the names of the Hub, if they are of different families and a config.json lies by one."""
-    if one.family is two.family:
-        return pair
     config = one.companions.config or two.companions.config
+    if one.family is two.family and not may_differ(one, two, config):
+        return pair
     ours, theirs = (
         named_as_on_hub(checkpoint, side, config, notes) for checkpoint, side in zip((one, two), pair, strict=True)
     )
     return ours, theirs
+
+
+def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | None) -> bool:
+    """Return whether names that tell no family may still be of two: of a type for which only its config says so."""
+    if config is None or is_known(config) or one.family is not None:
+        return False
+    try:
+        ours, theirs = (checkpoint.weights.layout.tensors.keys() for checkpoint in (one, two))
+    except (Mismatch, Unsupported):  # no model, or several
+        return False
+    return not (ours <= theirs or theirs <= ours)
 
 
 def named_as_on_hub(
@@ -164,7 +175,7 @@ def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:
         notes += [
             f"`{side.wrapper}.` was taken off the names in {side.layout.root}" for side in (one, two) if side.wrapper
         ]
-    return with_head_of(one, two), with_head_of(two, one)
+    return with_ties_of(one, two), with_ties_of(two, one)
 
 
 def describe_rest(side: Side) -> str:
@@ -227,13 +238,16 @@ def with_keys(layout: Layout, keys: Mapping[str, KeyPath], new_name: NewName) ->
     return edits.rekey(replace(layout, blobs=blobs), keys)
 
 
-def with_head_of(side: Side, other: Side) -> Side:
-    """Return the side with a head that the other has, and that was left out of this one because the config ties it."""
-    if HEAD not in other.layout.tensors or HEAD in side.layout.tensors:
+def with_ties_of(side: Side, other: Side) -> Side:
+    """Return the side with tensors that the other has, and that were left out of this one because its config ties them.
+
+    Such as the head, where that is the embedding.
+    """
+    missing = other.weights - side.layout.tensors.keys()
+    config = find_companions(side.layout.root, None).config if missing else None
+    if config is None:
         return side
-    config = find_companions(side.layout.root, None).config or {}
     restored = restore_tied(replace(side.layout, keys={}), config)
-    if HEAD not in restored.tensors:
-        return side
-    layout = replace(side.layout, tensors=restored.tensors)
-    return replace(side, layout=layout, weights=side.weights | {HEAD})
+    there = missing & restored.tensors.keys()
+    tensors = {**side.layout.tensors, **{name: restored.tensors[name] for name in sorted(there)}}
+    return replace(side, layout=replace(side.layout, tensors=tensors), weights=side.weights | there)

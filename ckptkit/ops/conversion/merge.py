@@ -23,7 +23,7 @@ from ckptkit.layout import Layout
 from ckptkit.ops.conversion.adapters import Fitted, describe, open_adapters
 from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion, Draft
-from ckptkit.ops.conversion.model import companion_files, name_one, without_prefix
+from ckptkit.ops.conversion.model import companion_files, form_for, name_one, without_prefix
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.recipes import Merging, Source
 
@@ -132,7 +132,7 @@ def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -
     notes: list[str] = []
     weights = without_prefix(base.weights, base.companions, notes)
     if not has_modules(weights.layout, adapters):
-        weights = name_one(weights, base.part, HUB, base.companions, options, notes)
+        weights = name_one(weights, base.part, HUB, base.companions, options, None, notes)
     whole = restore_tied(weights.layout, base.config)
     merging = Merging(whole)
     for number, one in enumerate(adapters, 1):
@@ -150,7 +150,7 @@ def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -
     layout = replace(whole, tensors=merging.tensors)
     companions = with_vocabulary(base.companions, layout, whole, notes)
     layout, companions = settle_tie(layout, companions, merging, weights.layout, adapters, notes)
-    layout, remarks = fit(layout, companions, options.strict)
+    layout, remarks = fit(layout, companions, form_for(layout, companions, None), strict=options.strict)
     weights = replace(weights, layout=layout)
     return Merged(replace(base, weights=weights), merging, layout, companions, [*notes, *merging.notes, *remarks])
 

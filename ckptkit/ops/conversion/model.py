@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.checkpoints.checkpoint import step_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, step_of
 from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.families import HUB, KEEP, step_before_family
-from ckptkit.checkpoints.fit import drop_tied, find_prefix, fit, restore_tied
+from ckptkit.checkpoints.find_form import AskBase, form_or_reason
+from ckptkit.checkpoints.fit import find_prefix, fit, restore_tied
+from ckptkit.checkpoints.form import Form
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.parameters import rename_parameters
@@ -20,14 +23,14 @@ from ckptkit.checkpoints.tokens import check_tokens
 from ckptkit.checkpoints.trainers import who_wrote
 from ckptkit.checkpoints.vocabulary import with_vocabulary
 from ckptkit.checkpoints.weights import Weights, find_weights
-from ckptkit.errors import Mismatch, Usage
+from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.selection import Edits
 from ckptkit.plan import Recipe
-from ckptkit.tensors.dtypes import DType
+from ckptkit.tensors.dtypes import DTYPES, DType
 
 
 def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, options: ConvertOptions) -> Conversion:
@@ -45,22 +48,27 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     opened = [open_weights(part, options.edits) for part in parts]
     if not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
-    names = options.names or (HUB if is_alone else KEEP)
+    names = options.names or (HUB if is_alone or options.map else KEEP)
+    ask_base = asker(options.base)
     opened = [
-        name_one(weights, part, names, companions, options, notes) for weights, part in zip(opened, parts, strict=True)
+        name_one(weights, part, names, companions, options, ask_base, notes)
+        for weights, part in zip(opened, parts, strict=True)
     ]
     if options.vocab_size is not None:
         companions = with_tokens(companions, options.vocab_size, notes)
     found = align(parts, opened)
+    kept: frozenset[str] = frozenset()
     if is_alone and options.names == KEEP:
         layouts: Sequence[Layout] = [weights.layout for weights in found]
         notes.append("all names were kept: they were not held against a config.json")
     elif is_alone:
-        layouts, more = fit_all(found, companions, strict=options.strict)
+        form = form_for(found[0].layout, companions, ask_base)
+        layouts, more = fit_all(found, companions, form, strict=options.strict)
         notes += more
+        kept = stay_wide(layouts[0], form, options.edits, notes)
     else:
         layouts = put_back(parts[0].layout, found, options.edits)
-    first, casts = options.edits.cast(layouts[0], lambda _: True)
+    first, casts = options.edits.cast(layouts[0], lambda name: name not in kept)
     world_size = options.world_size or parts[0].layout.world_size or 1
     draft = Draft.of(
         [first, *(cast_to(layout, first.specs) for layout in layouts[1:])],
@@ -117,13 +125,41 @@ def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> 
     )
 
 
+def asker(base: str | None) -> AskBase:
+    """Return a function that gives the names of the tensors in the base, None if it has none; asked when needed.
+
+    What cannot be reached counts as none: the Hub, where only the config of a base is in the cache.
+    """
+
+    @cache
+    def ask() -> frozenset[str] | None:
+        try:
+            return None if base is None else frozenset(Checkpoint.open(base).weights.layout.tensors)
+        except (IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
+            return None
+
+    return ask
+
+
 def name_one(
-    weights: Weights, part: Part, names: str, companions: Companions, options: ConvertOptions, notes: list[str]
+    weights: Weights,
+    part: Part,
+    names: str,
+    companions: Companions,
+    options: ConvertOptions,
+    ask_base: AskBase,
+    notes: list[str],
 ) -> Weights:
     """Return the weights of one checkpoint under the names asked for, and add to `notes` what there is to say."""
     trainer = who_wrote(gather(part.path, (part.layout,)))
     weights, remarks = name_weights(
-        weights, companions.config, names, trainer, table=options.table, rows=options.vocab_size
+        weights,
+        companions.config,
+        names,
+        trainer,
+        table=options.table,
+        rows=options.vocab_size,
+        ask_base=ask_base,
     )
     notes += [remark for remark in remarks if remark not in notes]
     return weights
@@ -168,15 +204,35 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
             raise Mismatch(f"{found} here, {spec} in {path}", path=other_path, tensor=name)
 
 
+def form_for(layout: Layout, companions: Companions, ask_base: AskBase) -> Form | Unsupported | None:
+    """Return what a model's config.json calls for, or why it is not known; None where there is none."""
+    if companions.config is None:
+        return None
+    return form_or_reason(layout.tensors.keys(), companions.config, ask_base)
+
+
+def stay_wide(layout: Layout, form: Form | Unsupported | None, asked: Edits, notes: list[str]) -> frozenset[str]:
+    """Return the weights that stay as they are though others get a dtype of 16 bits: loaders keep them in fp32."""
+    dtype = asked.dtype_of_weights
+    if dtype is None or not isinstance(form, Form):
+        return frozenset()
+    specs = layout.specs
+    wide = frozenset(
+        name for name in form.in_fp32.get(dtype.name, ()) if name in specs and specs[name].dtype == DTYPES["float32"]
+    )
+    if wide:
+        stay = f"stayed in fp32, as transformers keeps it: `{min(wide)}`, and {len(wide) - 1} more like it"
+        notes.append(f"{stay} (--dtype '{min(wide)}={dtype.name}' converts it)")
+    return wide
+
+
 def fit_all(
-    found: Sequence[Weights], companions: Companions, *, strict: bool
+    found: Sequence[Weights], companions: Companions, form: Form | Unsupported | None, *, strict: bool
 ) -> tuple[Sequence[Layout], Sequence[str]]:
     """Return the layouts as a model's config.json calls for them, and what there is to say of the first."""
     first = found[0].layout
-    layout, notes = fit(first, companions, strict)
-    others = [weights.layout for weights in found[1:]]
-    if layout.tensors.keys() != first.tensors.keys():
-        others = [drop_tied(other, []) for other in others]
+    layout, notes = fit(first, companions, form, strict=strict)
+    others = [fit(weights.layout, companions, form, strict=strict)[0] for weights in found[1:]]
     return [layout, *others], notes
 
 

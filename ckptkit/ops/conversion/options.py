@@ -14,7 +14,7 @@ from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.optimizer_keys import IDS, NAMES
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, Writer, get_writer
-from ckptkit.ops.selection import Edits
+from ckptkit.ops.selection import LIKE, Edits
 from ckptkit.progress import Progress
 from ckptkit.settings import About, settings_of
 
@@ -51,7 +51,8 @@ class ConvertOptions:
     dtype: Annotated[
         tuple[str, ...],
         About(
-            "keep, bf16, fp16, fp32 or fp64 for the weights; 'GLOB=DTYPE' for whatever matches; repeatable.", "DTYPE"
+            "keep, bf16, fp16, fp32, fp64 or like:MODEL for the weights; 'GLOB=DTYPE' for what matches; repeatable.",
+            "DTYPE",
         ),
     ] = ()
     max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
@@ -210,7 +211,8 @@ _SEVERAL = ("dtype", "include", "exclude", "rename", "weights", "scales")
 def settle(name: str, value: Any) -> Any:
     """Return an option as `ConvertOptions` holds it."""
     if name in _SEVERAL:
-        return (value,) if isinstance(value, str) else tuple(value)
+        several = (value,) if isinstance(value, str) else tuple(value)
+        return tuple(map(settle_like, several)) if name == "dtype" else several
     if name == "map" and value is not None:
         return str(Path(value).absolute())
     if name == "base" and value is not None:
@@ -218,6 +220,12 @@ def settle(name: str, value: Any) -> Any:
     if name == "adapter_config" and value is not None:
         return str(Path(value).absolute())
     return value
+
+
+def settle_like(rule: str) -> str:
+    """Return a rule for dtypes that names another model by its absolute path, if that is a local one."""
+    before, like, model = rule.partition(LIKE)
+    return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
 
 
 def require_least(options: ConvertOptions) -> None:

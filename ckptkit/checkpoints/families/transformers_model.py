@@ -1,0 +1,179 @@
+"""Build a model by transformers' own classes, without memory, for what it says of its tensors. Runs no model's code.
+
+Known are the classes of the installed transformers; code that lies beside a model's config.json is never run. Importing
+transformers takes seconds, so that it is asked only of types of models that ckptkit has no table for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from ckptkit.errors import Unsupported
+from ckptkit.tensors.box import Shape
+
+INSTALL = "pip install transformers, by whose own table the names are turned, or keep them with --names keep"
+# what would be a hint to load code, or change the tensors in ways that no table of names tells
+_LEFT_OUT = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|torch_dtype|dtype")
+_FLOAT = "__float__"  # what transformers writes for numbers that JSON has not
+_LAYERS = re.compile(r".*(layers?|blocks|depths?|stages)")
+_EXPERTS = re.compile(r".*experts.*")
+_MOST_LAYERS, _MOST = 10_000, 1 << 20  # ten times those of any model, and of all its experts; a config may be anybody's
+_AUTO = (
+    *("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),
+    "AutoModel",
+)
+
+
+class UnknownType(Unsupported):
+    """A type of models, or a class, that transformers does not have: its code is its own, and so are its names."""
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """A model on the meta device, and the shapes that its tensors have in memory.
+
+    `tied` gives the names of tensors that are not saved, and those of the ones that they are the same as; `unsaved`
+    are those that are never saved. `in_fp32` gives patterns of the names of tensors that loaders keep in fp32, by the
+    dtype in which they load the others.
+    """
+
+    model: Any
+    shapes: Mapping[str, Shape]
+    tied: Mapping[str, str]
+    unsaved: frozenset[str]
+    in_fp32: Mapping[str, re.Pattern[str] | None]
+
+
+def find_blueprint(config: Mapping[str, Any]) -> Blueprint:
+    """Return the model that a config.json describes. Raises `Unsupported` where transformers does not know it."""
+    if config.get("quantization_config"):
+        raise Unsupported("its tensors are quantised, and their names are not compared")
+    try:
+        text = json.dumps(config, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise Unsupported(f"its config.json cannot be given to transformers: {error}") from error
+    return build(text)
+
+
+@cache
+def build(text: str) -> Blueprint:
+    """Return the model of a config.json."""
+    config = without_hints(json.loads(text))
+    model_type = str(config.get("model_type"))
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        message = f"models of type `{model_type}` are known to transformers only, which is not installed"
+        raise Unsupported(message, hint=INSTALL) from error
+    check_counts(config)
+    try:
+        with quiet(), torch.device("meta"):
+            model = class_of(transformers, config)(kind_of(transformers, model_type).from_dict(config))
+            shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    except UnknownType as error:
+        message = f"transformers {transformers.__version__} has no models of type `{model_type}`"
+        raise UnknownType(message, hint="pip install --upgrade transformers") from error
+    except Exception as error:  # transformers' own model code may raise anything
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = f"transformers {transformers.__version__} builds no model of type `{model_type}`: {first}"
+        raise Unsupported(reason) from error
+    return Blueprint(
+        model=model,
+        shapes=shapes,
+        tied={target: source for target, source in ties_of(model).items() if target in shapes and source in shapes},
+        unsaved=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
+        in_fp32={
+            "bfloat16": pattern_of(model, "_keep_in_fp32_modules_strict"),
+            "float16": pattern_of(model, "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"),
+        },
+    )
+
+
+def kind_of(transformers: Any, model_type: str) -> Any:
+    """Return the class of the config of a type of models. Raises `UnknownType` if there is none."""
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise UnknownType(model_type)
+    return transformers.CONFIG_MAPPING[model_type]
+
+
+def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
+    """Return the class that a config names, or else that of its type. Raises `UnknownType` if there is none."""
+    named = [str(name).removeprefix("FSDP") for name in config.get("architectures") or ()]
+    for name in named:
+        if isinstance(found := getattr(transformers, name, None), type):
+            return found
+    kind = kind_of(transformers, str(config.get("model_type")))
+    mappings = [getattr(transformers, name)._model_mapping for name in _AUTO]
+    found = [mapping[kind] for mapping in mappings if kind in mapping]
+    if named or not found:
+        raise UnknownType(str(config.get("model_type")))
+    return found[0]
+
+
+def ties_of(model: Any) -> dict[str, str]:
+    """Return the names of tensors that are the same as others, as the class declares them, with the names of these."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    return dict(tied) if isinstance(tied, Mapping) else {}
+
+
+def pattern_of(model: Any, *attributes: str) -> re.Pattern[str] | None:
+    """Return the pattern of names that a model has in some of its attributes, None if there are none.
+
+    Source: transformers/core_model_loading.py, `build_glob_alternation`.
+    """
+    globs = [glob for attribute in attributes for glob in sorted(getattr(model, attribute, None) or ())]
+    return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
+
+
+def without_hints(config: Any) -> Any:
+    """Return a config without what might lead to code, and without dtypes, at any depth; infinite numbers as such."""
+    if isinstance(config, dict):
+        if config.keys() == {_FLOAT}:
+            return float(config[_FLOAT])
+        return {key: without_hints(value) for key, value in config.items() if not _LEFT_OUT.fullmatch(str(key))}
+    return [without_hints(one) for one in config] if isinstance(config, list) else config
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` for a config that calls for many more layers and experts than any model has."""
+    layers, experts = (max([1, *counts_in(config, pattern)]) for pattern in (_LAYERS, _EXPERTS))
+    if layers > _MOST_LAYERS or layers * experts > _MOST:
+        raise Unsupported(f"its config.json says {layers:.6g} layers, and {experts:.6g} experts")
+
+
+def counts_in(config: Any, pattern: re.Pattern[str]) -> Iterator[float]:
+    """Yield the numbers in a config whose key matches a pattern, at any depth."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int | float) and pattern.fullmatch(str(key)):
+                yield one
+            yield from counts_in(one, pattern)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from warning inside the block: what it has to say is of models in use."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def is_installed() -> bool:
+    """Return whether transformers can be asked."""
+    return find_spec("transformers") is not None
