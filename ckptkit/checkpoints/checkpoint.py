@@ -119,7 +119,8 @@ class Checkpoint:
         own = self.own_step
         if own is None:
             own = step_of(self.path.absolute().parent)
-        return (self.noted_step or own) if own is None or is_epoch(self.path) else own
+        noted = self.noted_step if own is None or is_epoch(self.path) else None
+        return own if noted is None else noted
 
     @property
     def noted_step(self) -> int | None:

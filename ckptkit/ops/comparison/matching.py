@@ -20,6 +20,7 @@ from ckptkit.checkpoints.parameters import NewName, is_list_of_parameters, renam
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import LeftOut, Weights, find_prefix, find_weights, has_weights, model_name
 from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats import get_format
 from ckptkit.layout import KeyPath, Layout
 
 _DDP = "module."
@@ -165,7 +166,7 @@ def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:
 
     Where the names are the same already, they stay as they are. Adds to `notes` what was done.
     """
-    if a.tensors.keys() == b.tensors.keys():
+    if a.tensors.keys() == b.tensors.keys() and not (has_more(a, b) or has_more(b, a)):
         return as_it_is(a), as_it_is(b)
     one, two = by_own_names(a), by_own_names(b)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
@@ -176,6 +177,11 @@ def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:
             f"`{side.wrapper}.` was taken off the names in {side.layout.root}" for side in (one, two) if side.wrapper
         ]
     return with_ties_of(one, two), with_ties_of(two, one)
+
+
+def has_more(layout: Layout, other: Layout) -> bool:
+    """Return whether a layout has entries that are no tensors, and the other one is of a format that has none."""
+    return bool(layout.blobs) and get_format(other.format).is_model_only
 
 
 def describe_rest(side: Side) -> str:
