@@ -296,6 +296,15 @@ def test_what_does_not_fit_the_base(produce: Produce, tmp_path: Path) -> None:
         assert "q_proj.lora_A" in (raised.value.tensor or "")
 
 
+def test_a_square_weight_may_be_stored_either_way(tmp_path: Path) -> None:
+    """The switch that tells is that of the last layer which PEFT met; the shapes of others contradict it."""
+    made = Made(tmp_path, tiny_gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    edit(made.saved / SAID, fan_in_fan_out=False)
+    with pytest.raises(Unsupported, match="square") as raised:
+        ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    assert "attn.c_proj" in (raised.value.tensor or "")
+
+
 def test_numbers_that_are_none(produce: Produce, tmp_path: Path) -> None:
     made = produce(lora)
     shutil.copytree(made.root / "saved", tmp_path / "saved")

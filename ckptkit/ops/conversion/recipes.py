@@ -130,8 +130,26 @@ class Merging:
             message = f"the product is {product}, and `{own}` of the base is {list(shape)}"
             raise source.blame(message, change.a, hint="is it the adapter of another base?")
         if is_plain and is_turned:
-            return Transposed if source.config.flag("fan_in_fan_out") else Linear
+            return self.kind_by_config(source, change, own)
         return Linear if is_plain else Transposed
+
+    def kind_by_config(self, source: Source, change: Change, own: str) -> Kind:
+        """Return the way in which a layer stores a weight that is square. Raises `Unsupported` if nothing tells.
+
+        The switch is of all layers, and of the last kind that PEFT met: where others of the adapter show that it is not
+        theirs, it says nothing of a square one.
+        """
+        is_turned = source.config.flag("fan_in_fan_out")
+        for other in changes_of(source.adapter):
+            tensor = self.tensors.get(f"{other.module}.weight")
+            product = (source.shape(other.b)[0], *source.shape(other.a)[1:])
+            shape = tensor.spec.shape if tensor else ()
+            if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
+                message = (
+                    f"`{own}` is square: it may be stored either way, since `fan_in_fan_out` is not that of all layers"
+                )
+                raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
+        return Transposed if is_turned else Linear
 
     def parameter_of(self, source: Source, change: Change) -> tuple[str, Kind]:
         """Return the parameter of a module that its change is of: the only one that has the shape for it."""
