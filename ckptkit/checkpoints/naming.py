@@ -72,6 +72,8 @@ def name_training(
 
     For `table` and `rows` see `name_weights`.
     """
+    if names == KEEP and rows is None:
+        return layout, []  # there may be no model in it
     weights = find_weights(layout)
     change = find_change(weights, config, names, trainer, table, rows)
     if change is None and rows is None:
