@@ -12,7 +12,7 @@ from ckptkit.errors import Mismatch
 
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
-_OF_EXPERTS = ".experts."
+_OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
 _MORE = "num_nextn_predict_layers"  # behind the others: they predict further tokens
 _HINT = "is the config.json that of another model?"
 
@@ -24,7 +24,7 @@ def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
     has_experts = False
     for name in names:
         layer, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
-        has_experts |= _OF_EXPERTS in name
+        has_experts |= bool(_OF_EXPERTS.search(name))
         if layer:
             layers.setdefault(int(layer[1]), set()).add(layer[2])
         if expert:

@@ -58,9 +58,10 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
         companions = with_tokens(companions, options.vocab_size, notes)
     found = align(parts, opened)
     kept: frozenset[str] = frozenset()
-    if is_alone and options.names == KEEP:
+    if is_alone and options.names not in (None, HUB):
         layouts: Sequence[Layout] = [weights.layout for weights in found]
-        notes.append("all names were kept: they were not held against a config.json")
+        whose = "the checkpoint's own" if options.names == KEEP else f"{options.names}'s"
+        notes.append(f"the names are {whose}: they were not held against a config.json")
     elif is_alone:
         form = form_for(found[0].layout, companions, ask_base)
         layouts, more = fit_all(found, companions, form, strict=options.strict)
