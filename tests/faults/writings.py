@@ -59,7 +59,7 @@ class Writing:
 
 
 COMMANDS = (
-    Writing("ckptkit consolidate", "ckptkit", ("consolidate", "{src}", "{out}", "--jobs", "1")),
+    Writing("ckptkit consolidate", "ckptkit", ("consolidate", "{src}", "{out}", "--names", "keep", "--jobs", "1")),
     Writing("ckptkit reshard", "ckptkit", ("reshard", "{src}", "{out}", "--to", "2", "--jobs", "1")),
     Writing("ckptkit convert", "ckptkit", ("convert", "{src}", "{out}.pt", "--to", "pt", "--jobs", "1")),
 )
