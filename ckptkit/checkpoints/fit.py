@@ -12,7 +12,6 @@ from ckptkit.checkpoints.companions import Companions
 from ckptkit.checkpoints.expected import HEAD, find_embedding, find_rename, is_tied
 from ckptkit.checkpoints.find_form import form_or_reason, forms_for
 from ckptkit.checkpoints.form import Form
-from ckptkit.checkpoints.trainers import say_own_names
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
@@ -32,14 +31,13 @@ def fit(
     config = companions.config
     if config is None or form is None:
         absent = "no config.json found: loaders need one beside the weights (--base takes it from another model)"
-        return layout, [absent, *remarks_on_names(layout), *notes]
+        return layout, [absent, *notes]
     notes.insert(0, f"{', '.join(companions.files)} from {companions.found_in}")
     if companions.absent:
         missing = ", ".join(companions.absent)
         notes.append(f"config.json needs {missing}, not found beside it: loaders with trust_remote_code will miss it")
     layout = drop_tied(layout, ties_of(layout, config, form), notes)
     if isinstance(form, Unsupported):
-        check_whose(layout, str(companions.found_in))
         return layout, [*notes, f"names not compared with config.json: {form.message}"]
     unsaved = form.unsaved & layout.tensors.keys()
     if unsaved:
@@ -74,21 +72,6 @@ def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported 
         return form.tied
     embedding = find_embedding(layout.tensors) if is_tied(config) else None
     return {} if embedding is None else {HEAD: embedding}
-
-
-def remarks_on_names(layout: Layout) -> list[str]:
-    """Return a warning if the weights have names that are a trainer's own."""
-    whose = say_own_names(layout.tensors)
-    return [f"the names are {whose} own: loaders of Hugging Face's models do not know them"] if whose else []
-
-
-def check_whose(layout: Layout, found_in: str) -> None:
-    """Raise `Mismatch` for names that are a trainer's own: with a config.json they would look like a model's."""
-    whose = say_own_names(layout.tensors)
-    if whose:
-        message = f"the names are {whose} own, and the config.json in {found_in} is of another family"
-        hint = "move the config.json away to have them as they are, or give them its names with --rename"
-        raise Mismatch(message, path=layout.root, tensor=next(iter(layout.tensors)), hint=hint)
 
 
 def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:

@@ -165,11 +165,14 @@ def hugging_face_trees(root: Path) -> Truth:
     colossal = root / "colossal" / "epoch0-step30"
     model.save_pretrained(colossal / "modeling")
     (colossal / "optimizer").mkdir()
+    places = {}
     for part, numbers in enumerate((range(10), range(10, len(states))), 1):
-        shard = {i: states[i] for i in numbers}
-        torch.save(shard, colossal / "optimizer" / f"pytorch_optim-0000{part}-of-00002.bin")
+        file = f"pytorch_optim-0000{part}-of-00002.bin"
+        torch.save({i: states[i] for i in numbers}, colossal / "optimizer" / file)
+        places |= {str(i): file for i in numbers}
     torch.save([{"lr": 0.1, "params": list(states)}], colossal / "optimizer" / "pytorch_optim_group.bin")
-    (colossal / "optimizer" / "pytorch_optim.bin.index.json").write_text(json.dumps({"weight_map": {}}))
+    index = {"metadata": {"param_groups": "pytorch_optim_group.bin"}, "weight_map": places}
+    (colossal / "optimizer" / "pytorch_optim.bin.index.json").write_text(json.dumps(index))
     (colossal / "running_states.json").write_text(json.dumps({"epoch": 0, "step": 30}))
     truth: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return truth

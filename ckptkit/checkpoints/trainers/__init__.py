@@ -158,11 +158,6 @@ def hint_on_unread(names: Iterable[str]) -> str | None:
     return look_up("hints", sorted(names))
 
 
-def say_own_names(names: Iterable[str]) -> str | None:
-    """Return whose own names tensors of these names have, None if nothing tells that no engine knows them."""
-    return look_up("own_names", names)
-
-
 def say_opaque(names: Iterable[str]) -> str | None:
     """Return what tensors among these names are that can only be carried as they are, None if there are none."""
     return look_up("opaque", names)

@@ -18,5 +18,4 @@ LLMC = Trainer(
     wrote=wrote,
     steps=("model_([0-9]{8})",),
     own_state=(r"state_[0-9]{8}_([0-9]{5})\.bin",),
-    own_names={r"qkvw|attprojw|fcprojw": "llm.c's"},
 )

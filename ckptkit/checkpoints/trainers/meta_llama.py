@@ -15,9 +15,4 @@ def wrote(seen: Evidence) -> str | None:
     return "Meta, or in its format" if seen.has_file(_FILE) else None
 
 
-META_LLAMA = Trainer(
-    name="meta_llama",
-    wrote=wrote,
-    ranks=(_FILE,),
-    own_names={r"layers\.[0-9]+\.(attention\.w[qkvo]|feed_forward\.w[123])\.weight": "Meta's"},
-)
+META_LLAMA = Trainer(name="meta_llama", wrote=wrote, ranks=(_FILE,))

@@ -76,8 +76,7 @@ class Trainer:
     unread: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
 
-    # of entries: the rank whose own state lies at a key path; by pattern of names, whose own those are that no
-    # inference engine knows, and what tensors are that can only be carried as they are
+    # of entries: the rank whose own state lies at a key path; by pattern of names, what tensors are that can only be
+    # carried as they are
     rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
-    own_names: Mapping[str, str] = field(default_factory=dict)
     opaque: Mapping[str, str] = field(default_factory=dict)

@@ -102,6 +102,8 @@ def find_index(path: Path) -> Index:
         raise Unsupported(message, path=path, hint="move each model's files to a directory of its own")
     name = (models or names)[0]
     places, metadata = read_index(path / name)
+    if not places:
+        raise Corrupt("the index names no file", path=path / name)
     groups = metadata.get(_GROUPS)
     if groups is not None:
         if not isinstance(groups, str):
