@@ -165,7 +165,7 @@ def hugging_face_trees(root: Path) -> Truth:
     colossal = root / "colossal" / "epoch0-step30"
     model.save_pretrained(colossal / "modeling")
     (colossal / "optimizer").mkdir()
-    places = {}
+    places: dict[str, str] = {}
     for part, numbers in enumerate((range(10), range(10, len(states))), 1):
         file = f"pytorch_optim-0000{part}-of-00002.bin"
         torch.save({i: states[i] for i in numbers}, colossal / "optimizer" / file)
