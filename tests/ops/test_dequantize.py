@@ -219,6 +219,11 @@ FOREIGN: dict[str, dict[str, Tensor]] = {
         "x.weight.quant_map": torch.ones(16),
         "x.weight.quant_state.bitsandbytes__nf4": torch.zeros(30, dtype=torch.uint8),
     },
+    "bitsandbytes in 4": {  # as FSDP wants it
+        "x.weight": torch.ones(8, 1).bfloat16(),
+        "x.weight.absmax": torch.ones(1),
+        "x.weight.quant_state.bitsandbytes__fp4": torch.zeros(30, dtype=torch.uint8),
+    },
     "bitsandbytes in 8 bits": {"x.weight": HALF.to(torch.int8), "x.SCB": torch.ones(4)},
     "GPTQ or AWQ": {"x.qweight": HALF.int(), "x.qzeros": HALF.int(), "x.scales": HALF},
     "torchao": {"x._weight_qdata": HALF.to(torch.int8), "x._weight_scale": HALF},

@@ -22,7 +22,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a config says: the method, None if it says nothing, and the blocks of rows and columns with one scale."""
+    """The words of a config: the method, None if it says nothing, and the blocks of rows and columns with one scale."""
 
     method: str | None = None
     blocks: tuple[Block, ...] = (_USUAL,)
