@@ -13,13 +13,17 @@ import numpy as np
 
 from ckptkit.engine.low_rank import Array
 from ckptkit.engine.merge import FLOAT32, as_stored
+from ckptkit.engine.rearrange import view_of
 from ckptkit.errors import Corrupt
 from ckptkit.plan import Operand, Region, same
+from ckptkit.tensors.blocks import cut
 from ckptkit.tensors.box import Box, Shape, whole
+from ckptkit.tensors.casting import cast
 from ckptkit.tensors.dtypes import DTYPES, DType
 from ckptkit.tensors.small_floats import SMALL_FLOATS
 
 _E8M0, _UINT8 = DTYPES["float8_e8m0fnu"], DTYPES["uint8"]
+_PART = 1 << 16  # elements computed at a time: they stay near the cache
 _GROUP = 32  # numbers of MXFP4 with one scale, two in a byte
 _HIGHEST = 252  # the scale whose product with the largest number of 4 bits is the last that float32 holds
 
@@ -44,16 +48,23 @@ class Scaled:
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
         """Return the elements of a box as `dtype`. Raises `Corrupt` for scales that are none."""
         numbers, scales = self.operands
-        raw = np.frombuffer(blocks[0], np.uint8).reshape(box.size)
+        raw = np.frombuffer(blocks[0], np.uint8)
         factors = as_numbers(scales, blocks[1])
         check_factors(factors, scales.name, largest(numbers.dtype))
+        there = self._boxes(box)
         if len(factors) > 1:
-            factors = self._spread(factors.reshape(self._boxes(box).size), box)
-        values = table(numbers.dtype).take(raw)
-        if not factors.all() and values[np.broadcast_to(factors == 0, values.shape)].any():
-            raise Corrupt(f"a scale in `{scales.name}` is 0, and the numbers that it is of are not")
-        values *= factors
-        return as_stored(values, FLOAT32, dtype), False
+            factors = factors.reshape(there.size)
+        made = np.empty(box.numel, f"u{dtype.itemsize}")
+        stop = 0
+        for part in cut(box, _PART):
+            start, stop = stop, stop + part.numel
+            own = self._spread(view_of(factors, self._boxes(part), there), part) if factors.ndim > 1 else factors
+            values = decode(raw[start:stop], numbers.dtype).reshape(part.size)
+            if not own.all() and values[np.broadcast_to(own == 0, values.shape)].any():
+                raise Corrupt(f"a scale in `{scales.name}` is 0, and the numbers that it is of are not")
+            values *= own
+            cast(values.reshape(-1), FLOAT32, dtype, made[start:stop])
+        return made.data.cast("B"), False
 
     def _spread(self, factors: Array, box: Box) -> Array:
         """Return the factors of a box's elements, with an axis of 1 where one is for all. Last axes are the largest."""
@@ -126,6 +137,20 @@ def check_factors(factors: Array, name: str, most: float) -> None:
 def table(dtype: DType) -> Array:
     """Return the number that each byte is."""
     return np.array(SMALL_FLOATS[dtype.name].numbers, np.float32)
+
+
+def decode(raw: Array, dtype: DType) -> Array:
+    """Return the numbers that bytes are. Two are looked up at once, which takes half the time."""
+    if len(raw) % 2:
+        return table(dtype).take(raw)
+    return twos(dtype).take(raw.view(np.uint16)).view(np.float32)
+
+
+@cache
+def twos(dtype: DType) -> Array:
+    """Return the two numbers that each two bytes are, as one of 8 bytes."""
+    both = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    return table(dtype)[both].view(np.uint64)
 
 
 @cache
