@@ -294,6 +294,14 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
     assert model(tmp_path / "out")["norm.weight"].dtype == torch.bfloat16
 
 
+def test_plain_weights_stay_castable_whatever_config_says(tmp_path: Path) -> None:
+    tensors = {"x.weight": torch.ones(4, 4), "rng": torch.zeros(9, dtype=torch.uint8)}
+    root = written(tmp_path / "in", {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors)
+    assert inspect(root).quantized is None
+    consolidate(root, tmp_path / "out", dtype="bf16")
+    assert model(tmp_path / "out")["x.weight"].dtype == torch.bfloat16
+
+
 def test_inspect_says_what_is_quantized(tmp_path: Path) -> None:
     root, truth = deepseek(tmp_path / "deepseek")
     found = inspect(root)

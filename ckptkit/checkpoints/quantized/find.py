@@ -85,7 +85,8 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     packed = {name: scale for name, scale in packed.items() if scale in specs}
     said = read_said(config)
     if not said.is_known:
-        return unknown(layout, said)
+        has_packed = any(may_be_packed(spec) and len(spec.shape) > 1 for spec in specs.values())
+        return unknown(layout, said) if has_packed else None
     if not (scaled or packed or ((small or blocks) and said.method)):
         return None
     scales = {*scaled.values(), *packed.values()}
