@@ -117,7 +117,10 @@ def drop_tied(layout: Layout, tied: Mapping[str, str], notes: list[str]) -> Layo
 
 
 def check_equal(layout: Layout, name: str, source: str) -> None:
-    """Raise `Mismatch` if two tensors that are tied differ."""
+    """Raise `Mismatch` if two tensors that are tied differ, `Unsupported` if they are yet to be computed."""
+    if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, source) if (spec := layout.specs[tied])):
+        hint = "leave it out with --exclude if it is the same"
+        raise Unsupported(f"it is tied to `{source}`, and both are quantized", path=layout.root, tensor=name, hint=hint)
     head = locate(edits.rename(edits.select(layout, name.__eq__), lambda _: source))
     other = locate(edits.select(layout, source.__eq__))
     if head.tensors == other.tensors:

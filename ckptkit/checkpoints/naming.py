@@ -17,9 +17,10 @@ from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.training import translate_training
 from ckptkit.checkpoints.families.translate import Translated, Turn
 from ckptkit.checkpoints.find_form import AskBase
+from ckptkit.checkpoints.quantized.find import find_quantized
 from ckptkit.checkpoints.vocabulary import check_rows, require_one_size, resize, with_vocabulary
 from ckptkit.checkpoints.weights import OF_ONE, Weights, find_prefix, find_weights
-from ckptkit.errors import CkptError, Mismatch
+from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
 from ckptkit.formats.json_text import parse_json
@@ -48,6 +49,7 @@ def name_weights(
     change = find_change(found, config, names, trainer, table, rows, ask_base)
     if change is None and rows is None:
         return found, []
+    require_plain(found, config)
     layout = locate(unpack(found.layout))
     made = turn_in(layout, with_rows(change, rows))
     if change is not None and change.there is None and config is not None:
@@ -78,6 +80,7 @@ def name_training(
     change = find_change(weights, config, names, trainer, table, rows)
     if change is None and rows is None:
         return layout, []
+    require_plain(weights, config)
     layout = locate(unpack(layout))
     try:
         turn = with_rows(change, rows)
@@ -89,6 +92,25 @@ def name_training(
     if left:
         notes.append(f"left out {len(left)} entries of layers as they were called before, such as `{min(left)}`")
     return edits.select(named, lambda name: name not in left), notes
+
+
+def require_plain(found: Weights, config: Config) -> None:
+    """Raise `Unsupported` for quantized weights, whose rows cannot be moved without their scales."""
+    try:
+        quantized = find_quantized(found.layout, config)
+    except CkptError as error:
+        raise error.blame(path=found.layout.root) from None
+    lost = next((name for name, tensor in found.layout.tensors.items() if is_without_bytes(tensor)), None)
+    if quantized is not None or lost is not None:
+        method = f" ({quantized.method})" if quantized else ""
+        message = f"the weights are quantized{method}: other names or rows would tear them from their scales"
+        hint = "dequantize them first: ckptkit consolidate SRC OUT --names keep --dtype bf16"
+        raise Unsupported(message, path=found.layout.root, hint=hint)
+
+
+def is_without_bytes(tensor: StoredTensor) -> bool:
+    """Return whether a tensor is yet to be computed, of others."""
+    return not tensor.chunks and tensor.spec.numel > 0
 
 
 def is_dropped(family: Family | None, key: KeyPath) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.inspect import Inspected
     from ckptkit.ops.inspection.adapters import InspectedAdapter
     from ckptkit.ops.inspection.groups import Group
+    from ckptkit.ops.inspection.quantized import InspectedQuantized
 
 _MOST_KEYS = 8
 
@@ -78,6 +79,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         ),
         "producer": found.trainer,  # as it was called before
         "adapters": [adapter_json(adapter) for adapter in found.adapters],
+        "quantized": quantized_json(found.quantized),
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
@@ -88,6 +90,11 @@ def adapter_json(adapter: InspectedAdapter) -> dict[str, Any]:
     """Return an adapter in the result."""
     facts = ("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes", "base")
     return pick(adapter, *facts, "has_base") | {"config": None if adapter.config is None else str(adapter.config)}
+
+
+def quantized_json(found: InspectedQuantized | None) -> dict[str, Any] | None:
+    """Return what is quantized in the result, None if nothing is."""
+    return None if found is None else pick(found, "method", "weights", "parameters", "sizes", "refusal")
 
 
 def group_json(group: Group) -> dict[str, Any]:
@@ -127,8 +134,11 @@ def report(found: Inspected, asked: Path) -> None:
     print_table(rows, ("", "entries", "size", "dtypes", "under"))
     if found.optimizer_keys == "ids":
         say("the optimizer numbers its parameters")
-    for adapter in found.adapters:
-        say(describe_adapter(adapter))
+    for line in (
+        *map(describe_adapter, found.adapters),
+        *([describe_quantized(found.quantized)] if found.quantized else []),
+    ):
+        say(line)
     for tie in found.ties:
         say(f"tied: {' = '.join(tie)}")
     for fault in found.unread:
@@ -150,6 +160,15 @@ def describe_adapter(adapter: InspectedAdapter) -> str:
     elif adapter.base:
         facts.append(f"of {adapter.base}")
     return f"adapter {adapter.name}: {', '.join(facts)}; {count_parameters(adapter.parameters)}"
+
+
+def describe_quantized(found: InspectedQuantized) -> str:
+    """Return what is quantized in a line."""
+    if found.refusal is not None:
+        return f"quantized: {found.refusal}"
+    sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in found.sizes)
+    weights = f"{count(found.weights, 'weight')}, {count_parameters(found.parameters)}, a scale for each {sizes}"
+    return f"quantized: {found.method}, {weights}; --dtype bf16 makes them plain"
 
 
 def some(names: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from ckptkit.formats import locate
 from ckptkit.layout import Layout
 from ckptkit.ops.inspection.adapters import InspectedAdapter, inspect_adapters
 from ckptkit.ops.inspection.groups import Group, bytes_by_dtype, group
+from ckptkit.ops.inspection.quantized import InspectedQuantized, inspect_quantized
 from ckptkit.ops.inspection.ties import Tie, find_ties
 
 
@@ -44,6 +45,7 @@ class Inspected:
     unread: tuple[str, ...]
     optimizer_keys: str | None = None
     adapters: tuple[InspectedAdapter, ...] = ()
+    quantized: InspectedQuantized | None = None
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -61,6 +63,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     checkpoint, unread = Checkpoint.open(source).readable()
     model = checkpoint.model_part
     weights = find_names(model)
+    quantized = inspect_quantized(model)
     ties = find_ties(model.layout, find_config(model.path), weights)
     layout = locate(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
     return Inspected(
@@ -71,13 +74,14 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         checkpoint.trainer,
         checkpoint.family.name if checkpoint.family else None,
         layout.world_size or checkpoint.world_size,
-        count_parameters(model.layout, weights, ties),
+        count_parameters(model.layout, weights, ties, quantized),
         group([part.layout for part in checkpoint.parts], weights),
         tuple(ties),
         model.has_manifest,
         unread,
         kind_of_keys(layout),
         inspect_adapters(model),
+        quantized,
     )
 
 
@@ -91,8 +95,11 @@ def find_names(part: Part) -> dict[str, str]:
         return {}
 
 
-def count_parameters(layout: Layout, weights: Mapping[str, str], ties: Iterable[Tie]) -> int | None:
-    """Return a number of parameters in words: `8.03 billion parameters`."""
+def count_parameters(
+    layout: Layout, weights: Mapping[str, str], ties: Iterable[Tie], quantized: InspectedQuantized | None
+) -> int | None:
+    """Return the number of parameters, of tied ones once; None where it cannot be told which they are."""
     spare = {name for tie in ties for name in sorted(set(tie) & layout.tensors.keys())[1:]}
     counted = [layout.tensors[name].spec.numel for name in weights.values() if name not in spare]
-    return sum(counted) if counted else None
+    packed = quantized.stored - quantized.parameters if quantized else 0
+    return sum(counted) - packed if counted else None

@@ -68,6 +68,17 @@ class Edits:
 
         return new_name
 
+    def wanted_dtype(self, name: str, *, is_weight: bool) -> DType | Like | None:
+        """Return the dtype that is asked for a tensor, or whose; None if it is to keep its own. The last rule counts.
+
+        A dtype without a glob is that of the model's weights alone.
+        """
+        asked: DType | Like | None = None
+        for glob, dtype in map(parse_cast, self.dtype):
+            if is_weight if glob is None else fnmatchcase(name, glob):
+                asked = dtype
+        return asked
+
     def cast(self, layout: Layout, is_weight: Callable[[str], bool]) -> tuple[Layout, dict[str, str]]:
         """Return the layout in the dtypes asked for, and what changes, by name. Of several rules the last counts.
 
@@ -75,14 +86,10 @@ class Edits:
         moments and steps lose by it what they are kept for. Raises `Mismatch` for a weight that a model whose dtypes it
         is to have does not have.
         """
-        rules = [parse_cast(rule) for rule in self.dtype]
-        models = {dtype: dtype.specs() for _, dtype in rules if isinstance(dtype, Like)}
+        models = {dtype: dtype.specs() for _, dtype in map(parse_cast, self.dtype) if isinstance(dtype, Like)}
 
         def choose(name: str, spec: Spec) -> DType:
-            asked: DType | Like | None = None
-            for glob, dtype in rules:
-                if is_weight(name) if glob is None else fnmatchcase(name, glob):
-                    asked = dtype
+            asked = self.wanted_dtype(name, is_weight=is_weight(name))
             chosen = asked.choose(models[asked], name, spec) if isinstance(asked, Like) else asked or spec.dtype
             return chosen if spec.dtype.can_become(chosen) else spec.dtype
 

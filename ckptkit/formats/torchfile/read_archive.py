@@ -379,6 +379,8 @@ def as_tensor(value: object) -> TensorRecord:
     if not any(is_call(call, name) for name in _TENSORS):
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
         what = _REFUSED.get(made_by, f"something else than a plain tensor ({made_by or type(call).__name__})")
+        if isinstance(call, Record) and call.of == _REBUILD_OF_TYPE and len(call.args) > 1:
+            what += f", `{call.args[1]}`"
         raise Unsupported(
             f"the entry holds {what}", hint="save it as a plain dense tensor, or leave it out with --exclude"
         )

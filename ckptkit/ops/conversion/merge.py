@@ -25,6 +25,7 @@ from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.model import companion_files, form_for, name_one, without_prefix
 from ckptkit.ops.conversion.options import ConvertOptions
+from ckptkit.ops.conversion.quantized import check_casts, look_for_quantized
 from ckptkit.ops.conversion.recipes import Merging, Source
 
 _TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
@@ -206,13 +207,16 @@ def draft_merged(merged: Merged, adapters: Sequence[Fitted], options: ConvertOpt
     new_name = asked.renaming()
     chosen = edits.select(merged.layout, asked.admit)
     names = {name: new_name(name) for name in chosen.tensors}
+    came_from = merged.base.weights.came_from
     first, casts = asked.cast(edits.rename(chosen, names.__getitem__), lambda _: True)
+    check_casts(
+        look_for_quantized(merged.base.part), casts, {names[old]: was for old, was in came_from.items() if old in names}
+    )
     recipes = {
         new: merging.recipe(name, new, first.tensors[new].spec.dtype)
         for name, new in names.items()
         if name in merging.changed
     }
-    came_from = merged.base.weights.came_from
     made_of = source_of(merged.base.part.layout)
     made_of["adapters"] = ", ".join(one.path.name for one in adapters)
     return Draft.of(

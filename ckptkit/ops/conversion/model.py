@@ -28,6 +28,7 @@ from ckptkit.files.origin import Origin
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.options import ConvertOptions
+from ckptkit.ops.conversion.quantized import check_casts, find_dequantizing, look_for_quantized, refuse_mean
 from ckptkit.ops.selection import Edits
 from ckptkit.plan import Recipe
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -46,6 +47,13 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     companions = find_companions(parts[0].path, options.base) if is_alone else Companions()
     notes = list(remarks)
     opened = [open_weights(part, options.edits) for part in parts]
+    if options.weights:
+        refuse_mean(parts)
+    quantized = look_for_quantized(parts[0]) if options.dtype else None
+    plain = find_dequantizing(quantized, opened[0], options.edits)
+    if plain is not None:
+        opened = [plain.unpack(opened[0])]
+        companions = plain.of_plain(companions, notes)
     if not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
     names = options.names or (HUB if is_alone or options.map else KEEP)
@@ -70,15 +78,19 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     else:
         layouts = put_back(parts[0].layout, found, options.edits)
     first, casts = options.edits.cast(layouts[0], lambda name: name not in kept)
+    if plain is None:
+        check_casts(quantized, casts, found[0].came_from)
+    else:
+        casts |= plain.casts(first, found[0].came_from)
     world_size = options.world_size or parts[0].layout.world_size or 1
     draft = Draft.of(
-        [first, *(cast_to(layout, first.specs) for layout in layouts[1:])],
+        [first, *(cast_to(layout, first.specs) for layout in layouts[1:]), *([plain.source] if plain else [])],
         options,
         world_size,
         made_of=describe(layouts, options.weights),
         renamed=renamed_in(found[0], layouts[0]),
         cast=casts,
-        recipes=average(first, options.weights),
+        recipes=plain.recipes(first, found[0].came_from) if plain else average(first, options.weights),
     )
     return Conversion(
         origins=origins,

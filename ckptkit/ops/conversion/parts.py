@@ -29,6 +29,7 @@ from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.optimizers import Keyed, key_optimizers
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.other_files import files_beside, own_files
+from ckptkit.ops.conversion.quantized import check_casts, look_for_quantized
 from ckptkit.ops.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks
 
 
@@ -154,6 +155,8 @@ def draft_piece(
     is_named = options.changes_names
     weights = find_names(chosen) if asked.are_of_weights or is_named else frozenset()
     layout, casts = asked.cast(chosen, weights.__contains__)
+    if casts:
+        check_casts(look_for_quantized(piece.parts[0]), casts, {})
     for keyed in optimizers:
         layout = keyed.edit(layout)
     layout, _ = rename_parameters(layout, weights, asked.renaming())

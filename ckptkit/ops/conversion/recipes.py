@@ -222,7 +222,7 @@ class Merging:
         dtype = self.tensors[own].spec.dtype
         if not dtype.can_become(dtype):
             message = f"`{own}` of the base is {dtype}, to which nothing can be added"
-            hint = "make a base of floats from it first"
+            hint = "make a base of floats from it first: ckptkit consolidate BASE OUT --dtype bf16"
             raise Unsupported(message, path=source.adapter.layout.root, tensor=name, hint=hint)
 
     @property

@@ -307,7 +307,7 @@ REFUSED = {
     "sparse": (lambda: counted(2, 2).to_sparse(), "sparse"),
     "meta": (lambda: counted(2).to("meta"), "meta device"),
     "conjugated": (lambda: torch.complex(counted(2), counted(2)).conj(), "lazy view"),
-    "subclass": (lambda: counted(2).as_subclass(Wrapped), "subclass"),
+    "subclass": (lambda: counted(2).as_subclass(Wrapped), "a tensor subclass, `tests.formats.pt.test_pt.Wrapped`"),
     "object": (Owner, "a tensor inside `tests.formats.pt.test_pt.Owner`"),
     "odd key": (lambda: {(0, 1): counted(2)}, "a tensor inside `dict`"),
     "storage": (lambda: counted(2).untyped_storage(), "inside"),

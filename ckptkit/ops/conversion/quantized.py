@@ -1,0 +1,154 @@
+"""Turn quantized weights into plain ones where a dtype is asked for, and refuse what would tear them from their scales.
+
+Weights are known by the names that their numbers have in the checkpoint, whatever they are called in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptkit import edits
+from ckptkit.checkpoints.companions import Companions, find_config
+from ckptkit.checkpoints.fit import abridge
+from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.quantized.config import without_quantization
+from ckptkit.checkpoints.quantized.find import BLOCKS, Packed, Quantized, find_quantized
+from ckptkit.checkpoints.weights import LeftOut, Weights
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.ops.selection import Edits
+from ckptkit.plan import Operand, Recipe
+from ckptkit.tensors.dtypes import DTYPES
+
+_MOST_AT_HAND = 1 << 28  # bytes of one expert, where a block needs all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantizing:
+    """The quantized weights of a checkpoint, and the names in it of those that are to become plain ones."""
+
+    quantized: Quantized
+    chosen: frozenset[str]
+
+    def unpack(self, found: Weights) -> Weights:
+        """Return the weights of a checkpoint with plain ones for the quantized, of which no bytes are known yet."""
+        names = {new: plain_name(new) if old in self.chosen else new for new, old in found.came_from.items()}
+        kept = [new for new, old in found.came_from.items() if old in self.chosen or old not in self.quantized.members]
+        tensors = {names[new]: self._plain(found.layout, new, found.came_from[new]) for new in kept}
+        layout = replace(found.layout, tensors=tensors, keys={})
+        came_from = {names[new]: found.came_from[new] for new in kept}
+        gone = [tensor.spec.nbytes for new, tensor in found.layout.tensors.items() if new not in kept]
+        return replace(
+            found,
+            layout=layout,
+            came_from=came_from,
+            left_out=(*found.left_out, LeftOut("scales", len(gone), sum(gone))),
+        )
+
+    def _plain(self, layout: Layout, new: str, old: str) -> StoredTensor:
+        if old not in self.chosen:
+            return layout.tensors[new]
+        return StoredTensor(Spec(DTYPES["float32"], self.quantized.weights[old].shape), ())
+
+    def recipes(self, layout: Layout, came_from: Mapping[str, str]) -> dict[str, Recipe]:
+        """Return the recipe of each plain weight of a layout. Its operands are of the second source."""
+        made = {new: came_from[new] for new in layout.tensors if came_from.get(new) in self.chosen}
+        if len(set(made.values())) < len(self.chosen):
+            lost = min(self.chosen - set(made.values()))
+            raise Unsupported("it would be lost: the result has no such tensor", path=layout.root, tensor=lost)
+        return {new: recipe_of(self.quantized, old) for new, old in made.items()}
+
+    def casts(self, layout: Layout, came_from: Mapping[str, str]) -> dict[str, str]:
+        """Return what became of the dtypes of the weights, by their names in the result."""
+        specs = self.quantized.layout.specs
+        return {
+            new: f"{specs[came_from[new]].dtype} times scales => {tensor.spec.dtype}"
+            for new, tensor in layout.tensors.items()
+            if came_from.get(new) in self.chosen
+        }
+
+    @property
+    def source(self) -> Layout:
+        """Return the source of the operands: numbers and scales as they are stored."""
+        return replace(edits.select(self.quantized.layout, self.quantized.members.__contains__), blobs={}, twins={})
+
+    def of_plain(self, companions: Companions, notes: list[str]) -> Companions:
+        """Return companions of a model with plain weights, and add to `notes` what there is to say."""
+        count, config = len(self.chosen), companions.config
+        notes.append(f"dequantized {count} weights ({self.quantized.method})")
+        if config is None or (plain := without_quantization(config)) == config:
+            return companions
+        notes[-1] += "; config.json says no more that they are quantized"
+        return replace(companions, config=plain)
+
+
+def plain_name(name: str) -> str:
+    """Return what a weight is called when its numbers are not packed any more."""
+    return name.removesuffix(BLOCKS)
+
+
+def look_for_quantized(part: Part) -> Quantized | None:
+    """Return the quantized weights in a part of a checkpoint; None without any."""
+    return find_quantized(part.layout, find_config(part.path))
+
+
+def refuse_mean(parts: Sequence[Part]) -> None:
+    """Raise `Unsupported` if any of the checkpoints that a mean is to be of is quantized."""
+    for part in parts:
+        quantized = look_for_quantized(part)
+        if quantized is not None:
+            message = f"the weights are quantized ({quantized.method}): their numbers have no mean without their scales"
+            hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
+            raise Unsupported(message, path=part.path, hint=hint)
+
+
+def find_dequantizing(quantized: Quantized | None, found: Weights, asked: Edits) -> Dequantizing | None:
+    """Return the quantized weights that a dtype is asked for; None if it is for none.
+
+    Raises `Unsupported` if they are of a kind that cannot be computed, `Usage` if it is asked for some alone.
+    """
+    if quantized is None or not asked.dtype:
+        return None
+    names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
+    chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
+    if not chosen:
+        return None
+    if left := sorted(names[old] for old in names.keys() - chosen):
+        hint = "give one dtype for all weights, like --dtype bf16"
+        raise Usage(f"{len(left)} quantized weights would stay, such as `{left[0]}`, and others not", hint=hint)
+    return Dequantizing(quantized, frozenset(chosen))
+
+
+def check_casts(quantized: Quantized | None, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+    """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves."""
+    if quantized is None:
+        return
+    torn = sorted(new for new in casts if came_from.get(new, new) in quantized.members)
+    if torn:
+        quantized.require_known()
+        hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or leave --dtype out"
+        raise Usage(
+            f"{abridge(torn)} belong to quantized weights ({quantized.method}): they mean nothing rounded", hint=hint
+        )
+
+
+def recipe_of(quantized: Quantized, name: str) -> Recipe:
+    """Return the recipe of a weight, by the name of its numbers in the checkpoint."""
+    from ckptkit.engine.dequantize import Transposed4, scaled  # imports numpy, which no copy needs
+
+    packed, specs = quantized.weights[name], quantized.layout.specs
+    numbers = Operand(1, name, specs[name].dtype)
+    scales = Operand(1, packed.scale, specs[packed.scale].dtype)
+    if packed.steps is not None:
+        return scaled(numbers, scales, specs[packed.scale].shape, packed.steps)
+    require_modest(quantized, name, packed)
+    return Transposed4(numbers, scales, packed.shape)
+
+
+def require_modest(quantized: Quantized, name: str, packed: Packed) -> None:
+    """Raise `Unsupported` for experts of which one would not be held in memory."""
+    _, columns, rows = packed.shape
+    if columns * rows // 2 > _MOST_AT_HAND:
+        message = f"one expert of {list(packed.shape)} would take {columns * rows // 2} bytes of memory"
+        raise Unsupported(message, path=quantized.layout.root, tensor=name)
