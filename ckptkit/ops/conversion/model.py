@@ -54,9 +54,9 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     if plain is not None:
         opened = [plain.unpack(opened[0])]
         companions = plain.of_plain(companions, notes)
-    if not options.rename:
-        opened = [without_prefix(weights, companions, notes) for weights in opened]
     names = options.names or (HUB if is_alone or options.map else KEEP)
+    if names != KEEP and not options.rename:
+        opened = [without_prefix(weights, companions, notes) for weights in opened]
     ask_base = asker(options.base)
     opened = [
         name_one(weights, part, names, companions, options, ask_base, notes)

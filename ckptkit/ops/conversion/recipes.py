@@ -136,8 +136,8 @@ class Merging:
     def kind_by_config(self, source: Source, change: Change, own: str) -> Kind:
         """Return the way in which a layer stores a weight that is square. Raises `Unsupported` if nothing tells.
 
-        The switch is of all layers, and of the last kind that PEFT met: where others of the adapter show that it is not
-        theirs, it says nothing of a square one.
+        The switch is of all layers, and of the last kind that the library met: where others of the adapter show
+        that it is not theirs, it says nothing of a square one.
         """
         is_turned = source.config.flag("fan_in_fan_out")
         for other in changes_of(source.adapter):
