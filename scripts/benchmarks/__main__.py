@@ -21,6 +21,7 @@ from importlib.metadata import version
 from scripts.benchmarks.consolidate import consolidate, inspect
 from scripts.benchmarks.manage import manage
 from scripts.benchmarks.merge import merge
+from scripts.benchmarks.names import names
 from scripts.benchmarks.plan import plan
 from scripts.benchmarks.reshard import reshard
 from scripts.benchmarks.scale import scale
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "inspect": Benchmark(inspect, {"runs": 5}),
     "plan": Benchmark(plan, {"runs": 5}),
     "trainers": Benchmark(trainers, {"size_gb": 1.2, "runs": 3}),
+    "names": Benchmark(names, {"size_gb": 1.6, "runs": 3}),
     "merge": Benchmark(merge, {"size_gb": 1.7, "runs": 3}),
     "scale": Benchmark(scale),
     "train": Benchmark(train),
