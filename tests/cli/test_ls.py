@@ -184,4 +184,7 @@ def test_a_shell_completes_commands_and_options() -> None:
     assert complete(COMP_WORDS="ckptkit pr", COMP_CWORD="1", _CKPTKIT_COMPLETE="complete_bash") == ["prune"]
     offered = complete(COMP_WORDS="ckptkit prune --keep", COMP_CWORD="2", _CKPTKIT_COMPLETE="complete_bash")
     assert offered == ["--keep-last", "--keep-every", "--keep-best"]
-    assert "complete -o default -F" in ckptkit("--show-completion", "bash").stdout
+    command = [sys.executable, "-m", "ckptkit", "--show-completion", "bash"]
+    named = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # a suite may run under no shell
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=named).stdout
+    assert "complete -o default -F" in shown
