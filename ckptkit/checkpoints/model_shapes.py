@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied
+from ckptkit.checkpoints.families.transformers_model import without_hints
 from ckptkit.errors import Unsupported
 from ckptkit.tensors.box import Shape
 
@@ -41,7 +42,7 @@ def build_shapes(config: Mapping[str, Any], most_layers: int) -> dict[str, Shape
     if not is_modest(config, most_layers):
         raise Unsupported(f"config.json calls for more layers than there are tensors, {most_layers}")
     try:
-        known = transformers.AutoConfig.for_model(**config)
+        known = transformers.AutoConfig.for_model(**without_hints(config))
         with torch.device("meta"):
             model = getattr(transformers, architecture)._from_config(known)
     except Exception as error:  # transformers' own model code may raise anything

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied, letter_sizes
+from ckptkit.checkpoints.families.transformers_model import without_hints
 from ckptkit.errors import Unsupported
 from ckptkit.tensors.box import Shape
 
@@ -131,7 +132,7 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
         hint = "install transformers, which knows more of them: pip install 'ckptkit-fsdp[hf]'"
         raise Unsupported(f"models of type `{model_type}` are not known here", hint=hint) from error
     try:
-        known = AutoConfig.for_model(**config)
+        known = AutoConfig.for_model(**without_hints(config))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(known)
     except Exception as error:  # transformers' own model code may raise anything
