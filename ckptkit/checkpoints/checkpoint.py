@@ -12,13 +12,12 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ckptkit.checkpoints import trainers
 from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.families import family_of
-from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.edits import select
@@ -29,6 +28,9 @@ from ckptkit.files.path import list_ahead, to_local, to_path
 from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file, unpack
 from ckptkit.formats.torchfile.values import load_value
 from ckptkit.layout import KeyPath, Layout
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoints.families.family import Family
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")

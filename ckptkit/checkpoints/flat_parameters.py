@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ckptkit.axes import boxes_of_run
 from ckptkit.checkpoints.companions import find_companions, find_config
-from ckptkit.checkpoints.model_shapes import shapes_by_config
 from ckptkit.checkpoints.trainers import is_other_part
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.folders import folders
@@ -80,6 +79,8 @@ def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
     config = find_companions(path, base).config if base is not None else find_config(path)
     if config is None:
         return None
+    from ckptkit.checkpoints.model_shapes import shapes_by_config  # hardly ever needed, and slow to import
+
     try:
         return Known(shapes_by_config(config), "config.json")
     except CkptError as error:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit import edits
-from ckptkit.checkpoints.families import KEEP, family_of, get_family, settle_family, turn_between
+from ckptkit.checkpoints.families import KEEP, family_of, get_family
 from ckptkit.checkpoints.families.complete import check_complete
 from ckptkit.checkpoints.families.custom import in_front
 from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.training import translate_training
 from ckptkit.checkpoints.families.translate import Translated, Turn
+from ckptkit.checkpoints.families.turn import settle_family, turn_between
 from ckptkit.checkpoints.find_form import AskBase
 from ckptkit.checkpoints.quantized.find import find_quantized
 from ckptkit.checkpoints.vocabulary import check_rows, require_one_size, resize, with_vocabulary

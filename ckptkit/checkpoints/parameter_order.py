@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptkit.checkpoints.companions import find_config
 from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied
-from ckptkit.checkpoints.model_shapes import build_shapes
+from ckptkit.checkpoints.model_shapes import shapes_by_config
 from ckptkit.checkpoints.optimizer_keys import Optimizer, names_of
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import find_prefix, find_weights
@@ -98,7 +98,7 @@ def order_by_config(shapes: Mapping[str, Shape], config: Mapping[str, Any] | Non
     if config is None:
         hint = "put the model's config.json beside the checkpoint"
         raise Unsupported("nothing tells the order of the model's parameters", hint=hint)
-    expected = (expected_shapes(config) if is_known(config) else build_shapes(config, len(shapes))) or {}
+    expected = (expected_shapes(config) if is_known(config) else shapes_by_config(config)) or {}
     missing = [name for name in expected if name not in shapes and not (name == HEAD and is_tied(config))]
     wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
     if not expected or missing or wrong:

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied, letter_sizes
-from ckptkit.checkpoints.families.transformers_model import without_hints
+from ckptkit.checkpoints.families.transformers_model import find_blueprint
 from ckptkit.errors import Unsupported
 from ckptkit.tensors.box import Shape
 
@@ -123,25 +123,13 @@ def norm_widths(names: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ..
 
 def build_architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a model type that only transformers knows, built by its classes on the meta device."""
-    model_type = config.get("model_type")
-    hint = "known without transformers are Llama and its like"
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        hint = "install transformers, which knows more of them: pip install 'ckptkit-fsdp[hf]'"
-        raise Unsupported(f"models of type `{model_type}` are not known here", hint=hint) from error
-    try:
-        known = AutoConfig.for_model(**without_hints(config))
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(known)
-    except Exception as error:  # transformers' own model code may raise anything
-        reason = f"transformers builds no language model of type `{model_type}`: {error}"
-        raise Unsupported(reason.splitlines()[0], hint=hint) from error
-    every = {name: tuple(each.shape) or (1,) for name, each in model.named_parameters(remove_duplicate=False)}
-    parameters = {name: every[name] for name, _ in model.named_parameters()}
-    tied = {name: shape for name, shape in every.items() if name not in parameters}
-    return assemble(llama_names(known.get_text_config()) | {"model_type": model_type}, parameters, tied)
+    blueprint = find_blueprint({key: value for key, value in config.items() if key != "quantization_config"})
+    parameters = {name: blueprint.shapes[name] or (1,) for name in blueprint.parameters}
+    tied = {name: blueprint.shapes[name] for name in blueprint.tied}
+    known = blueprint.model.config
+    if known.is_encoder_decoder:
+        raise Unsupported(f"a `{known.model_type}` has an encoder too, whose activations are not known here")
+    return assemble(llama_names(known.get_text_config()) | {"model_type": known.model_type}, parameters, tied)
 
 
 def llama_names(config: Any) -> dict[str, Any]:

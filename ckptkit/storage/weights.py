@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.families import HUB, KEEP, family_of, settle_family
+from ckptkit.checkpoints.families import HUB, KEEP, family_of
 from ckptkit.checkpoints.families.sizes import Sizes
+from ckptkit.checkpoints.families.turn import settle_family
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout

@@ -1,34 +1,53 @@
-"""List the families of names that are known, and turn a model's tensors from one into another. Each is one file."""
+"""List the families of names that are known, and tell of which one tensors are. Each is one file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from itertools import chain
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ckptkit.checkpoints.expected import HEAD, find_embedding, is_tied
-from ckptkit.checkpoints.families.family import Family
-from ckptkit.checkpoints.families.litgpt import LITGPT
-from ckptkit.checkpoints.families.llmc import LLMC
-from ckptkit.checkpoints.families.megatron import MEGATRON
-from ckptkit.checkpoints.families.meta import META
-from ckptkit.checkpoints.families.nanogpt import NANOGPT
-from ckptkit.checkpoints.families.olmo import OLMO
-from ckptkit.checkpoints.families.rule import outline_of
-from ckptkit.checkpoints.families.sizes import Sizes
-from ckptkit.checkpoints.families.torchtitan import BEFORE_0_3, TORCHTITAN
-from ckptkit.checkpoints.families.torchtune import TORCHTUNE
-from ckptkit.checkpoints.families.transformers import TRANSFORMERS
-from ckptkit.checkpoints.families.translate import Translated, Turn
-from ckptkit.errors import Mismatch, Usage
-from ckptkit.layout import StoredTensor
+from ckptkit.checkpoints.families.outline import outline_of
+from ckptkit.errors import Usage
 from ckptkit.tensors.box import Shape
 
+if TYPE_CHECKING:
+    from ckptkit.checkpoints.families.family import Family
+
 HUB, KEEP = "hub", "keep"
-_COMPUTED = ".rotary_emb.inv_freq"  # a buffer that older files hold, and every model computes
-FAMILIES: tuple[Family, ...] = (
-    *(TORCHTITAN, BEFORE_0_3, MEGATRON, META, TORCHTUNE, LITGPT, OLMO, NANOGPT, LLMC),
-    TRANSFORMERS,
-)
+
+
+class Known(NamedTuple):
+    """A family of the table: where its rules are, and the pattern `tells` of names that are its own.
+
+    In these names there is `#` for every number. The family is imported when it is asked for, to tell whose a
+    checkpoint is no sooner than such a name is in it.
+    """
+
+    where: str
+    tells: str
+
+
+# by the word that users type; of several that have the same names the first is meant
+FAMILIES = {
+    "torchtitan": Known(
+        "torchtitan:TORCHTITAN",
+        r"layers\.#\.attention\.qkv_linear\..*|layers\.#\.moe\.(routed_experts|experts)\..*_E[A-Z]+",
+    ),
+    "torchtitan-0.2": Known("torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"),
+    "megatron": Known("megatron:MEGATRON", r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*"),
+    "meta": Known("meta:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
+    "torchtune": Known("torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"),
+    "litgpt": Known("litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
+    "olmo": Known("olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
+    "nanogpt": Known("nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
+    "llmc": Known("llmc:LLMC", "qkvw"),
+    "transformers": Known(
+        "transformers:TRANSFORMERS",
+        r"(.*\.)?experts\.(gate_up_proj|down_proj)|"
+        r"model\.(language_model|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\..*",
+    ),
+}
 
 
 def family_of(
@@ -42,8 +61,7 @@ def family_of(
     Of several that share names it is the one whose trainer wrote them, or whose file with sizes lies beside them, or
     else one that has such a type of model. Their tables say the same of the types that they share.
     """
-    outlines = {outline_of(name)[0]: shape for name, shape in shapes.items()}
-    told = [family for family in FAMILIES if family.is_told_by(outlines)]
+    told = families_with(shapes)
     fitting = (
         *(family for family in told if trainer and family.trainer == trainer),
         *(family for family in told if family.sizes_file and lies_beside(family.sizes_file)),
@@ -53,14 +71,21 @@ def family_of(
     return next(iter(fitting), None)
 
 
-def settle_family(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
-    """Return the family of tensors that may be of the Hub or of transformers, now that the model is known; or `found`.
+def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
+    """Return every family that has names of its own, with the shapes that go with them, among these."""
+    outlines = {outline_of(name)[0]: shape for name, shape in shapes.items()}
+    told = []
+    for name, known in FAMILIES.items():
+        own = [shape for outline, shape in outlines.items() if re.fullmatch(known.tells, outline)]
+        if own and any(map((family := load(name)).tells_shape, own)):
+            told.append(family)
+    return told
 
-    Raises `Unsupported` if it takes transformers to tell them apart, and that is not installed.
-    """
-    if found not in (None, TRANSFORMERS):
-        return found
-    return TRANSFORMERS if TRANSFORMERS.is_of(shapes, sizes) else None
+
+def load(name: str) -> Family:
+    """Return the family of the table that users call `name`."""
+    module, _, family = FAMILIES[name].where.partition(":")
+    return cast("Family", getattr(import_module(f"{__name__}.{module}"), family))
 
 
 def step_before_family(shapes: Mapping[str, Shape]) -> str:
@@ -73,11 +98,9 @@ def step_before_family(shapes: Mapping[str, Shape]) -> str:
 
 def get_family(name: str) -> Family | None:
     """Return a family by its name, None for the Hub. Raises `Usage` if there is none."""
-    found = next((family for family in FAMILIES if family.name == name), None)
-    if found is None and name != HUB:
-        known = ", ".join((HUB, KEEP, *(family.name for family in FAMILIES)))
-        raise Usage(f"there is no family of names `{name}`", hint=f"use one of {known}")
-    return found
+    if name not in (HUB, *FAMILIES):
+        raise Usage(f"there is no family of names `{name}`", hint=f"use one of {', '.join((HUB, KEEP, *FAMILIES))}")
+    return None if name == HUB else load(name)
 
 
 def check_names(name: str | None, table: Family | None = None) -> None:
@@ -86,71 +109,3 @@ def check_names(name: str | None, table: Family | None = None) -> None:
         raise Usage("a table of names is given, and they are to be kept", hint="leave out --names keep, or --map")
     if name not in (None, KEEP) and (table is None or name != table.name):
         get_family(str(name))
-
-
-def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Turn:
-    """Return the function that makes of tensors of one family those of another, of which None is the Hub.
-
-    It takes tensors that are located, for boxes are cut out of their chunks, and raises `Mismatch` for one that has no
-    place there, or whose shape the config contradicts.
-    """
-
-    def turn(tensors: Mapping[str, StoredTensor]) -> Translated:
-        hub = Translated.of(tensors) if here is None else to_hub(here, tensors, sizes)
-        if there is None:
-            return hub
-        hub = with_tied_head(hub, there, sizes)
-        found = from_hub(there, hub.tensors, sizes)
-        came_from = {
-            new: tuple(dict.fromkeys(chain.from_iterable(hub.came_from[name] for name in names)))
-            for new, names in found.came_from.items()
-        }
-        return Translated(found.tensors, came_from, (*hub.unplaced, *found.unplaced))
-
-    return turn
-
-
-def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-    """Return tensors of a family as the Hub has them; `unplaced` are those that it has not.
-
-    Raises `Mismatch` for any other that no rule has a place for.
-    """
-    lost = family.find_bias_missing(tensors)
-    if lost is not None:
-        message = f"it is not there; on the Hub every `{sizes.model_type}` has it"
-        raise Mismatch(
-            message, tensor=lost, hint="a model without biases has no form there: keep its names with --names keep"
-        )
-    found = family.to_hub(tensors, sizes)
-    left = [name for name in found.unplaced if not family.drops_name(name)]
-    if left:
-        message = f"no rule says what {family.name}'s tensor is called on the Hub, nor {len(left) - 1} others"
-        hint = "leave it out with --exclude, say where it belongs with --map, or keep all names with --names keep"
-        raise Mismatch(message, tensor=left[0], hint=hint)
-    return found
-
-
-def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-    """Return tensors of the Hub as a family has them; `unplaced` are buffers that it has not.
-
-    Raises `Mismatch` for any other that no rule has a place for.
-    """
-    found = family.from_hub(tensors, sizes)
-    left = [name for name in found.unplaced if not (family.drops_name(name) or name.endswith(_COMPUTED))]
-    if left:
-        message = f"no rule says what it is called in {family.name}, nor {len(left) - 1} others"
-        raise Mismatch(message, tensor=left[0], hint="leave it out with --exclude, or say what it is called with --map")
-    return found
-
-
-def with_tied_head(hub: Translated, family: Family, sizes: Sizes) -> Translated:
-    """Return tensors of the Hub with a head tied to the embedding where a family has it, without it elsewhere."""
-    embedding = find_embedding(hub.tensors)
-    if embedding is None or family.has_tied_head is None or not is_tied(sizes.config):
-        return hub
-    tensors, came_from = dict(hub.tensors), dict(hub.came_from)
-    if family.has_tied_head and HEAD not in tensors:
-        tensors[HEAD], came_from[HEAD] = tensors[embedding], came_from[embedding]
-    elif not family.has_tied_head and tensors.get(HEAD) == tensors[embedding]:
-        del tensors[HEAD], came_from[HEAD]
-    return Translated(tensors, came_from, hub.unplaced)

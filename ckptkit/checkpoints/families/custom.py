@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.families.family import Family
-from ckptkit.checkpoints.families.rule import Rule, outline_of, patterns_of
+from ckptkit.checkpoints.families.outline import outline_of
+from ckptkit.checkpoints.families.rule import Rule, patterns_of
 from ckptkit.checkpoints.families.sizes import SYMBOLS
 from ckptkit.checkpoints.families.step_words import counts_of, require_keys, step_in
 from ckptkit.checkpoints.families.steps import Step
@@ -67,7 +68,7 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
         except Usage as error:
             raise Usage(f"{where}: {error.message}", hint=error.hint) from None
     drops = tuple(re.escape(p.outline) for one in texts_in(parsed, "drop", ()) for p in patterns_of(one))
-    return Family(name=name, tells=(), rules=lambda _: tuple(rules), drops=drops)
+    return Family(name=name, rules=lambda _: tuple(rules), drops=drops)
 
 
 def rule_in(entry: object) -> Rule:

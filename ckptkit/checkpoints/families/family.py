@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ckptkit.checkpoints.families.rule import Rule, outline_of
+from ckptkit.checkpoints.families.outline import outline_of
+from ckptkit.checkpoints.families.rule import Rule
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.translate import Translated, translate
 from ckptkit.layout import Layout, StoredTensor
@@ -19,8 +20,8 @@ from ckptkit.tensors.box import Shape
 class Family:
     """The names that a library gives to a model's tensors, as a table of rules against the Hub's.
 
-    `tells` are patterns of names, with `#` for numbers, by one of which it is known, if such a tensor `tells_shape`;
-    `drops` those of entries that the Hub has not. `rules` gives the table for a model of some sizes and one of the
+    A name of its own tells it only if the tensor's shape does, by `tells_shape`. `drops` are patterns of entries that
+    the Hub has not, with `#` for numbers. `rules` gives the table for a model of some sizes and one of the
     `types`, and raises `Unsupported` for any other. `check` holds what a whole checkpoint says of its model against
     these sizes, and raises `Mismatch` or `Unsupported`. `files` gives what lies beside such a model in DCP, by the step
     that it was saved at. `trainer` is who writes such names, if others share them. With a tied head (`has_tied_head`)
@@ -30,7 +31,6 @@ class Family:
     """
 
     name: str
-    tells: tuple[str, ...]
     rules: Callable[[Sizes], tuple[Rule, ...]]
     types: tuple[str, ...] = ()
     tells_shape: Callable[[Shape], bool] = lambda _: True
@@ -44,18 +44,9 @@ class Family:
     biased: str = ""
 
     @cached_property
-    def tell(self) -> re.Pattern[str]:
-        """Return the pattern of a name by which it is known."""
-        return re.compile("|".join(self.tells) or r"(?!)")
-
-    @cached_property
     def drop(self) -> re.Pattern[str]:
         """Return the pattern of a name that the Hub has not."""
         return re.compile("|".join(self.drops) or r"(?!)")
-
-    def is_told_by(self, shapes: Mapping[str, Shape]) -> bool:
-        """Return whether a tensor is this family's, by its name, with `#` for numbers, and its shape."""
-        return any(self.tell.fullmatch(outline) and self.tells_shape(shape) for outline, shape in shapes.items())
 
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return the tensors as the Hub has them; without those that it has not, which are `unplaced` too."""

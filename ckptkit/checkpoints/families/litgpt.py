@@ -110,7 +110,6 @@ def in_groups() -> tuple[Rule, ...]:
 
 LITGPT = Family(
     name="litgpt",
-    tells=(r"transformer\.h\.#\.attn\.(qkv|attn)\.weight",),
     types=_TYPES,
     rules=rules,
     has_tied_head=True,

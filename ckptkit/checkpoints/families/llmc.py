@@ -27,4 +27,4 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
     )
 
 
-LLMC = Family(name="llmc", tells=("qkvw",), types=_TYPES, rules=rules)
+LLMC = Family(name="llmc", types=_TYPES, rules=rules)

@@ -120,7 +120,6 @@ def files(step: int) -> Mapping[str, bytes]:
 
 MEGATRON = Family(
     name="megatron",
-    tells=(r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*",),
     drops=(r".*\._extra_state", r"(.*\.)?rotary_pos_emb\.inv_freq", r".*\.router\.local_tokens_per_expert"),
     rules=rules,
     types=_DENSE + _MIXTURES,

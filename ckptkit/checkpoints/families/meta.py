@@ -68,7 +68,6 @@ def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
 
 META = Family(
     name="meta",
-    tells=(r"layers\.#\.attention\.w[qkvo]\.weight",),
     types=_TYPES,
     drops=(r"rope\.freqs",),
     rules=rules,

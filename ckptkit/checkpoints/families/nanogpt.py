@@ -40,7 +40,6 @@ def is_linear(shape: Shape) -> bool:
 
 NANOGPT = Family(
     name="nanogpt",
-    tells=(r"transformer\.h\.#\.attn\.c_attn\.weight",),
     tells_shape=is_linear,
     types=_TYPES,
     drops=(r"(transformer\.)?h\.#\.attn\.(masked_)?bias",),  # the mask of attention

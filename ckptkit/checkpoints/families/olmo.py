@@ -60,7 +60,6 @@ def mixture() -> tuple[Rule, ...]:
 
 OLMO = Family(
     name="olmo",
-    tells=(r"blocks\.#\.attention\.w_[qkv]\.weight",),
     types=_TYPES,
     rules=rules,
     trainer="OLMo-core",

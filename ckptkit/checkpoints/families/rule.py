@@ -13,14 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from ckptkit.checkpoints.families.outline import Numbers
 from ckptkit.checkpoints.families.steps import Same, Step
 
-# a step of a name that is a number, or one at the end of `weight` or `bias`, as experts in one module have it
-_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
 _CAPTURE = re.compile(r"\{([a-z]+)\}")
 _OPTION = re.compile(r"\[([^\]]*)\]")
-
-Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +35,6 @@ class Pattern:
     def name(self, numbers: Numbers) -> str:
         """Return the name with these numbers."""
         return self.text.format(*numbers)
-
-
-def outline_of(name: str) -> tuple[str, Numbers]:
-    """Return a name with `#` for every number that is a step of it, or ends `weight` or `bias`, and these numbers."""
-    return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
 
 
 def patterns_of(text: str) -> Iterator[Pattern]:

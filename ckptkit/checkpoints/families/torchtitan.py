@@ -162,7 +162,6 @@ def latent_attention() -> tuple[Rule, ...]:
 
 TORCHTITAN = Family(
     name="torchtitan",
-    tells=(r"layers\.#\.attention\.qkv_linear\..*", r"layers\.#\.moe\.(routed_experts|experts)\..*_E[A-Z]+"),
     types=_TYPES,
     drops=(r"freqs_cis", r"rope\.cache", r"layers\.#\.moe\.(tokens_per_expert.*|expert_bias(_E)?)"),
     rules=rules,
@@ -172,6 +171,5 @@ TORCHTITAN = Family(
 BEFORE_0_3 = replace(
     TORCHTITAN,
     name="torchtitan-0.2",
-    tells=(r"layers\.#\.attention\.w([qkv]|kv_a)\.weight",),
     rules=partial(rules, is_older=True),
 )

@@ -70,7 +70,6 @@ def fused() -> tuple[Rule, ...]:
 
 TORCHTUNE = Family(
     name="torchtune",
-    tells=(r"layers\.#\.attn\.q_proj\.weight", r"layers\.#\.sa_norm\.scale"),
     types=_TYPES,
     rules=rules,
     trainer="torchtune",

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ckptkit.checkpoints.expected import is_known
 from ckptkit.checkpoints.families.family import Family
-from ckptkit.checkpoints.families.rule import Rule, outline_of
+from ckptkit.checkpoints.families.rule import Rule
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.transformers_forms import forms_of
-from ckptkit.checkpoints.families.transformers_model import INSTALL, UnknownType, find_blueprint, is_installed
+from ckptkit.checkpoints.families.transformers_model import UnknownType, find_blueprint, is_installed
 from ckptkit.checkpoints.families.translate import Translated
 from ckptkit.checkpoints.form import Form, closest
 from ckptkit.errors import Mismatch, Unsupported
@@ -34,26 +34,27 @@ _SAME = frozenset(
 class InMemory(Family):
     """The names in memory of models of transformers: a family without rules, whose table is transformers' own."""
 
-    def is_of(self, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
+    def is_of(self, shapes: Mapping[str, Shape], sizes: Sizes, *, looks_it: bool) -> bool:
         """Return whether names are those in memory of a model for which there are others on disk.
 
-        Raises `Unsupported` where they look it, and transformers is not installed.
+        They look it where some are what the table of families has of it. Raises `Unsupported` where they do, and
+        transformers is not installed.
         """
         if is_known(sizes.config):
             return False
-        outlines = {outline_of(name)[0]: shape for name, shape in shapes.items()}
         if not is_installed():
             types = {str(sizes.config.get("model_type")), sizes.model_type}
-            if types & _SAME or not self.is_told_by(outlines):
+            if types & _SAME or not looks_it:
                 return False
             message = f"experts or prefixes of this `{sizes.config.get('model_type')}` are as transformers has them"
-            raise Unsupported(f"{message} in memory, and it is not installed", tensor=next(iter(shapes)), hint=INSTALL)
+            hint = "pip install 'ckptkit-fsdp[hf]', or keep the names with --names keep"
+            raise Unsupported(f"{message} in memory, and it is not installed", tensor=next(iter(shapes)), hint=hint)
         try:
             disk, *_, memory = forms_of(sizes.config, sizes.hub_names)
         except UnknownType:
             return False
         except Unsupported as error:
-            if not self.is_told_by(outlines):
+            if not looks_it:
                 return False
             error.hint = "keep the names as transformers has them in memory, with --names keep"
             raise
@@ -124,10 +125,6 @@ def no_rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 TRANSFORMERS = InMemory(
     name="transformers",
-    tells=(
-        r"(.*\.)?experts\.(gate_up_proj|down_proj)",
-        r"model\.(language_model|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\..*",
-    ),
     rules=no_rules,
     has_tied_head=None,
     drops=(r"(.*\.)?_extra_state(/.*)?", r"(.*\.)?rotary_emb\.inv_freq"),

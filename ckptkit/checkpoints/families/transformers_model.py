@@ -19,13 +19,13 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.tensors.box import Shape
 
-INSTALL = "pip install transformers, by whose own table the names are turned, or keep them with --names keep"
+INSTALL = "install transformers, which knows more of them: pip install 'ckptkit-fsdp[hf]'"
 # what would be a hint to load code, or change the tensors in ways that no table of names tells
 _LEFT_OUT = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|torch_dtype|dtype")
 _FLOAT = "__float__"  # what transformers writes for numbers that JSON has not
 _LAYERS = re.compile(r".*(layers?|blocks|depths?|stages)")
 _EXPERTS = re.compile(r".*experts.*")
-_MOST_LAYERS, _MOST = 10_000, 1 << 20  # ten times those of any model, and of all its experts; a config may be anybody's
+_MOST_LAYERS, _MOST = 2_000, 1 << 20  # ten times those of any model, and of all its experts; a config may be anybody's
 _AUTO = (
     *("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),
     "AutoModel",
@@ -40,6 +40,7 @@ class UnknownType(Unsupported):
 class Blueprint:
     """A model on the meta device, and the shapes that its tensors have in memory.
 
+    `parameters` are the names of those that are parameters, and not tied to another, in the model's order.
     `tied` gives the names of tensors that are not saved, and those of the ones that they are the same as; `unsaved`
     are those that are never saved. `in_fp32` gives patterns of the names of tensors that loaders keep in fp32, by the
     dtype in which they load the others.
@@ -47,6 +48,7 @@ class Blueprint:
 
     model: Any
     shapes: Mapping[str, Shape]
+    parameters: tuple[str, ...]
     tied: Mapping[str, str]
     unsaved: frozenset[str]
     in_fp32: Mapping[str, re.Pattern[str] | None]
@@ -80,7 +82,7 @@ def build(text: str) -> Blueprint:
             model = class_of(transformers, config)(kind_of(transformers, model_type).from_dict(config))
             shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     except UnknownType as error:
-        message = f"transformers {transformers.__version__} has no models of type `{model_type}`"
+        message = f"transformers {transformers.__version__} has no {error.message}"
         raise UnknownType(message, hint="pip install --upgrade transformers") from error
     except Exception as error:  # transformers' own model code may raise anything
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -89,6 +91,7 @@ def build(text: str) -> Blueprint:
     return Blueprint(
         model=model,
         shapes=shapes,
+        parameters=tuple(name for name, _ in model.named_parameters()),
         tied={target: source for target, source in ties_of(model).items() if target in shapes and source in shapes},
         unsaved=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
         in_fp32={
@@ -101,7 +104,7 @@ def build(text: str) -> Blueprint:
 def kind_of(transformers: Any, model_type: str) -> Any:
     """Return the class of the config of a type of models. Raises `UnknownType` if there is none."""
     if model_type not in transformers.CONFIG_MAPPING:
-        raise UnknownType(model_type)
+        raise UnknownType(f"models of type `{model_type}`")
     return transformers.CONFIG_MAPPING[model_type]
 
 
@@ -109,14 +112,15 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
     """Return the class that a config names, or else that of its type. Raises `UnknownType` if there is none."""
     named = [str(name).removeprefix("FSDP") for name in config.get("architectures") or ()]
     for name in named:
-        if isinstance(found := getattr(transformers, name, None), type):
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     kind = kind_of(transformers, str(config.get("model_type")))
     mappings = [getattr(transformers, name)._model_mapping for name in _AUTO]
-    found = [mapping[kind] for mapping in mappings if kind in mapping]
-    if named or not found:
-        raise UnknownType(str(config.get("model_type")))
-    return found[0]
+    classes = [mapping[kind] for mapping in mappings if kind in mapping]
+    if named or not classes:
+        raise UnknownType(f"class `{named[0]}`" if named else f"model for the config of a `{config['model_type']}`")
+    return classes[0]
 
 
 def ties_of(model: Any) -> dict[str, str]:

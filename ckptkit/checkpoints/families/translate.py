@@ -9,7 +9,8 @@ from math import prod
 from typing import NamedTuple, Self
 
 from ckptkit import axes
-from ckptkit.checkpoints.families.rule import Numbers, Pattern, Rule, outline_of, patterns_of
+from ckptkit.checkpoints.families.outline import Numbers, outline_of
+from ckptkit.checkpoints.families.rule import Pattern, Rule, patterns_of
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.steps import Flat
 from ckptkit.errors import CkptError, Mismatch

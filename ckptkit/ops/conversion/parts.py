@@ -11,7 +11,7 @@ from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import CONFIG, dump_config, find_companions, read_config
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.families import FAMILIES, HUB, KEEP
+from ckptkit.checkpoints.families import HUB, KEEP, get_family
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.naming import name_training
 from ckptkit.checkpoints.parameters import rename_parameters
@@ -107,8 +107,8 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
     """Return the files that the family of names that is asked for has beside its shards."""
-    asked = (family for family in FAMILIES if options.to == "dcp" and family.name == options.names)
-    return next((family.files(checkpoint.step or 0) for family in asked), {})
+    family = get_family(options.names) if options.to == "dcp" and options.names not in (None, KEEP) else None
+    return family.files(checkpoint.step or 0) if family else {}
 
 
 def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Part]]:

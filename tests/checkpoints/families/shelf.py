@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckptkit.checkpoints.families import from_hub, get_family, to_hub
+from ckptkit.checkpoints.families import get_family
 from ckptkit.checkpoints.families.sizes import Sizes
+from ckptkit.checkpoints.families.turn import from_hub, to_hub
 from ckptkit.layout import StoredTensor
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored

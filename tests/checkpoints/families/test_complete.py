@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptkit.checkpoints.families.complete import check_complete
-from ckptkit.checkpoints.families.rule import outline_of
+from ckptkit.checkpoints.families.outline import outline_of
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.errors import Mismatch
 

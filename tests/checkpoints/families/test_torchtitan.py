@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit.checkpoints.families import FAMILIES, family_of, get_family
+from ckptkit.checkpoints.families import families_with, family_of, get_family
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.errors import Mismatch, Unsupported
 from tests.checkpoints.families.hub_models import EXPERTS, HEAD, HEADS, HIDDEN, INNER, KEY_HEADS, config_of, saved
@@ -204,7 +204,7 @@ def test_other_types_are_refused() -> None:
 
 def test_a_tied_head(tmp_path: Path) -> None:
     """Torchtitan has the embedding twice."""
-    from ckptkit.checkpoints.families import turn_between
+    from ckptkit.checkpoints.families.turn import turn_between
 
     config = config_of("qwen3", tie_word_embeddings=True)
     hub = saved(config, tmp_path)
@@ -221,7 +221,7 @@ def test_names_that_families_share(tmp_path: Path) -> None:
     config = config_of("llama")
     own = to_the_family("meta", saved(config, tmp_path), config.to_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    told = [family for family in FAMILIES if family.is_told_by({re.sub(r"\d+", "#", n): s for n, s in shapes.items()})]
+    told = families_with(shapes)
     assert [family.name for family in told] == ["torchtitan-0.2", "meta"]
     assert set.intersection(*(set(family.types) for family in told)) == {"llama"}
     check_same(*(to_the_hub(family.name, own, config.to_dict()) for family in told))

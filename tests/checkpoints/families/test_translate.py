@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptkit.checkpoints.families.rule import Rule, outline_of, patterns_of, with_bias
+from ckptkit.checkpoints.families.outline import outline_of
+from ckptkit.checkpoints.families.rule import Rule, patterns_of, with_bias
 from ckptkit.checkpoints.families.sizes import Sizes
 from ckptkit.checkpoints.families.steps import Joined, Transposed
 from ckptkit.checkpoints.families.translate import translate
