@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 
-from scripts.benchmarks.consolidate import consolidate, inspect
+from scripts.benchmarks.consolidate import consolidate, inspect, large
 from scripts.benchmarks.manage import manage
 from scripts.benchmarks.merge import merge
 from scripts.benchmarks.names import names
@@ -45,6 +45,7 @@ class Benchmark:
 
 BENCHMARKS = {
     "consolidate": Benchmark(consolidate, {"size_gb": 1.6, "runs": 5}),
+    "large": Benchmark(large, {"size_gb": 6.8, "runs": 3}),
     "reshard": Benchmark(reshard, {"size_gb": 3.2, "runs": 3}),
     "load": Benchmark(load, {"size_gb": 1.6, "runs": 3}),
     "save": Benchmark(save, {"size_gb": 1.6, "runs": 3}),

@@ -62,6 +62,22 @@ def consolidate(size_gb: float, runs: int) -> None:
     print(table(results))
 
 
+def large(size_gb: float, runs: int) -> None:
+    """Measure consolidating a checkpoint beside which what a start takes is nothing, against copying its bytes."""
+    with workplace() as home:
+        src = home / "bf16"
+        make(8, f"sharded --size-gb {size_gb} --dtype bfloat16", src)
+        results = measure(
+            [*floors("bf16", src), ours("bf16", src), ours("bf16", src, " --no-sync")],
+            home / "out",
+            runs=runs,
+            modes=("warm", "cold"),
+        )
+        size = size_of(src)
+    print(paragraph(f"{size} from 8 ranks; medians of {runs} runs, taken in turns. All else as in the table above."))
+    print(table(results))
+
+
 def ours(name: str, src: Path, options: str = "") -> Contender:
     """Return `ckptkit consolidate`, to be compared with the floor that makes the same promise."""
     floor = f"{name}: cat" if "--no-sync" in options else f"{name}: cat, sync"
