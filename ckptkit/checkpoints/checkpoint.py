@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +21,10 @@ from ckptkit.checkpoints.families import family_of
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.edits import select
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import children, entry_of, folders
+from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import list_ahead, to_local, to_path
 from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file, unpack
 from ckptkit.formats.torchfile.values import load_value
@@ -50,14 +51,16 @@ class Checkpoint:
     strange: tuple[Path, ...] = ()
 
     @classmethod
-    def open(cls, source: Source) -> Checkpoint:
+    def open(cls, source: Source, also: Others = ()) -> Checkpoint:
         """Open the checkpoint at a path or URL, or the latest complete one of the run that lies there.
 
-        Raises `NotACheckpoint` if there is none, `Unsupported` for files of a trainer that are not read yet.
+        `also` are other directories that hold files of the same one, as when each node had a disk of its own. Raises
+        `NotACheckpoint` if there is none, `Unsupported` for files of a trainer that are not read yet, `Corrupt` for
+        directories of different checkpoints.
         """
-        if isinstance(source, Checkpoint):
+        if isinstance(source, Checkpoint) and not also:
             return source
-        path = to_path(source)
+        path = join_places(source, also)
         here = cls.at(path)
         if here.is_direct:
             return here
@@ -287,6 +290,7 @@ class Checkpoint:
 
 
 Source = str | os.PathLike[str] | Checkpoint  # whatever a checkpoint is asked for by
+Others = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def path_of(source: Source) -> Path:
@@ -294,10 +298,39 @@ def path_of(source: Source) -> Path:
     return source.path if isinstance(source, Checkpoint) else to_path(source)
 
 
+def join_places(source: Source, also: Others = ()) -> Path:
+    """Return the path that was named, or if `also` others are, all of these directories as one.
+
+    Raises `Usage` for what is no directory, `Corrupt` where names say that they are of different steps.
+    """
+    path = path_of(source)
+    others = [also] if isinstance(also, str | os.PathLike) else also
+    places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
+    for place in places if others else []:
+        if not place.is_dir():
+            what = "it is no directory" if place.exists() else "there is no such directory"
+            raise Usage(f"{what}, and several directories are to be one checkpoint", path=place)
+        steps = [step for one in (places[0], place) if (step := step_of_place(one)) is not None]
+        if len(set(steps)) > 1:
+            message = f"it is of step {steps[1]}, and {places[0]} of step {steps[0]}"
+            raise Corrupt(message, path=place, hint="name directories of one checkpoint")
+    return joined(places) if others else path
+
+
+def step_of_place(path: Path) -> int | None:
+    """Return the step in the name of a directory, or of the one that it lies in; None if neither has one."""
+    path = path.absolute()
+    own = step_of(path)
+    return step_of(path.parent) if own is None else own
+
+
 def local_path_of(source: Source) -> Path:
     """Return the local path that was named, be there a checkpoint or not. Raises `Usage` for a remote one."""
+    path = path_of(source)
+    if isinstance(path, JoinedPath):
+        return joined([to_local(place) for place in roots_of(path)])
     is_file_url = isinstance(source, str) and source.startswith("file:")
-    return to_local(path_of(source) if is_file_url or isinstance(source, Checkpoint) else source)
+    return to_local(path if is_file_url or isinstance(source, Checkpoint) else source)
 
 
 def open_layout(source: Source) -> Layout:
@@ -340,7 +373,7 @@ def latest_in(root: Path) -> Checkpoint | None:
 def entries_in(root: Path) -> Iterator[Path]:
     """Return what lies in a directory, but for hidden entries, and for links to other entries of it."""
     for path in children(root) if root.is_dir() else []:
-        if not (path.name.startswith(".") or (path.is_symlink() and entry_of(root, os.readlink(path)))):
+        if not (path.name.startswith(".") or (path.is_symlink() and entry_of(root, str(path.readlink())))):
             yield path
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
 from ckptkit.engine.scan import sum_file
 from ckptkit.files.file import file_size, names_in
+from ckptkit.files.joined import roots_of
 from ckptkit.files.publish import publish
 from ckptkit.layout import Extent
 
@@ -26,8 +27,9 @@ def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> di
 
 
 def replace_manifest(root: Path, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint that others may be reading, in one step."""
-    publish(root / NAME, manifest.to_bytes(), overwrite=True)
+    """Write the manifest of a checkpoint that others may be reading, in one step; of several in the first."""
+    for there in roots_of(root / NAME) or [next(iter(roots_of(root)), root) / NAME]:
+        publish(there, manifest.to_bytes(), overwrite=True)
 
 
 def files_in(root: Path) -> set[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
+from ckptkit.files.joined import JoinedPath
 from ckptkit.files.local import open_regular, open_to_write
 from ckptkit.files.path import RemotePath
 from ckptkit.files.ranges import RemoteFile
@@ -19,6 +20,8 @@ from ckptkit.files.system import again
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_COMPARED_AT_ONCE = 1 << 20  # bytes
+_COMPARED: set[tuple[tuple[int, ...], ...]] = set()  # pairs of files that are the same, as they were then
 
 
 class File(Protocol):
@@ -50,9 +53,44 @@ def open_file(path: Path, *, writable: bool = False) -> File:
 
     Raises `Corrupt` if it is missing, `Unsafe` for links, devices, pipes and directories, `IOFailure` for all else.
     """
+    if isinstance(path, JoinedPath):
+        return open_file(the_one(path))
     if isinstance(path, RemotePath):
         return RemoteFile(path)
     return open_to_write(path) if writable else open_regular(path)
+
+
+def the_one(path: JoinedPath) -> Path:
+    """Return where a file lies that is in one of several directories, or the same in all that have it.
+
+    Raises `Corrupt` if it is not.
+    """
+    first, *others = path.places or [path.place]
+    for other in others:
+        require_same(first, other)
+    return first
+
+
+def require_same(one: Path, other: Path) -> None:
+    """Raise `Corrupt` unless two files have the same bytes; those that have been compared are not read again."""
+    with translate_os_errors(other):
+        seen = tuple(
+            (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in (one.stat(), other.stat())
+        )
+    if seen in _COMPARED:
+        return
+    with opening(one) as ours, opening(other) as theirs:
+        size = ours.size
+        starts = range(0, size, _COMPARED_AT_ONCE)
+        if theirs.size != size or any(
+            read_at(ours, min(_COMPARED_AT_ONCE, size - at), at)
+            != read_at(theirs, min(_COMPARED_AT_ONCE, size - at), at)
+            for at in starts
+        ):
+            message = f"it is not the same as {other}: {size} bytes, {theirs.size} there"
+            hint = "these directories are of two saves, or one has an older file: name those of one checkpoint alone"
+            raise Corrupt(message, path=one, hint=hint)
+    _COMPARED.add(seen)
 
 
 @contextmanager
@@ -94,6 +132,8 @@ def file_size(path: Path) -> int:
 
 def names_in(path: Path) -> list[str]:
     """Return the names of what lies in directory `path`, in no order."""
+    if isinstance(path, JoinedPath):
+        return list(dict.fromkeys(name for place in path.places or [path.place] for name in names_in(place)))
     if isinstance(path, RemotePath):
         return again(lambda: [found.name for found in path.iterdir()])
     return again(lambda: os.listdir(path))  # of thousands of names none is made a path

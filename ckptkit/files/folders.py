@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckptkit.errors import translate_os_errors
 from ckptkit.files.file import names_in
+from ckptkit.files.joined import roots_of
 
 
 def children(path: Path) -> list[Path]:
@@ -23,5 +24,6 @@ def folders(path: Path) -> list[Path]:
 
 def entry_of(root: Path, target: str) -> str | None:
     """Return the entry of directory `root` that a link in it leads to or into, None if it leads elsewhere."""
-    place = Path(os.path.normpath(root.absolute() / target))
-    return place.relative_to(root.absolute()).parts[0] if root.absolute() in place.parents else None
+    there = next(iter(roots_of(root)), root).absolute()
+    place = Path(os.path.normpath(there / target))
+    return place.relative_to(there).parts[0] if there in place.parents else None

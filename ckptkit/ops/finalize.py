@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import join_places
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.files.hidden import staging_path
 from ckptkit.files.path import to_local
@@ -34,13 +35,14 @@ def finalize(
     return report_on(sources, dst, asked, partial(finish_shares, count=count))
 
 
-def parse_key(text: bytes, path: Path) -> tuple[list[str], ConvertOptions, int]:
+def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]:
     """Return the sources, the options and the number of parts that a key has, which lies in `path`.
 
     Raises `Corrupt` for a key that no version like this one has written.
     """
     try:
         words = json.loads(text)
-        return list(map(str, words["sources"])), ConvertOptions.of({}, **words["options"]), int(words["parts"])
+        sources = [join_places(str(first), list(map(str, others))) for first, *others in words["sources"]]
+        return sources, ConvertOptions.of({}, **words["options"]), int(words["parts"])
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt("what is being made there cannot be told", path=path, hint="remove it, and begin anew") from error

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Others, Source
 from ckptkit.edits import select
 from ckptkit.engine.read import read
 from ckptkit.errors import CkptError
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def open(source: Source) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name
+def open(source: Source, also: Others = ()) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name
     """Return the tensors of the checkpoint at `source`, or of the latest of the run there, by name, in any format.
 
+    `also` are other directories that hold files of the same checkpoint, as when each node had a disk of its own.
     Reads where they are, and none of them. No code of the checkpoint's runs, and torch is not imported.
     """
-    return LazyCheckpoint(Checkpoint.open(source).layout)
+    return LazyCheckpoint(Checkpoint.open(source, also).layout)
 
 
 Made = TypeVar("Made")

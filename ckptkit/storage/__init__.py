@@ -10,7 +10,8 @@ its `failures` has, by rank, the `CkptError` that says what it was, and `find_ca
 
 from ckptkit.storage.ranks import find_cause
 from ckptkit.storage.reader import LayoutReader, Reader
+from ckptkit.storage.terms import PartialLoad
 from ckptkit.storage.weights import load_weights
 from ckptkit.storage.writer import RoomWriter, Writer
 
-__all__ = ["LayoutReader", "Reader", "RoomWriter", "Writer", "find_cause", "load_weights"]
+__all__ = ["LayoutReader", "PartialLoad", "Reader", "RoomWriter", "Writer", "find_cause", "load_weights"]

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptkit import edits
-from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, Others, join_places
 from ckptkit.checkpoints.families import KEEP, check_names
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.naming import name_training
@@ -41,6 +41,7 @@ from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.plan import Plan, make_plan, needed
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
+from ckptkit.storage.terms import ERROR, Entries, Terms
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
@@ -50,14 +51,19 @@ class LayoutReader(StorageReader):
 
     Where several layouts are given, what is in more than one is read from the first.
 
-    Floats of 16 bits and more are converted to the dtype of the tensor they are read into. A chunk that a rank reads
-    whole is compared with its recorded CRC-32, and `Corrupt` raised if it differs. Of a chunk that is read in part, as
-    when the world size changes, or that has its elements in another order, the CRC-32 says nothing.
+    What the state has and no layout is an error; with `missing` "keep" it stays as it is, with "zero" tensors become
+    zero, and either is said by a warning, `PartialLoad`. A planner that allows a partial load has them kept. A dtype
+    that is another in the state is an error, unless `cast` is "allow": then floats of 16 bits and more are converted.
+
+    A chunk that a rank reads whole is compared with its recorded CRC-32, and `Corrupt` raised if it differs. Of one
+    that is read in part, as when the world size changes, or that has its elements in another order, the CRC-32 says
+    nothing.
     """
 
-    def __init__(self, *layouts: Layout) -> None:
+    def __init__(self, *layouts: Layout, missing: str = ERROR, cast: str = ERROR) -> None:
         super().__init__()
         self.layouts = layouts
+        self.terms = Terms(missing, cast)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew. Raises `Usage` for an id: what is read is the layout."""
@@ -66,11 +72,11 @@ class LayoutReader(StorageReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return every tensor as one chunk: the layout knows of which pieces it is made, the planner need not."""
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        entries = Entries()
         keys: dict[str, KeyPath] = {}
         for layout in reversed(self.layouts):
-            entries |= {name: describe(tensor.spec) for name, tensor in layout.tensors.items()}
-            entries |= {name: BytesStorageMetadata() for name in layout.blobs}
+            entries.update({name: describe(tensor.spec) for name, tensor in layout.tensors.items()})
+            entries.update({name: BytesStorageMetadata() for name in layout.blobs})
             keys |= {name: layout.key(name) for name in layout.names}
         return Metadata(entries, planner_data=keys)
 
@@ -86,17 +92,26 @@ class LayoutReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of this rank's plan: tensors in the order in which they lie in the files."""
-        entries = {item.storage_index.fqn: item for item in plan.items if item.type == LoadItemType.BYTE_IO}
-        for layout in self.layouts:
-            names = [name for name in entries if self._layout_with(name) is layout]
-            found = unpack(edits.select(layout, names.__contains__))
-            for name in names:
-                planner.load_bytes(entries[name], read_value(found, name))
-        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        for layout in self.layouts:
-            own = [item for item in tensors if self._layout_with(item.storage_index.fqn) is layout]
-            read_tensors(layout, own, planner)
+        """Read every item of this rank's plan, once its terms are met: tensors in the order in which they lie."""
+        terms = self.terms.with_planner(planner)
+        wanted: Mapping[str, Any] = getattr(planner, "state_dict", {})
+        items: list[list[ReadItem]] = [[] for _ in self.layouts]
+        missing: dict[str, None] = {}
+        for item in plan.items:
+            number = self._layout_with(item.storage_index.fqn)
+            if number is None:
+                missing[item.storage_index.fqn] = None
+            else:
+                items[number].append(item)
+        terms.check_missing(missing, wanted)
+        tensors = [resolve(layout, items[i], planner) for i, layout in enumerate(self.layouts)]
+        for layout, found in zip(self.layouts, tensors, strict=True):
+            names = ((item.storage_index.fqn, tensor) for item, tensor in found.values())
+            terms.check_casts((name, layout.tensors[name].spec, tensor) for name, tensor in names)
+        for i, layout in enumerate(self.layouts):
+            read_entries(layout, items[i], planner)
+            read_tensors(layout, tensors[i], planner)
+        terms.settle_missing(missing, wanted)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -106,14 +121,18 @@ class LayoutReader(StorageReader):
         """Return False: no id leads to a layout."""
         return False
 
-    def _layout_with(self, name: str) -> Layout:
-        return next(layout for layout in self.layouts if name in layout.tensors or name in layout.blobs)
+    def _layout_with(self, name: str) -> int | None:
+        """Return the number of the first layout that has an entry, None if none has."""
+        found = (i for i, layout in enumerate(self.layouts) if name in layout.tensors or name in layout.blobs)
+        return next(found, None)
 
 
 class Reader(LayoutReader):
     """A reader of the checkpoint at `path`, of any format, into a state with the names that it has there.
 
-    `path` is a local one, a URL, or the id of a model on the Hub.
+    `path` is a local one, a URL, or the id of a model on the Hub. `also` are other directories with files of the
+    same checkpoint, as when each node had a disk of its own. `missing` and `cast` say what happens where the state
+    asks for what is not there, or for another dtype: see `LayoutReader`.
 
     With `under` every name of the model is one below that key: the `norm.weight` of a Hugging Face model is read into
     that of `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there
@@ -123,13 +142,22 @@ class Reader(LayoutReader):
     `torch.load(weights_only=True)` would, or are `io.BytesIO`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, under: str = "", names: str = KEEP) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        also: Others = (),
+        *,
+        under: str = "",
+        names: str = KEEP,
+        missing: str = ERROR,
+        cast: str = ERROR,
+    ) -> None:
         check_names(names)
-        self.path = find_path(path)
+        self.path = join_places(find_path(path), also)
         self.under = under
         self.names = names
         self._failure: CkptError | None = None
-        super().__init__()
+        super().__init__(missing=missing, cast=cast)
 
     def open(self) -> tuple[Layout, ...]:
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
@@ -175,15 +203,32 @@ def find_path(place: str | os.PathLike[str]) -> Path:
     return place if isinstance(place, Path) else to_path(os.fspath(place))
 
 
-def read_tensors(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
-    """Read what is asked for of the tensors of a layout into the tensors that the planner gives for it."""
+Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by the label of a file that a tensor is taken for
+
+
+def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
+    """Read what is asked for of the entries of a layout that are no tensors, and give it to the planner."""
+    items = {item.storage_index.fqn: item for item in plan if item.type == LoadItemType.BYTE_IO}
+    found = unpack(edits.select(layout, items.__contains__))
+    for name, item in items.items():
+        planner.load_bytes(item, read_value(found, name))
+
+
+def resolve(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:
+    """Return what is asked for of the tensors of a layout, as it lies in the files, and what to read it into."""
 
     def place(item: ReadItem) -> tuple[str, int]:
         first = layout.tensors[item.storage_index.fqn].chunks[0]
         return first.path, first.offset
 
-    items = {f"{position:08d}": item for position, item in enumerate(sorted(plan, key=place))}
-    tensors = {label: planner.resolve_tensor(item).detach() for label, item in items.items()}
+    items = sorted((item for item in plan if item.type == LoadItemType.TENSOR), key=place)
+    return {f"{i:08d}": (item, planner.resolve_tensor(item).detach()) for i, item in enumerate(items)}
+
+
+def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner) -> None:
+    """Read tensors of a layout, or boxes of them, into the tensors that the planner has given for them."""
+    items = {label: item for label, (item, _) in resolved.items()}
+    tensors = {label: tensor for label, (_, tensor) in resolved.items()}
     wanted = describe_wanted(layout, items, tensors)
     with in_memory_if_split(layout, items, tensors) as filled:
         fill(make_plan(locate(share_of(layout, wanted)), wanted), filled)

@@ -23,40 +23,55 @@ from ckptkit.layout import Layout
 from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
+from ckptkit.storage.terms import ERROR, Terms
 from ckptkit.tensors.box import Shape, whole
 
 
-def load_weights(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+def load_weights(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any] | None = None,
+    *,
+    missing: str = ERROR,
+    cast: str = ERROR,
+) -> tuple[str, ...]:
     """Load the model of the checkpoint at `path`, of any format, into `tensors` in place; names as the model has them.
 
     If those of the checkpoint are of another family, the config.json beside it or else `config` says what they become.
     Plain tensors or DTensors, on any device. Of names with the same memory, which are tied, the checkpoint may lack all
     but one; those that it has must be equal. Returns the names of the checkpoint's weights that were not asked for.
 
+    With `missing` "keep" what the checkpoint lacks stays as it is, with "zero" it becomes zero, and a warning says so.
+    With `cast` "allow" floats of 16 bits and more are converted to the dtypes of `tensors`.
+
     With torch.distributed initialised every rank must call it, and an error of one is raised on all: `Mismatch` for a
-    tensor that is missing, has another shape or an unlike dtype, or differs from one that it is tied to; whatever
+    tensor that is missing, has another shape or dtype, or differs from one that it is tied to; whatever
     reading the checkpoint raises else.
     """
+    terms = Terms(missing, cast)
     ranks = Ranks()
-    layout = ranks.together(lambda: find_fitting(path, tensors, config))
+    layout, lacking = ranks.together(lambda: find_fitting(path, tensors, config, terms))
     found = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
     tied = find_tied(found)
     wanted = {name: torch.empty_like(tensor) if name in tied else tensor for name, tensor in found.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            state_dict_loader.load(wanted, storage_reader=LayoutReader(layout))
+            state_dict_loader.load(wanted, storage_reader=LayoutReader(layout, cast=cast))
     except CheckpointException as error:
         cause = find_cause(error)
         raise (cause.blame(path=path) if isinstance(cause, CkptError) else cause) from error
     ranks.together(lambda: require_equal(wanted, tied, path))
+    terms.settle_missing(lacking, tensors)
     return tuple(name for name in layout.tensors if name not in tensors)
 
 
-def find_fitting(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Layout:
-    """Return the weights of the checkpoint at `path`, as the model calls them.
+def find_fitting(
+    path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, terms: Terms
+) -> tuple[Layout, list[str]]:
+    """Return the weights of the checkpoint at `path`, as the model calls them, and the names of those that it lacks.
 
-    Raises `Mismatch` unless they have the names and shapes of `tensors`.
+    Raises `Mismatch` unless they have the names, as far as the terms want it, and the shapes of `tensors`.
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.companions.config or config
@@ -65,7 +80,7 @@ def find_fitting(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
     layout = found.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
-    if missing:
+    if missing and terms.missing == ERROR:
         raise Mismatch(
             f"the checkpoint lacks {len(missing)} of the model's {len(tensors)} tensors",
             path=path,
@@ -77,7 +92,7 @@ def find_fitting(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
         if shape != tuple(tensor.shape):
             message = f"the checkpoint has shape {list(shape)}, the model {list(tensor.shape)}"
             raise Mismatch(message, path=path, tensor=name, hint="is this a checkpoint of the same model?")
-    return layout
+    return layout, missing
 
 
 def names_for(checkpoint: Checkpoint, wanted: Mapping[str, Shape], config: Mapping[str, Any] | None) -> str:

@@ -25,7 +25,7 @@ def load_weights(sharded: Sharded, path: Path, config: Mapping[str, Any] | None 
     """
     state: dict[str, Any] = get_model_state_dict(sharded.model)
     tied = {name: state[sharded.first_names[name]] for name in state}
-    unused = storage.load_weights(path, tied, config)
+    unused = storage.load_weights(path, tied, config, cast="allow")
     require_used(unused, path)
     set_model_state_dict(sharded.model, tied)
 

@@ -8,6 +8,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.errors import Unsafe
+from ckptkit.files.joined import roots_of
 from ckptkit.formats import FORMATS, Writer
 from ckptkit.ops.conversion.other_files import own_files
 
@@ -21,13 +22,18 @@ def check_apart(source: Checkpoint, dst: Path, writer: Writer) -> None:
     """
     target = dst.resolve()
     for path in (source.path, *(part.path for part in source.parts)):
-        if contains(target, path.resolve()):
+        if any(contains(target, place) for place in resolved(path)):
             raise Unsafe("the source is the destination, or lies inside it", path=dst, hint=_HINT)
-    if target.parent == source.path.resolve():
+    if target.parent in resolved(source.path):
         check_beside_parts(source, dst)
     for part in source.parts:
-        if target.parent == part.path.resolve():
+        if target.parent in resolved(part.path):
             check_in_part(part, dst, writer)
+
+
+def resolved(path: Path) -> list[Path]:
+    """Return where a path leads, without links: to one place, or to each directory that it means."""
+    return [place.resolve() for place in roots_of(path)] or [path.resolve()]
 
 
 def contains(one: Path, other: Path) -> bool:
@@ -52,5 +58,6 @@ def check_in_part(part: Part, dst: Path, writer: Writer) -> None:
 
 def entry_at(root: Path, dst: Path) -> Path | None:
     """Return `dst` as it is called in directory `root`, None if it lies elsewhere."""
-    there, target = root.resolve(), dst.resolve()
-    return root / target.relative_to(there) if there in target.parents else None
+    target = dst.resolve()
+    there = next((place for place in resolved(root) if place in target.parents), None)
+    return None if there is None else root / target.relative_to(there)

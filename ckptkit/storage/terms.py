@@ -1,0 +1,123 @@
+"""Agree on what a load may leave out and convert: what the checkpoint lacks, and dtypes that differ, are said.
+
+torch's planner ends with the first name that is missing, or with `allow_partial_load` leaves out all that are without
+a word; and it never looks at dtypes: values are cast to those of the tensors that they are read into.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.tensor import DTensor
+
+from ckptkit.errors import Mismatch, Usage
+from ckptkit.layout import Spec
+
+ERROR, KEEP, ZERO, ALLOW = "error", "keep", "zero", "allow"
+_MOST = 8  # names in a message
+
+
+class PartialLoad(UserWarning):
+    """A warning of what was asked for and is not in the checkpoint."""
+
+
+class Entries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """The entries of a checkpoint as torch's planner is told of them, which then asks for any other name as well.
+
+    So the reader learns of all that is missing; it alone knows what is to be done about it.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str)
+
+    def __missing__(self, name: str) -> BytesStorageMetadata:
+        return BytesStorageMetadata()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of a load: `missing` is "error", "keep" or "zero", `cast` is "error" or "allow"."""
+
+    missing: str = ERROR
+    cast: str = ERROR
+
+    def __post_init__(self) -> None:
+        if self.missing not in (ERROR, KEEP, ZERO):
+            raise Usage(f"missing is `{ERROR}`, `{KEEP}` or `{ZERO}`, not `{self.missing}`")
+        if self.cast not in (ERROR, ALLOW):
+            raise Usage(f"cast is `{ERROR}` or `{ALLOW}`, not `{self.cast}`")
+
+    def with_planner(self, planner: LoadPlanner) -> Terms:
+        """Return the terms under a planner: one that allows a partial load has what is missing kept."""
+        is_partial = self.missing == ERROR and getattr(planner, "allow_partial_load", False)
+        return Terms(KEEP, self.cast) if is_partial else self
+
+    def check_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
+        """Raise `Mismatch` for names that the checkpoint lacks; if they shall be zero, for those of no tensor."""
+        if self.missing == KEEP:
+            return
+        refused = [name for name in names if self.missing == ERROR or not isinstance(wanted.get(name), Tensor)]
+        if refused:
+            what = "and is no tensor that could be zero" if self.missing == ZERO else "and it is to be loaded"
+            message = f"it is not in the checkpoint, {what}"
+            if len(refused) > 1:
+                message += f"; nor are {abridge(refused[1:])}"
+            raise Mismatch(message, tensor=refused[0], hint=hint_on(refused))
+
+    def settle_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
+        """Make zeros of what the checkpoint lacks, if it shall be, and warn of all of it."""
+        names = list(names)
+        if not names:
+            return
+        if self.missing == ZERO:
+            for name in names:
+                fill_with_zeros(wanted[name])
+        done = "are zeros now" if self.missing == ZERO else "are as they were"
+        text = f"{len(names)} of what is to be loaded are not in the checkpoint, and {done}: {abridge(names)}"
+        warnings.warn(text, PartialLoad, stacklevel=2)
+
+    def check_casts(self, found: Iterable[tuple[str, Spec, Tensor]]) -> None:
+        """Raise `Mismatch` for tensors to be filled that have another dtype than the checkpoint, unless allowed."""
+        if self.cast == ALLOW:
+            return
+        changed: dict[str, str] = {}
+        for name, spec, tensor in found:
+            ours = str(tensor.dtype).removeprefix("torch.")
+            if ours != spec.dtype.name:
+                changed[name] = f"{spec.dtype.name} in the checkpoint, {ours} where it is to be loaded"
+        if changed:
+            first, *others = changed
+            more = f"; so {'does' if len(others) == 1 else 'do'} {abridge(others)} differ" if others else ""
+            hint = 'cast="allow" converts floats of 16 bits and more'
+            raise Mismatch(f"it is {changed[first]}{more}", tensor=first, hint=hint)
+
+
+def abridge(names: list[str]) -> str:
+    """Return some of the names, and how many more there are."""
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(f"`{name}`" for name in names[:_MOST]) + more
+
+
+def hint_on(names: Iterable[str]) -> str:
+    """Return what to do about names that are missing."""
+    keep = 'missing="keep" leaves what is there as it is, missing="zero" makes zeros of it'
+    if all("state." in name for name in names):
+        return f"a parameter that never had a gradient has no state: `ckptkit reshard --complete-optimizer`, or {keep}"
+    return keep
+
+
+def fill_with_zeros(tensor: Tensor) -> None:
+    """Make all elements of a tensor zero that this rank has."""
+    if isinstance(tensor, ShardedTensor):
+        parts = [shard.tensor for shard in tensor.local_shards()]
+    else:
+        parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+    for part in parts:
+        part.detach().zero_()

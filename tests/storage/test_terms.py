@@ -1,0 +1,194 @@
+"""What a load may leave out or convert: said, and never without a word; with dcp.load in real processes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ckptkit.errors import CkptError, Mismatch, Usage
+from ckptkit.storage import PartialLoad, Reader, find_cause, load_weights
+from tests.conftest import Produce
+from tests.producers import _on_ranks, counted
+from tests.storage.states import write_hf
+from tests.trainers.produced_unused import LAST, SAVED, begin, train, unused, whole
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def cause_of(error: pytest.ExceptionInfo[CheckpointException]) -> CkptError:
+    cause = find_cause(error.value)
+    assert isinstance(cause, CkptError)
+    return cause
+
+
+def write(path: Path, **state: Any) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def test_all_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.pt", w=counted(3))
+    found = {"w": torch.ones(3), "x": torch.ones(2), "nested": {"y": torch.ones(1), "step": 7}}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(found, storage_reader=Reader(path))
+    error = cause_of(caught)
+    assert isinstance(error, Mismatch)
+    assert error.tensor == "nested.y"
+    assert error.message.endswith("; nor are `nested.step`, `x`")
+    assert 'missing="keep"' in str(error.hint)
+    assert torch.equal(found["w"], torch.ones(3))  # nothing was read
+
+
+def test_what_is_missing_is_kept_and_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.pt", w=counted(3), step=5)
+    found = {"w": torch.ones(3), "x": torch.ones(2), "nested": {"y": 7}, "step": 0}
+    with pytest.warns(PartialLoad, match=r"2 of what is to be loaded .* as they were: `nested\.y`, `x`"):
+        dcp.load(found, storage_reader=Reader(path, missing="keep"))
+    assert torch.equal(found["w"], counted(3))
+    assert torch.equal(found["x"], torch.ones(2))
+    assert (found["nested"], found["step"]) == ({"y": 7}, 5)
+
+
+def test_what_is_missing_becomes_zero(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.pt", w=counted(3))
+    found = {
+        "w": torch.ones(3),
+        "x": torch.ones(4, 3).t(),
+        "s": torch.tensor(3.5),
+        "n": torch.ones(2, dtype=torch.int8),
+    }
+    with pytest.warns(PartialLoad, match="3 of what is to be loaded .* are zeros now"):
+        dcp.load(found, storage_reader=Reader(path, missing="zero"))
+    assert torch.equal(found["w"], counted(3))
+    assert all(not found[name].any() for name in ("x", "s", "n"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.ones(3), "rate": 0.1}, storage_reader=Reader(path, missing="zero"))
+    assert "is no tensor that could be zero" in cause_of(caught).message
+
+
+def test_a_planner_that_allows_a_partial_load(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.pt", w=counted(3))
+    found = {"w": torch.ones(3), "x": torch.ones(2)}
+    with pytest.warns(PartialLoad, match="1 of what is to be loaded .* as they were: `x`"):
+        dcp.load(found, storage_reader=Reader(path), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert torch.equal(found["w"], counted(3))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float64])
+def test_another_dtype_is_an_error_unless_allowed(stored: torch.dtype, tmp_path: Path) -> None:
+    path = write(tmp_path / "f.pt", v=counted(2), w=counted(3).to(stored), x=counted(4).to(stored))
+    found = {"v": torch.ones(2), "w": torch.ones(3), "x": torch.ones(4)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(found, storage_reader=Reader(path))
+    error = cause_of(caught)
+    assert isinstance(error, Mismatch)
+    assert error.tensor in ("w", "x")
+    dtype = str(stored).removeprefix("torch.")
+    assert f"it is {dtype} in the checkpoint, float32 where it is to be loaded" in error.message
+    assert all(torch.equal(one, torch.ones_like(one)) for one in found.values())  # nothing was read
+    dcp.load(found, storage_reader=Reader(path, cast="allow"))
+    assert torch.equal(found["w"], counted(3).to(stored).float())
+
+
+def test_integers_never_become_floats(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.pt", n=torch.arange(3))
+    for cast in ("error", "allow"):
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load({"n": torch.ones(3)}, storage_reader=Reader(path, cast=cast))
+        assert isinstance(cause_of(caught), Mismatch)
+
+
+def test_terms_that_there_are_not(tmp_path: Path) -> None:
+    with pytest.raises(Usage, match="missing is"):
+        Reader(tmp_path, missing="ignore")
+    with pytest.raises(Usage, match="cast is"):
+        Reader(tmp_path, cast="yes")
+
+
+def test_weights_on_the_same_terms(tmp_path: Path) -> None:
+    path = write_hf(tmp_path / "hf", {"a": counted(2), "b": counted(3).bfloat16()})
+    with pytest.raises(Mismatch, match="bfloat16 in the checkpoint, float32"):
+        load_weights(path, {"a": torch.ones(2), "b": torch.ones(3)})
+    found = {"a": torch.ones(2), "b": torch.ones(3), "head": torch.ones(4)}
+    with pytest.warns(PartialLoad, match="as they were: `head`"):
+        assert load_weights(path, found, cast="allow", missing="keep") == ()
+    assert torch.equal(found["b"], counted(3))
+    assert torch.equal(found["head"], torch.ones(4))
+    with pytest.warns(PartialLoad, match="are zeros now: `head`"):
+        load_weights(path, found, cast="allow", missing="zero")
+    assert torch.equal(found["head"], torch.zeros(4))
+
+
+# -- together ----------------------------------------------------------------------------------------------------------
+
+
+def load_states(root: Path, missing: str) -> dict[str, Tensor]:
+    """Load model and optimizer through a reader, and train on; give the warnings, and the error if there was one."""
+    model, optimizer = begin(is_sharded=True)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        if missing == "error":
+            with pytest.raises(CheckpointException) as caught:
+                dcp.load(state, storage_reader=Reader(root, missing=missing))
+            assert sorted(caught.value.failures) == list(range(dist.get_world_size()))
+            assert isinstance(cause_of(caught), Mismatch)
+            assert "`optimizer.state.spare.weight.exp_avg`" in cause_of(caught).message
+            assert "--complete-optimizer" in str(cause_of(caught).hint)
+            return {"error": torch.ones(1)}
+        dcp.load(state, storage_reader=Reader(root, missing=missing))
+    said = [str(one.message) for one in heard if one.category is PartialLoad]
+    assert len(said) == 1
+    assert said[0].startswith("6 of what is to be loaded are not in the checkpoint")
+    spare = state["optimizer"]["state"]["spare.weight"]
+    step = torch.tensor(float(spare["step"]))
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    train(model, optimizer, SAVED, LAST)
+    return whole(model) | {"step of spare": step}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_that_are_missing(world_size: int, produce: Produce) -> None:
+    made = produce(unused)
+    assert _on_ranks(world_size, load_states, made.root / "nested", "error").keys() == {"error"}
+    kept = _on_ranks(world_size, load_states, made.root / "nested", "keep")
+    assert kept["step of spare"] == 1  # torch makes a state by a step with gradients of zero
+    zeroed = _on_ranks(world_size, load_states, made.root / "nested", "zero")
+    assert zeroed.pop("step of spare") == 0
+    wanted = {name: one for name, one in made.truth.items() if not name.startswith("numbered.")}
+    assert zeroed.keys() == wanted.keys()
+    assert all(torch.equal(zeroed[name], one) for name, one in wanted.items())
+
+
+def load_another_dtype(root: Path) -> dict[str, Any]:
+    model = fully_shard(nn.Linear(6, 7), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    state = get_model_state_dict(model)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=Reader(root))
+    assert isinstance(cause_of(caught), Mismatch)
+    dcp.load(state, storage_reader=Reader(root, cast="allow"))
+    return state
+
+
+def test_another_dtype_in_shards(tmp_path: Path) -> None:
+    tensors = {"weight": torch.randn(7, 6).bfloat16(), "bias": torch.randn(7).bfloat16()}
+    found = _on_ranks(2, load_another_dtype, write_hf(tmp_path / "hf", tensors))
+    assert all(torch.equal(found[name], one.float()) for name, one in tensors.items())
