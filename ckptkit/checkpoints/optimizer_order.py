@@ -22,7 +22,7 @@ from ckptkit.tensors.box import Shape
 
 _MOST_GROUPS = 32  # more are a group for each layer or parameter, which shapes do not tell apart
 _MOST_WAYS = 32  # that are followed at the same time
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  # floats that are no parameters
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  # floats that are no parameters
 
 Pointers = tuple[int, ...]  # how many of each group have been dealt out
 
@@ -65,7 +65,7 @@ def choose(
 
     With a tensor more than states of some shape, one of them was not trained, and it cannot be told which.
     """
-    floats = {name: shape for name, shape in parameters.items() if not name.endswith(_BUFFERS)}
+    floats = {name: shape for name, shape in parameters.items() if not name.endswith(BUFFERS)}
     numbers = [number for group in groups for number in group]
     if len(floats) == len(numbers) or any(number not in shapes for number in numbers):
         return floats

@@ -7,12 +7,14 @@ from typing import Any
 from ckptkit.cli.conversion import OPTIONS, Out, Source, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
+from ckptkit.cli.sources import Also, with_others
 
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys"))
+@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "complete_optimizer"))
 def consolidate(
     src: Source,
     out: Out,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -28,6 +30,7 @@ def consolidate(
     """
     from ckptkit.ops.consolidate import consolidate as run
 
+    src = with_others(src, also)
     with progress_bar("consolidating") as progress:
         done = run(src, out, **asked(options), progress=progress)
     show(src, done, "consolidated", json=json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -85,6 +86,7 @@ def to_json(done: Converted) -> dict[str, Any]:
         "renamed": dict(done.renamed),
         "dropped": [{"name": left.name, "entries": left.entries, "nbytes": left.nbytes} for left in done.dropped],
         "cast": dict(done.cast),
+        "completed": dict(done.completed),
         "plan": done.plan,
         "finished": done.is_finished,
         "notes": list(done.notes),
@@ -154,7 +156,17 @@ def remarks(done: Converted) -> list[str]:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
     for change in sorted(set(done.cast.values())):
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
+    lines += completed(done.completed)
     return lines + [f"note: {text}" for text in done.notes]
+
+
+def completed(entries: Mapping[str, str]) -> list[str]:
+    """Return which states are zeros because there were none: a line for each parameter."""
+    states: dict[str, list[str]] = {}
+    for name, form in entries.items():
+        state, _, kind = name.rpartition(".")
+        states.setdefault(state, []).append(f"{kind} {form}")
+    return [f"zeros for `{state}`: {', '.join(kinds)}" for state, kinds in states.items()]
 
 
 def amount_of(left: LeftOut) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from ckptkit.cli.conversion import OPTIONS, Out, Source, To, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
+from ckptkit.cli.sources import Also, with_others
 
 
 @with_options(OPTIONS)
@@ -14,6 +15,7 @@ def convert(
     src: Source,
     out: Out,
     to: To,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -29,6 +31,7 @@ def convert(
     """
     from ckptkit.ops.convert import convert as run
 
+    src = with_others(src, also)
     with progress_bar("converting") as progress:
         done = run(src, out, to=to, **asked(options), progress=progress)
     show(src, done, "converted", json=json)

@@ -11,6 +11,7 @@ import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -36,6 +37,7 @@ def diff(
     exclude: Exclude = None,
     every: Annotated[bool, typer.Option("--all", help="List every tensor, not folded by layer.")] = False,
     jobs: Jobs = None,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -51,6 +53,7 @@ def diff(
     """
     from ckptkit.ops.diff import diff as compare
 
+    a = with_others(a, also)
     with progress_bar("diff") as progress:
         found = compare(
             a,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, format_count
 
@@ -34,6 +35,7 @@ def inspect(
     tree: Annotated[bool, typer.Option("--tree", help="Fold the names by module.")] = False,
     shards: Annotated[bool, typer.Option("--map", help="Draw which rank holds which part.")] = False,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw that map into a file.")] = None,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -47,6 +49,7 @@ def inspect(
     """
     from ckptkit.ops.inspect import inspect as look
 
+    path = with_others(path, also)
     found = look(path, with_places=chunks)
     if svg is not None:
         from ckptkit.reports.shard_map import write_shard_map

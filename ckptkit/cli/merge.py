@@ -13,7 +13,10 @@ from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_path
 
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "merge", "names", "map", "vocab_size"))
+@with_options(
+    OPTIONS,
+    leave_out=("world_size", "under", "optimizer_keys", "complete_optimizer", "merge", "names", "map", "vocab_size"),
+)
 def merge(
     model: Annotated[Path, typer.Argument(parser=to_path, metavar="BASE", help="The model, or its id on the Hub.")],
     adapters: Annotated[

@@ -10,6 +10,7 @@ import typer
 from ckptkit.cli.conversion import OPTIONS, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_local, to_path
 
 _OTHERS = ("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config")
@@ -26,6 +27,7 @@ def reshard(
         Path | None,
         typer.Argument(parser=to_local, metavar="[OUT]", help="The directory to make; by default SRC-toN."),
     ] = None,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -39,8 +41,10 @@ def reshard(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or beyond us; 4 an I/O failure, OUT is as it
     was; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
+    from ckptkit.ops.reshard import default_source
     from ckptkit.ops.reshard import reshard as run
 
+    src = with_others(src or default_source(), also) if also else src
     with progress_bar("resharding") as progress:
         done = run(src, out, to=to, **asked(options), progress=progress)
     show(src, done, "resharded", json=json)

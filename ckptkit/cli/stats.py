@@ -9,6 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
@@ -36,6 +37,7 @@ def stats(
     include: Include = None,
     exclude: Exclude = None,
     jobs: Jobs = None,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -49,6 +51,7 @@ def stats(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
     """
+    path = with_others(path, also)
     if other is not None:
         if include or exclude or tensors:
             raise Usage("--include, --exclude and --tensors are for one checkpoint", hint="leave them out, or OTHER")

@@ -22,6 +22,8 @@ from ckptkit.cli.output import (
     progress_bar,
     say,
 )
+from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -47,6 +49,7 @@ def verify(
         bool, typer.Option("--stats", help="Also look for NaN, Inf, denormals, and tensors all zero or constant.")
     ] = False,
     jobs: Jobs = None,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -60,6 +63,9 @@ def verify(
     """
     from ckptkit.ops.verify import verify as check
 
+    if also and len(paths) > 1:
+        raise Usage("--also is for one checkpoint", hint="verify them one by one")
+    paths = [with_others(path, also) for path in paths]
     with progress_bar("verify") as progress:
         found = check(
             *paths, fast=fast, against=against, allow_cast=allow_cast, stats=stats, jobs=jobs, progress=progress
@@ -89,6 +95,7 @@ def manifest(
     ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a manifest that is there.")] = False,
     jobs: Jobs = None,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -102,6 +109,7 @@ def manifest(
     """
     from ckptkit.ops.manifest import make_manifest
 
+    path = with_others(path, also)
     with progress_bar("manifest") as progress:
         made = make_manifest(path, overwrite=overwrite, jobs=jobs, progress=progress)
     if json:

@@ -18,15 +18,22 @@ RUN = "run"  # where `ckptkit train` saves unless told otherwise
 
 @spell_out
 def reshard(
-    src: Source | None = None, dst: str | Path | None = None, *, to: int, **options: Unpack[Keywords]
+    src: Source | None = None,
+    dst: str | Path | None = None,
+    *,
+    to: int,
+    complete_optimizer: bool = False,
+    **options: Unpack[Keywords],
 ) -> Converted:
     """Write the checkpoint at `src` to directory `dst` for `to` ranks: files by rank stay such files, all else is DCP.
 
     `src` may be a run, by default `run/` or else the current directory: then its latest complete checkpoint is meant.
     `dst` is by default `SRC-toN` beside it. Parts that are the same for any number of ranks, such as safetensors
-    beside an optimizer in shards, are copied as they are. For the options, and the errors, see `convert`.
+    beside an optimizer in shards, are copied as they are. With `complete_optimizer` zeros are written for
+    parameters that the optimizer has no state of. For the options, and the errors, see `convert`.
     """
-    asked = ConvertOptions.of(options, to="dcp", world_size=to, only_sharded=True)
+    own = {"world_size": to, "only_sharded": True, "complete_optimizer": complete_optimizer}
+    asked = ConvertOptions.of(options, to="dcp", **own)
     source = Checkpoint.open(src if src is not None else default_source())
     asked = replace(asked, to=own_format(source))
     return carry_out([source], dst if dst is not None else default_output(source.path, to), asked)

@@ -18,6 +18,7 @@ from ckptkit.files.origin import Origin
 from ckptkit.formats.torchfile.values import load_value, with_value
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, Spec
+from ckptkit.ops.conversion.completion import complete_optimizers
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.optimizers import name as name_numbers
 from ckptkit.ops.conversion.options import ConvertOptions
@@ -38,6 +39,9 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         raise Usage("names and shapes stay as they are here", hint="convert to another format first")
     notes: list[str] = []
     whole = with_names_for_numbers(checkpoint, notes)
+    completed: dict[str, str] = {}
+    if options.complete_optimizer:
+        (whole,), completed = complete_optimizers(checkpoint, [whole], notes)
     options.edits.check_globs([whole])
     chosen = edits.select(whole, options.edits.admit)
     weights = frozenset(find_weights(chosen).came_from.values())
@@ -53,6 +57,7 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         drafts=[Draft.of([layout], options, world_size, renamed=names)],
         dropped=summarise(whole, (), left),
         notes=notes,
+        completed={name: form for name, form in completed.items() if options.edits.admit(name)},
     )
     if not checkpoint.path.is_dir():
         return conversion

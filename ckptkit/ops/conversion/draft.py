@@ -14,6 +14,7 @@ from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.weights import LeftOut
 from ckptkit.errors import translate_os_errors
 from ckptkit.files.file import file_size
+from ckptkit.files.joined import roots_of
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import Writer, locate, unpack
@@ -70,7 +71,8 @@ class Conversion:
     """All that an output is made of: a draft for each part of a checkpoint, and other files, made or carried along.
 
     All of it comes from the `origins`. `dropped` is what does not come along, `wrapper` the key that a model is taken
-    out of, `world_size` the ranks that a sharded output is for, `notes` what else there is to say.
+    out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are zeros because the
+    sources lack them, `notes` what else there is to say.
     """
 
     origins: Sequence[Origin]
@@ -82,6 +84,7 @@ class Conversion:
     dropped: Sequence[LeftOut] = ()
     wrapper: str = ""
     world_size: int | None = None
+    completed: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     @property
@@ -109,7 +112,7 @@ class Conversion:
     def key(self, count: int) -> bytes:
         """Return what all processes have in common, if `count` of them make it, in words that another can follow."""
         words = {
-            "sources": [str(origin.path.absolute()) for origin in self.origins],
+            "sources": [[str(place.absolute()) for place in roots_of(origin.path)] for origin in self.origins],
             "options": self.options.to_json(),
             "parts": count,
             "plan": self.fingerprint,

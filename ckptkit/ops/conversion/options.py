@@ -45,6 +45,9 @@ class ConvertOptions:
     optimizer_keys: Annotated[
         str | None, About("Call the optimizer's parameters by names, or number them by ids.", "names|ids")
     ] = None
+    complete_optimizer: Annotated[
+        bool, About("Write zeros for parameters that the optimizer has no state of: they never had a gradient.")
+    ] = False
     weights: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
     only_sharded: bool = False
@@ -123,6 +126,8 @@ class ConvertOptions:
             raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
             raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
+        if self.complete_optimizer and (writer.is_model_only or self.merge):
+            raise Usage("a model by itself has no optimizer", hint="leave --complete-optimizer out")
         self.check_adapters()
         needs_config = writer.is_model_only or self.merge or self.changes_names
         if (self.base is not None and not needs_config) or (self.strict and not (writer.is_model_only or self.merge)):

@@ -24,6 +24,7 @@ from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.formats import detect_format, get_format
 from ckptkit.layout import Layout
+from ckptkit.ops.conversion.completion import complete_optimizers
 from ckptkit.ops.conversion.destination import entry_at
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.optimizers import Keyed, key_optimizers
@@ -69,11 +70,15 @@ class Piece:
 def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
     """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them."""
     origin = Origin.of(checkpoint.path)
+    notes: list[str] = []
     pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
     layouts = [piece.layout for piece in pieces]
+    completed: dict[str, str] = {}
+    if options.complete_optimizer:
+        layouts, completed = complete_optimizers(checkpoint, layouts, notes)
+        pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
     options.edits.check_globs(layouts)
-    notes: list[str] = []
     chosen = [choose(piece, options, world_size, notes) for piece in pieces]
     keyed = key_optimizers(checkpoint, layouts, options, notes)
     drafts = [
@@ -92,6 +97,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
         world_size=world_size if options.writer.is_sharded else None,
         notes=notes,
         made=files_of_family(checkpoint, options),
+        completed={name: form for name, form in completed.items() if options.edits.admit(name)},
     )
     if conversion.is_file and len(drafts) > 1:
         names = ", ".join(draft.place for draft in drafts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.fit import abridge
@@ -25,6 +25,7 @@ class Converted:
     `source` is the first of the `sources`, of which there are several, with `weights` that add up to 1, for a mean.
     `wrapper` is the key that the model was under, if it was taken out of there; `world_size` the ranks that a sharded
     output is for. Of the sources, `checked_bytes` were compared with a recorded CRC-32; `unchecked_bytes` have none.
+    `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
     `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
     """
 
@@ -42,6 +43,7 @@ class Converted:
     notes: Sequence[str]
     wrapper: str = ""
     world_size: int | None = None
+    completed: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     copies: int = 0
     checked_bytes: int = 0
@@ -74,6 +76,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         notes=[*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)],
         wrapper=conversion.wrapper,
         world_size=conversion.world_size,
+        completed=conversion.completed,
         seconds=seconds,
         copies=sum(len(tensor.chunks) for layout in layouts for tensor in layout.tensors.values()),
         free_bytes=free_bytes(conversion.output),

@@ -1,0 +1,32 @@
+"""Take the directories that are one checkpoint together, for every command that reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptkit.cli.output import note
+from ckptkit.files.path import to_path
+
+Also = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--also",
+        parser=to_path,
+        metavar="DIR",
+        help="Another directory with files of the same checkpoint, as of another node; repeatable.",
+    ),
+]
+
+
+def with_others(src: Path, also: Sequence[Path] | None) -> Path:
+    """Return a source, or all directories that are given as one, which is said."""
+    if not also:
+        return src
+    from ckptkit.checkpoints.checkpoint import join_places
+
+    note(f"together with what lies in {', '.join(map(str, also))}")
+    return join_places(src, also)
