@@ -68,6 +68,9 @@ class CkptError(Exception):
         return {"code": self.code, "message": self.message, **place, "hint": self.hint}
 
 
+# what to do about files of ranks that are missing
+ELSEWHERE = "what other nodes wrote may lie on their disks: name its directories with --also"
+
 Report = Callable[[CkptError], None]  # told of a problem after which there is more to look at
 
 

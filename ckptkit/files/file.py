@@ -74,23 +74,19 @@ def the_one(path: JoinedPath) -> Path:
 def require_same(one: Path, other: Path) -> None:
     """Raise `Corrupt` unless two files have the same bytes; those that have been compared are not read again."""
     with translate_os_errors(other):
-        seen = tuple(
+        stamps = [
             (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in (one.stat(), other.stat())
-        )
-    if seen in _COMPARED:
+        ]
+    if tuple(stamps) in _COMPARED:
         return
     with opening(one) as ours, opening(other) as theirs:
-        size = ours.size
-        starts = range(0, size, _COMPARED_AT_ONCE)
-        if theirs.size != size or any(
-            read_at(ours, min(_COMPARED_AT_ONCE, size - at), at)
-            != read_at(theirs, min(_COMPARED_AT_ONCE, size - at), at)
-            for at in starts
-        ):
-            message = f"it is not the same as {other}: {size} bytes, {theirs.size} there"
-            hint = "these directories are of two saves, or one has an older file: name those of one checkpoint alone"
-            raise Corrupt(message, path=one, hint=hint)
-    _COMPARED.add(seen)
+        size, more = ours.size, theirs.size
+        pieces = ((min(_COMPARED_AT_ONCE, size - at), at) for at in range(0, size, _COMPARED_AT_ONCE))
+        if size != more or any(read_at(ours, *piece) != read_at(theirs, *piece) for piece in pieces):
+            how = f"{size} bytes here, {more} there" if size != more else "other bytes"
+            hint = "they are of two saves, or one is an older copy: name the directories of one checkpoint only"
+            raise Corrupt(f"the file of this name in {other.parent} is another: {how}", path=one, hint=hint)
+    _COMPARED.add(tuple(stamps))
 
 
 @contextmanager
@@ -122,6 +118,8 @@ def read_small(path: Path, limit: int) -> bytes:
 
 def file_size(path: Path) -> int:
     """Return the bytes in the regular file `path`. Raises what `open_file` does for anything else."""
+    if isinstance(path, JoinedPath):
+        return file_size(the_one(path))
     with translate_os_errors(path), suppress(FileNotFoundError, ValueError):
         status = again(path.lstat)  # of thousands of files none needs to be opened
         if stat.S_ISREG(status.st_mode):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import Opened, file_size, names_in
 from ckptkit.files.ranges import read_ahead
@@ -143,7 +143,7 @@ def find_metadata(path: Path) -> list[Path]:
         raise Corrupt(
             "no `.metadata`: the save did not finish",
             path=path,
-            hint="every rank writes its shard first and `.metadata` comes last; use an older checkpoint",
+            hint=f"`.metadata` is written last: use an older checkpoint; {ELSEWHERE}",
         )
     return [ranks[rank] for rank in sorted(ranks)]
 
@@ -171,7 +171,7 @@ def check_files(layout: Layout, report: Report) -> None:
             Corrupt(
                 f"{len(missing)} of {len(items)} files are missing: {', '.join(missing)}",
                 path=layout.root,
-                hint="shards of other nodes were never copied here, or were lost",
+                hint=ELSEWHERE,
             )
         )
     for path in sorted(items.keys() - missing):

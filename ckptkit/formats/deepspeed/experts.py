@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Unsupported
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.partitions import Partition
@@ -109,7 +109,7 @@ def check_numbers(root: Path, files: Files, counts: Sequence[int]) -> None:
         if missing < count:
             name = f"layer_{layer}_expert_{missing}_mp_rank_00_model_states.pt"
             message = f"the file of an expert is missing: layer {layer} has {count}, here are {len(there)}"
-            raise Corrupt(message, path=root / name, hint="a shard was lost or never copied here")
+            raise Corrupt(message, path=root / name, hint=ELSEWHERE)
     for (layer, expert), name in files.experts.items():
         if layer >= len(counts) or expert >= counts[layer]:
             message = f"the model has no such expert; its layers have {list(counts[:8])}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import ELSEWHERE, Corrupt, Unsupported
 
 Rank = tuple[int, int]  # of the model (its part), and of data parallelism
 
@@ -128,4 +128,4 @@ def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str) -> 
         known = next(iter(files.items()))
         name = known[1].replace(f"pp_rank_{known[0]}_", f"pp_rank_{missing}_")
         message = f"the file of rank {missing} is missing: `{said_by}` is of {count} ranks, here are {len(files)}"
-        raise Corrupt(message, path=root / name, hint="a shard was lost or never copied here")
+        raise Corrupt(message, path=root / name, hint=ELSEWHERE)

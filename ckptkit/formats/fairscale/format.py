@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
 from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
 from ckptkit.formats.fairscale.shards import METADATA, cut_flat, plain, read_flats
@@ -76,7 +76,7 @@ def find(path: Path) -> dict[int, str]:
     missing = [rank for rank in range(1 + max(found)) if rank not in found]
     if missing:
         message = f"`{names[0]}-shard{missing[0]}.pt` is missing"
-        raise Corrupt(message, path=path, hint="files of other nodes were never copied here, or were lost")
+        raise Corrupt(message, path=path, hint=ELSEWHERE)
     return dict(sorted(found.items()))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.indices import make_index, read_index
@@ -204,7 +204,7 @@ def find_lost(pattern: str, found: set[int], last: int, path: Path) -> Corrupt |
     if missing > last:
         return None
     message = f"there is no `{pattern.format(missing)}`, of {last}"
-    return Corrupt(message, path=path, hint="it was lost or never copied here, or not every rank had finished")
+    return Corrupt(message, path=path, hint=f"not every rank had finished, or it was lost; {ELSEWHERE}")
 
 
 def of_two_exports(path: Path, other: str) -> Corrupt:

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import ELSEWHERE, Corrupt, Unsupported
 from ckptkit.files.file import is_there, names_in
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -62,7 +62,7 @@ def file_in(root: Path, directory: Directory) -> str:
     names = names_in(root / directory.name)
     found = next((name for name in FILES if name in names), None)
     if found is None:
-        hint = "files of other nodes were never copied here, or were lost"
+        hint = ELSEWHERE
         raise Corrupt(f"no `{FILES[0]}` in the directory of this rank", path=root / directory.name, hint=hint)
     return f"{directory.name}/{found}"
 
@@ -90,7 +90,7 @@ def place(root: Path, directories: Iterable[Directory], sizes: Sizes | None, has
         first = islice((rank for rank in ranks if rank not in found), 8)
         length = max(*lengths, 1 + (sizes.stages > 1) + (sizes.experts > 1))
         names = ", ".join(name_of(rank, length, has_stages) for rank in first)
-        hint = "files of other nodes were never copied here, or were lost"
+        hint = ELSEWHERE
         raise Corrupt(f"{missing} of {prod(sizes)} ranks are missing: {names}", path=root, hint=hint)
     if more:
         names = ", ".join(found[rank] for rank in more[:8])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, is_there, names_in
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.protocols import Reader
@@ -95,7 +95,7 @@ def find_index(path: Path) -> Index:
     numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
     if not names and numbered:
         message = f"no `{numbered[1]}.{numbered[2]}.index.json` says which files belong with `{numbered[0]}`"
-        raise Corrupt(message, path=path, hint="it was lost, or never copied here")
+        raise Corrupt(message, path=path, hint=ELSEWHERE)
     models = [name for name in names if "optim" not in name]
     if len(models or names) != 1:
         message = f"{len(names)} indices of torch.save files: {', '.join(names[:4])}"

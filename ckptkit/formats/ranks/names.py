@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import ELSEWHERE, Corrupt, Unsupported
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
 CONFIG = "fsdp_config.json"  # beside the files of which the name says how many ranks there are
@@ -124,7 +124,7 @@ def check_ranks(found: RankFiles) -> None:
         if missing:
             some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             message = f"{len(missing)} of {found.world} files like `{name}` are missing: of rank {some}"
-            raise Corrupt(message, hint="files of other nodes were never copied here, or were lost")
+            raise Corrupt(message, hint=ELSEWHERE)
         if len(by_rank) > found.world:
             message = f"`{by_rank[max(by_rank)]}` is of rank {max(by_rank)}, but there are {found.world} ranks"
             raise Corrupt(message, hint="it may be of an earlier run")

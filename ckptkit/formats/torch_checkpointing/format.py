@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torch_checkpointing.items import read_item_files
@@ -116,4 +116,4 @@ def files_of(items: Iterable[Item]) -> Iterator[str]:
 
 def missing(path: Path, file: str) -> Corrupt:
     """Return the error for a file that is not there."""
-    return Corrupt(f"`{file}` is missing", path=path, hint="files of other nodes were never copied here, or were lost")
+    return Corrupt(f"`{file}` is missing", path=path, hint=ELSEWHERE)
