@@ -31,7 +31,7 @@ LAYERS = (
     ("errors", "version", "progress", "collector", "settings", "files", "engine", "tensors"),
     ("files.system", "files.stores"),
     ("files.stores.*",),
-    ("files.path",),
+    ("files.path", "files.joined"),
     ("files.local", "files.ranges", "files.origin"),
     ("files.crc32", "files.file", "tensors.*"),
     ("files.ahead",),

@@ -1,6 +1,6 @@
 """Bridge to torch.distributed.checkpoint, which loads any checkpoint through this and saves to any format.
 
-dcp.load({"model": state}, storage_reader=ckptkit.storage.Reader("hf-model", under="model"))
+dcp.load({"model": state}, storage_reader=ckptkit.storage.Reader("hf-model", under="model", cast="allow"))
 dcp.save(state, storage_writer=ckptkit.storage.Writer("hf-model", files={"config.json": config}))
 dcp.save({"model": model, "optim": optimizer, "step": 5}, storage_writer=ckptkit.storage.Writer("ckpt-5", "dcp"))
 

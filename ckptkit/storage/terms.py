@@ -1,4 +1,4 @@
-"""Agree on what a load may leave out and convert: what the checkpoint lacks, and dtypes that differ, are said.
+"""Say what a checkpoint lacks of what is to be loaded, and which dtypes differ: errors, unless they are allowed.
 
 torch's planner ends with the first name that is missing, or with `allow_partial_load` leaves out all that are without
 a word; and it never looks at dtypes: values are cast to those of the tensors that they are read into.
