@@ -45,7 +45,7 @@ def write(path: Path, **state: Any) -> Path:
 
 def test_all_that_is_missing_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "f.pt", w=counted(3))
-    found = {"w": torch.ones(3), "x": torch.ones(2), "nested": {"y": torch.ones(1), "step": 7}}
+    found: dict[str, Any] = {"w": torch.ones(3), "x": torch.ones(2), "nested": {"y": torch.ones(1), "step": 7}}
     with pytest.raises(CheckpointException) as caught:
         dcp.load(found, storage_reader=Reader(path))
     error = cause_of(caught)
@@ -58,7 +58,7 @@ def test_all_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_kept_and_said(tmp_path: Path) -> None:
     path = write(tmp_path / "f.pt", w=counted(3), step=5)
-    found = {"w": torch.ones(3), "x": torch.ones(2), "nested": {"y": 7}, "step": 0}
+    found: dict[str, Any] = {"w": torch.ones(3), "x": torch.ones(2), "nested": {"y": 7}, "step": 0}
     with pytest.warns(PartialLoad, match=r"2 of what is to be loaded .* as they were: `nested\.y`, `x`"):
         dcp.load(found, storage_reader=Reader(path, missing="keep"))
     assert torch.equal(found["w"], counted(3))
@@ -142,7 +142,10 @@ def test_weights_on_the_same_terms(tmp_path: Path) -> None:
 def load_states(root: Path, missing: str) -> dict[str, Tensor]:
     """Load model and optimizer through a reader, and train on; give the warnings, and the error if there was one."""
     model, optimizer = begin(is_sharded=True)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         if missing == "error":
@@ -179,7 +182,8 @@ def test_states_that_are_missing(world_size: int, produce: Produce) -> None:
 
 
 def load_another_dtype(root: Path) -> dict[str, Any]:
-    model = fully_shard(nn.Linear(6, 7), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = nn.Linear(6, 7)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     state = get_model_state_dict(model)
     with pytest.raises(CheckpointException) as caught:
         dcp.load(state, storage_reader=Reader(root))

@@ -105,7 +105,7 @@ def resume(root: Path, options: StateDictOptions | None = None, has_frozen: bool
     """Load a checkpoint as torch does, on any number of ranks, train on, and return the parameters."""
     model, optimizer = begin(is_sharded=True, has_frozen=has_frozen)
     states = get_optimizer_state_dict(model, optimizer, options=options)
-    state = {"model": get_model_state_dict(model), "optimizer": states}
+    state: dict[str, Any] = {"model": get_model_state_dict(model), "optimizer": states}
     dcp.load(state, checkpoint_id=root)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
