@@ -14,7 +14,7 @@ from tests.conftest import Produce
 
 KEYS = {
     *("source", "output", "format", "world_size", "files", "tensors", "nbytes", "seconds", "renamed", "dropped"),
-    *("cast", "notes", "plan", "finished"),
+    *("cast", "completed", "notes", "plan", "finished"),
 }
 WRITTEN = {"checked_bytes", "unchecked_bytes", "peak_rss_bytes"}
 
