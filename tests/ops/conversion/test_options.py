@@ -22,6 +22,7 @@ def test_the_functions_take_what_the_dataclass_has() -> None:
         "world_size",
         "under",
         "optimizer_keys",
+        "complete_optimizer",
         "weights",
         "scales",
         "only_sharded",
