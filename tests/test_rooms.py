@@ -96,6 +96,7 @@ TORCH_WHEN_USED = (
     "estimates.architecture",
     "ops.open",
     "checkpoints.model_shapes",
+    "checkpoints.families.transformers_linear",
     "checkpoints.families.transformers_model",
     "cli.train",
 )

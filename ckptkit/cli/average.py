@@ -12,8 +12,10 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_path
 
+_OTHERS = ("world_size", "under", "optimizer_keys", "merge", "adapter_config", "quantize", "exclude_quantize")
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "merge", "adapter_config"))
+
+@with_options(OPTIONS, leave_out=_OTHERS)
 def average(
     sources: Annotated[
         list[Path],

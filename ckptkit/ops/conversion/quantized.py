@@ -133,13 +133,13 @@ def check_casts(quantized: Quantized | None, casts: Mapping[str, str], came_from
         )
 
 
-def recipe_of(quantized: Quantized, name: str) -> Recipe:
-    """Return the recipe of a weight, by the name of its numbers in the checkpoint."""
+def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
+    """Return the recipe of a weight, by the name of its numbers in the checkpoint, the source of this number."""
     from ckptkit.engine.dequantize import Transposed4, scaled  # imports numpy, which no copy needs
 
     packed, specs = quantized.weights[name], quantized.layout.specs
-    numbers = Operand(1, name, specs[name].dtype)
-    scales = Operand(1, packed.scale, specs[packed.scale].dtype)
+    numbers = Operand(source, name, specs[name].dtype)
+    scales = Operand(source, packed.scale, specs[packed.scale].dtype)
     if packed.steps is not None:
         return scaled(numbers, scales, specs[packed.scale].shape, packed.steps)
     require_modest(quantized, name, packed)
