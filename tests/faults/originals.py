@@ -151,15 +151,32 @@ def adapter() -> Original:
     return Original("adapter", root, {"up.weight": w + 1.5 * (b @ a), "up.bias": torch.ones(24)})
 
 
+@cache
+def quantized() -> Original:
+    """A model of which one matrix is in fp8 with a scale for each 128 x 128, and what that is in fp32."""
+    root = home() / "quantized"
+    root.mkdir()
+    torch.manual_seed(0)
+    numbers = (torch.randn(200, 130) * 100).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2) + 0.5
+    plain = {"up.bias": torch.ones(24)}
+    save_file({"up.weight": numbers, "up.weight_scale_inv": scales, **plain}, root / "model.safetensors")
+    (root / "config.json").write_text(json.dumps(QUANTIZED_CONFIG))
+    spread = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :130]
+    return Original("quantized", root, {"up.weight": numbers.float() * spread, **plain})
+
+
 def original(name: str) -> Original:
-    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed, pt, adapter, or a `trained`.
+    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed, pt, adapter, quantized.
+
+    Or it is one of those `trained`.
 
     "-2" after it is a later step of the same.
     """
     kind, _, later = name.partition("-")
     step = int(later or 1)
-    if kind == "adapter":
-        return adapter()
+    if kind in ("adapter", "quantized"):
+        return adapter() if kind == "adapter" else quantized()
     if kind in MAKERS:
         return trained(kind, step)
     truth: dict[str, Any] = weights(step)

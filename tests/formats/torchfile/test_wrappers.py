@@ -37,6 +37,8 @@ HOLDERS = {
 class Wrapper(torch.Tensor):
     """A tensor that another one is in."""
 
+    _data: Tensor
+
     @staticmethod
     def __new__(cls, held: Tensor, attribute: str, size: torch.Size | None = None) -> Any:
         return torch.Tensor._make_wrapper_subclass(cls, size or held.shape, dtype=held.dtype)
@@ -46,7 +48,7 @@ class Wrapper(torch.Tensor):
         self.config = None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         return False if "is_pinned" in str(func) else args[0]
 
 
