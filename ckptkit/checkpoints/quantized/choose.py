@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 
 from ckptkit.checkpoints.quantized.schemes import Scheme
-from ckptkit.errors import Usage
+from ckptkit.errors import Unsupported, Usage
 from ckptkit.layout import Spec
 
 _ROUTERS = ("gate", "router", "shared_expert_gate", "eh_proj")
@@ -72,10 +72,11 @@ def choose(
 
 
 def reason_to_leave(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs: Sequence[str]) -> str | None:
-    """Return why a tensor stays what it is, None if nothing keeps it."""
+    """Return why a tensor stays what it is, None if nothing keeps it. Raises `Unsupported` if it is no float."""
     parts = name.split(".")
-    is_float = spec.dtype.kind == "float"
-    if name in kept or not is_float or len(spec.shape) != 2 or 0 in spec.shape or not name.endswith(".weight"):
+    if spec.dtype.kind != "float":
+        raise Unsupported(f"it is {spec}, and the weights of linear layers are floats", tensor=name)
+    if name in kept or len(spec.shape) != 2 or 0 in spec.shape or not name.endswith(".weight"):
         return HEADS
     if parts[-2] in _ROUTERS or not set(parts).isdisjoint(_TOWERS):
         return HEADS

@@ -110,6 +110,8 @@ def find_dequantizing(quantized: Quantized | None, found: Weights, asked: Edits)
     """
     if quantized is None or not asked.dtype:
         return None
+    if asked.dtype_of_weights is not None:
+        quantized.require_known()
     names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
     chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
     if not chosen:
