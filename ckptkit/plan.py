@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptkit.axes import resplit, unsplit
 from ckptkit.errors import Mismatch, Usage
@@ -47,6 +47,13 @@ class Recipe(Protocol):
         Of each operand there is one of `blocks`: the elements of its region for `box`, row-major, in its dtype. One
         whose region is another for every box may be written over; any other is handed out again.
         """
+
+
+@runtime_checkable
+class ByRows(Recipe, Protocol):
+    """A recipe that makes so many rows of a tensor at once, or less at its end, of operands that are small enough."""
+
+    rows: int
 
 
 class Copy(NamedTuple):

@@ -96,6 +96,7 @@ TORCH_WHEN_USED = (
     "estimates.architecture",
     "ops.open",
     "checkpoints.model_shapes",
+    "checkpoints.families.transformers_linear",
     "checkpoints.families.transformers_model",
     "cli.train",
 )
@@ -149,6 +150,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "ops.conversion.adapters": {"peft"},
     "ops.conversion.merge": {"peft"},
     "ops.merge": {"peft"},
+    "checkpoints.quantized*": {"vllm"},  # which loads what is quantized
 }
 
 # The words with which docstrings begin: of modules and functions a verb, of classes a noun, of properties either.
@@ -163,8 +165,8 @@ VERBS = frozenset(
         Finalize Find Finish Flatten Fold Follow Force Forget Format Free Freeze Gather Give Group Guard Handle
         Hide Hold Import Index Initialise Inspect Join Keep Know Launch Lay Leave Let Link List Load Locate Lock
         Look Make Map Mark Match Materialise Measure Meet Merge Mirror Move Name Note Number Open Pack Parse
-        Pass Pause Pin Place Plan Prepare Print Prove Prune Publish Pull Push Put Raise Read Rearrange Recompute
-        Record Reduce Refuse Release Remember Remove Rename Render Replace Report Reserve Reshard Resolve
+        Pass Pause Pin Place Plan Prepare Print Prove Prune Publish Pull Push Put Quantize Raise Read Rearrange
+        Recompute Record Reduce Refuse Release Remember Remove Rename Render Replace Report Reserve Reshard Resolve
         Restore Resume Return Round Run Save Say Scale Scan Seal See Select Send Set Shard Share Show Silence
         Sort Spread Stage Start Stop Store Sum Survey Swap Sync Take Tell Think Tie Train Translate Try Turn
         Unflatten Unpin Update Verify Visit Wait Walk Warn Watch Work Write Yield

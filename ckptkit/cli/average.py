@@ -12,10 +12,13 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_path
 
-
-@with_options(
-    OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "complete_optimizer", "merge", "adapter_config")
+_OTHERS = (
+    *("world_size", "under", "optimizer_keys", "complete_optimizer", "merge", "adapter_config"),
+    *("quantize", "exclude_quantize"),
 )
+
+
+@with_options(OPTIONS, leave_out=_OTHERS)
 def average(
     sources: Annotated[
         list[Path],

@@ -12,11 +12,13 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_path
 
-
-@with_options(
-    OPTIONS,
-    leave_out=("world_size", "under", "optimizer_keys", "complete_optimizer", "merge", "names", "map", "vocab_size"),
+_OTHERS = (
+    *("world_size", "under", "optimizer_keys", "complete_optimizer", "merge", "names", "map", "vocab_size"),
+    *("quantize", "exclude_quantize"),
 )
+
+
+@with_options(OPTIONS, leave_out=_OTHERS)
 def merge(
     model: Annotated[Path, typer.Argument(parser=to_path, metavar="BASE", help="The model, or its id on the Hub.")],
     adapters: Annotated[

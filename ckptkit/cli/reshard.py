@@ -13,7 +13,10 @@ from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_local, to_path
 
-_OTHERS = ("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config")
+_OTHERS = (
+    *("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config"),
+    *("quantize", "exclude_quantize"),
+)
 
 
 @with_options(OPTIONS, leave_out=_OTHERS)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.layout import Chunk
-from ckptkit.plan import Copy, Plan, Region, Target, same
-from ckptkit.tensors.blocks import cut, span_of
+from ckptkit.plan import ByRows, Copy, Plan, Region, Target, same
+from ckptkit.tensors.blocks import cut, cut_rows, span_of
 from ckptkit.tensors.box import Box, BoxIndex
 
 Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box that it shares with an input
@@ -65,7 +65,12 @@ def blocks(plan: Plan) -> Iterator[Block]:
 def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
     """Yield the blocks of one target in the order of its bytes, small enough for elements of `itemsize` bytes too."""
     wanted = wanted_of(target, len(plan.sources))
-    for box in cut(target.chunk.box, BLOCK_BYTES // max(itemsize, width(target))):
+    recipe, whole = target.recipe, target.chunk.box
+    if isinstance(recipe, ByRows):
+        boxes = cut_rows(whole, recipe.rows)
+    else:
+        boxes = cut(whole, BLOCK_BYTES // max(itemsize, width(target)))
+    for box in boxes:
         yield Block(target, box, tuple(one.of(box) for one in wanted))
 
 

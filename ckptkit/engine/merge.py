@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptkit.engine.low_rank import Array, Product
 from ckptkit.errors import Corrupt
-from ckptkit.plan import Operand, Region, same
+from ckptkit.plan import Operand, Recipe, Region, same
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.casting import cast
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -40,28 +40,33 @@ class Step(Protocol):
 class Merge:
     """The recipe of a tensor that is another after some steps, one after the other.
 
-    Where a step needs more of the tensor than the box that is to be changed, `reach` says what.
+    What it is at first is read, or computed in float32 by a recipe of its own. Where a step needs more of the tensor
+    than the box that is to be changed, `reach` says what.
     """
 
-    def __init__(self, base: Operand, steps: Sequence[Step], reach: Region = same) -> None:
+    def __init__(self, base: Operand | Recipe, steps: Sequence[Step], reach: Region = same) -> None:
         self._steps, self._reach = steps, reach
-        operands = (base, *(operand for step in steps for operand in step.operands))
+        self._base, self._dtype = (Taken(base), base.dtype) if isinstance(base, Operand) else (base, FLOAT32)
+        operands = (*self._base.operands, *(operand for step in steps for operand in step.operands))
         self.operands = tuple(reaching(operand, reach) for operand in operands)
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
         """Return the elements of a box as `dtype`. Raises `Corrupt` for operands that are no finite numbers."""
-        base, *inputs = (
+        outer, taken = self._reach(box), len(self._base.operands)
+        inputs = [
             np.frombuffer(block, _NUMPY[operand.dtype]).reshape(operand.region(box).size)
-            for operand, block in zip(self.operands, blocks, strict=True)
-        )
-        outer, values, taken = self._reach(box), base, 0
+            for operand, block in zip(self.operands[taken:], blocks[taken:], strict=True)
+        ]
+        made, _ = self._base(outer, self._dtype, blocks[:taken])
+        values = base = np.frombuffer(made, _NUMPY[self._dtype]).reshape(outer.size)
+        taken = 0
         for step in self._steps:
             count = len(step.operands)
             values = step.apply(values, base, outer, inputs[taken : taken + count])
             taken += count
         part = box.relative_to(outer)
         index = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
-        return as_stored(values[index], self.operands[0].dtype, dtype), False
+        return as_stored(values[index], self._dtype, dtype), False
 
 
 class Taken:

@@ -39,6 +39,8 @@ def average(
     checkpoint has them; for the other options, and the errors, see `convert`.
     """
     asked = ConvertOptions.of(options, to=to)
+    if asked.quantize:
+        raise Usage("a mean is not quantized in one go", hint="ckptkit consolidate MEAN OUT --quantize does it")
     chosen = choose_sources(sources, last)
     done = carry_out(chosen, dst, replace(asked, weights=divide(weights, len(chosen))))
     total = fsum(weights)

@@ -29,6 +29,12 @@ def cut(box: Box, limit: int) -> Iterator[Box]:
             yield Box((*corner, at, *box.start[axis + 1 :]), (*(1 for _ in corner), count, *box.size[axis + 1 :]))
 
 
+def cut_rows(box: Box, rows: int) -> Iterator[Box]:
+    """Cut a box into runs of so many of its rows, of which the last may have fewer."""
+    for at in range(box.start[0], box.stop[0], rows):
+        yield Box((at, *box.start[1:]), (min(rows, box.stop[0] - at), *box.size[1:]))
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The elements of a strided chunk from the first to the last of a box: `start` and `length` in elements."""

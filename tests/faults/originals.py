@@ -23,11 +23,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.checkpoints.expected import expected_shapes
 from tests import producers
 from tests.faults.trained import MAKERS, named
 from tests.producers import Truth
 
 ANYTHING = object()  # stands for a value that is nobody's business
+QUANTIZED_CONFIG: dict[str, Any] = {
+    "model_type": "unheard_of",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+}
+LLAMA_CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 9,
+}
 ADAPTER_CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["up"]}
 MODEL = "model"  # under which every nested original has its weights
 _SHAPES = {
@@ -151,15 +164,51 @@ def adapter() -> Original:
     return Original("adapter", root, {"up.weight": w + 1.5 * (b @ a), "up.bias": torch.ones(24)})
 
 
-def original(name: str) -> Original:
-    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed, pt, adapter, or a `trained`.
+@cache
+def quantized() -> Original:
+    """A model of which one matrix is in fp8 with a scale for each 128 x 128, and what that is in fp32."""
+    root = home() / "quantized"
+    root.mkdir()
+    torch.manual_seed(0)
+    numbers = (torch.randn(200, 130) * 100).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2) + 0.5
+    plain = {"up.bias": torch.ones(24)}
+    save_file({"up.weight": numbers, "up.weight_scale_inv": scales, **plain}, root / "model.safetensors")
+    (root / "config.json").write_text(json.dumps(QUANTIZED_CONFIG))
+    spread = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :130]
+    return Original("quantized", root, {"up.weight": numbers.float() * spread, **plain})
 
-    "-2" after it is a later step of the same.
+
+@cache
+def llama() -> Original:
+    """A model of a known type, and what it is with a scale for each 128 x 128 of its linear layers."""
+    root = home() / "llama"
+    root.mkdir()
+    torch.manual_seed(0)
+    state = {name: torch.randn(shape) for name, shape in (expected_shapes(LLAMA_CONFIG) or {}).items()}
+    save_file(state, root / "model.safetensors", metadata={"format": "pt"})
+    (root / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    truth = dict(state)
+    for name, tensor in state.items():
+        if name.endswith("_proj.weight"):
+            factor = 448 / tensor.abs().max()
+            truth[name] = (tensor * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+            truth[f"{name}_scale_inv"] = (1 / factor).reshape(1, 1)
+    return Original("llama", root, truth)
+
+
+_OF_MODELS: dict[str, Callable[[], Original]] = {"adapter": adapter, "quantized": quantized, "llama": llama}
+
+
+def original(name: str) -> Original:
+    """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed, pt, or a `trained`.
+
+    Or one with a verb of its own: adapter, quantized, llama. "-2" after it is a later step of the same.
     """
     kind, _, later = name.partition("-")
     step = int(later or 1)
-    if kind == "adapter":
-        return adapter()
+    if kind in _OF_MODELS:
+        return _OF_MODELS[kind]()
     if kind in MAKERS:
         return trained(kind, step)
     truth: dict[str, Any] = weights(step)

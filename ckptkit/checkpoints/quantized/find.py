@@ -72,7 +72,8 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     Raises `Mismatch` for scales that are missing or do not fit, `Corrupt` for a config that cannot be so.
     """
     specs = layout.specs
-    if not any(map(may_be_packed, specs.values())):
+    orphans = [name for name in specs if name.endswith(_OF_WEIGHTS)]  # if they are: of no weight that is quantized
+    if not (orphans or any(map(may_be_packed, specs.values()))):
         return None
     foreign = find_foreign(specs)
     if foreign is not None:
@@ -87,7 +88,7 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     if not said.is_known:
         has_packed = any(may_be_packed(spec) and len(spec.shape) > 1 for spec in specs.values())
         return unknown(layout, said) if has_packed else None
-    if not (scaled or packed or ((small or blocks) and said.method)):
+    if not (scaled or packed or ((small or blocks or orphans) and said.method)):
         return None
     scales = {*scaled.values(), *packed.values()}
     check_partners(layout, {name for name in (*small, *blocks) if name not in scales}, {**scaled, **packed}, scales)

@@ -58,6 +58,7 @@ _REBUILDS = (*_TENSORS, *_PARAMETERS)
 _in_torch_utils = cache(partial(Global, "torch._utils"))
 _SIZE = Global("torch", "Size")
 _REBUILD_OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _PLAIN_TYPES = (
     Global("torch", "Tensor"),
     Global("torch.nn.parameter", "Parameter"),
@@ -71,7 +72,20 @@ _REFUSED = {
     "_rebuild_wrapper_subclass": "a tensor subclass",
     "_rebuild_from_type_v2": "a tensor subclass",
 }
-_NAMES = frozenset(
+# torchao's parameters that are rounded only as a training uses them: the attribute that holds one as it is
+_HOLDERS = {
+    "WeightWithDynamicFloat8CastTensor": "_tensor",
+    "WeightWithDelayedFloat8CastTensor": "_tensor",
+    "WeightWithStaticFloat8CastTensor": "_tensor",
+    "ScaledGroupedMMTensor": "_data",
+    "Float8TrainingWeightWrapperTensor": "_data",
+    "MXFP8TrainingWeightWrapperTensor": "_data",
+    "Int8MixedPrecisionTrainingLinearWeight": "_data",
+    "BitNetTrainingLinearWeight": "_data",
+}
+_WRAPPING = ("torchao", "transformer_engine")  # whose classes are tensors; none of what they name is imported
+_MADE_ANEW = "._make_in_reduce_ex"  # what Transformer Engine calls to make one
+_TORCH_NAMES = frozenset(
     [
         *(("torch", name) for name in (*DTYPES, *STORAGES, "Size", "device", "Tensor", "strided")),
         *(("torch._utils", name) for name in (*_REBUILDS, *_REFUSED)),
@@ -86,8 +100,19 @@ _NAMES = frozenset(
         ("torch", "per_tensor_affine"),
         ("torch", "per_channel_affine"),
         ("collections", "OrderedDict"),
+        *(("builtins", "getattr"), ("__builtin__", "getattr")),  # of a class of those; a call of it is a name
     ]
 )
+
+
+class _Names:
+    """The names that the pickle of one tensor may have."""
+
+    def __contains__(self, name: object) -> bool:
+        match name:
+            case (str(module), str()):
+                return module.partition(".")[0] in _WRAPPING or name in _TORCH_NAMES
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +384,7 @@ def check_byte_order(read: ReadAt, entries: Mapping[str, Entry]) -> None:
 @lru_cache(maxsize=256)
 def parse_tensor(data: bytes) -> TensorRecord:
     """Return the tensor that a `data.pkl` describes; the same few hundred bytes for every chunk of one shape."""
-    value, _ = inert_pickle.load(data, _NAMES)
+    value, _ = inert_pickle.load(data, _Names())
     return as_tensor(value)
 
 
@@ -368,8 +393,10 @@ def is_tensor(value: object) -> bool:
     return (
         isinstance(value, Record)
         and isinstance(value.of, Global)
-        and value.of.module in ("torch._utils", "torch._tensor")
-        and value.of.name.startswith("_rebuild")
+        and (
+            (value.of.module in ("torch._utils", "torch._tensor") and value.of.name.startswith("_rebuild"))
+            or value.of.name.endswith(_MADE_ANEW)
+        )
     )
 
 
@@ -379,6 +406,8 @@ def as_tensor(value: object) -> TensorRecord:
     if not any(is_call(call, name) for name in _TENSORS):
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
         what = _REFUSED.get(made_by, f"something else than a plain tensor ({made_by or type(call).__name__})")
+        if made_by.endswith(_MADE_ANEW):
+            what = f"a tensor subclass, `{str(call.of).removesuffix(_MADE_ANEW)}`"
         if isinstance(call, Record) and call.of == _REBUILD_OF_TYPE and len(call.args) > 1:
             what += f", `{call.args[1]}`"
         raise Unsupported(
@@ -395,9 +424,26 @@ def unwrap(value: object) -> Any:
         elif value.of == _REBUILD_OF_TYPE and len(value.args) == 4 and value.args[1] in _PLAIN_TYPES:
             function, _, arguments, _ = value.args
             value = Record(function, arguments)
+        elif (held := held_by(value)) is not None:
+            value = held
         else:
             break
     return value
+
+
+def held_by(value: Record) -> Any | None:
+    """Return the tensor that one of torchao's holds as it is, None if it is another. `Corrupt` if its shape differs."""
+    match value:
+        case Record(of=of, args=(function, Global() as kind, (_, _, size, *_), state)):
+            attribute = _HOLDERS.get(kind.name) if kind.module.partition(".")[0] in _WRAPPING else None
+            attributes = state[0] if isinstance(state, tuple) and state else state
+            if of != _REBUILD_OF_TYPE or function != _REBUILD_WRAPPER or attribute is None:
+                return None
+            held = attributes.get(attribute) if isinstance(attributes, dict) else None
+            if held is None or as_tensor(held).shape != as_shape(size):
+                raise Corrupt(f"a `{kind}` of shape {size} does not hold a tensor of it in `{attribute}`")
+            return held
+    return None
 
 
 def is_call(value: object, name: str) -> bool:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
-from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
 from ckptkit.ops.comparison.matching import by_own_names
+from ckptkit.ops.comparison.plain import Plain
 from ckptkit.ops.comparison.renames import fold
 from ckptkit.progress import Progress, telling
 from ckptkit.tensors.distance import Distance
@@ -75,18 +75,42 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     one, two = (part.path for part in parts)
     sides = [by_own_names(part.layout) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
-    specs = theirs.specs
-    shared = {name for name, spec in ours.specs.items() if name in specs and can_move(spec, specs[name])}
+    seen = [Plain.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
+    before, after = (one.specs for one in seen)
+    shared = {name for name, spec in before.items() if name in after and can_move(spec, after[name])}
     if not shared:
         hint = "`ckptkit diff` says what is in both"
         raise Mismatch(f"no parameter is in {two} too, in the same shape", path=one, hint=hint)
-    rest = len(ours.tensors.keys() | theirs.tensors.keys()) - len(shared)
+    rest = len(before.keys() | after.keys()) - len(shared)
     notes = [f"{rest} tensors are not in both, or in another shape, or no floats"] if rest else []
-    ours, theirs = (locate(replace(edits.select(side, shared.__contains__), blobs={})) for side in (ours, theirs))
-    tell = telling(progress, ours.nbytes + theirs.nbytes)
-    distances = compare(ours, theirs, measure_all=True, jobs=jobs, progress=tell).distances
+    computed = {name for name in shared if any(name in one.packed for one in seen)}
+    notes += [remark for one in seen if (remark := one.remark(computed))]
+    distances = distances_of(seen, shared - computed, computed, jobs, progress)
     movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)
     return Moved(one, two, rank(movements), tuple(notes))
+
+
+def distances_of(
+    seen: Sequence[Plain], stored: set[str], computed: set[str], jobs: int | None, progress: Progress | None
+) -> Mapping[str, Distance]:
+    """Measure the tensors of two models that are compared as they are stored, and those that are computed first."""
+    (a, b), (c, d) = ([locate(side.stored(names)) for side in seen] for names in (stored, computed))
+    tell = telling(progress, sum(layout.nbytes for layout in (a, b, c, d)))
+    distances = dict(compare(a, b, measure_all=True, jobs=jobs, progress=tell).distances)
+    if not computed:
+        return distances
+    from ckptkit.engine.compare_computed import Computed, compare_computed  # imports numpy, which no copy needs
+
+    one, two = seen
+    shapes = {name: one.specs[name].shape for name in sorted(computed)}
+    sides = {
+        name: (
+            Computed(one.recipe(name, 0), one.specs[name].dtype),
+            Computed(two.recipe(name, 1), two.specs[name].dtype),
+        )
+        for name in shapes
+    }
+    return distances | compare_computed(c, d, shapes, sides, jobs=jobs, progress=tell)
 
 
 def can_move(one: Spec, two: Spec) -> bool:

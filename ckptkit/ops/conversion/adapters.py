@@ -87,6 +87,8 @@ def draft_adapters(
         raise Unsupported(message, path=first.part.path, hint=hint)
     made: dict[str, bytes] = {}
     drafts: list[Draft] = []
+    if options.quantize:
+        raise Usage("adapters are not quantized", hint="merge them into their base first")
     if options.changes_names:
         hint = "leave --names, --map and --vocab-size out, or merge the adapter into its base first"
         raise Usage("these are adapters, which fit the names and rows that their model had in training", hint=hint)

@@ -25,7 +25,7 @@ from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.model import companion_files, form_for, name_one, without_prefix
 from ckptkit.ops.conversion.options import ConvertOptions
-from ckptkit.ops.conversion.quantized import check_casts, look_for_quantized
+from ckptkit.ops.conversion.quantized import Dequantizing, look_for_quantized, make_all_plain
 from ckptkit.ops.conversion.recipes import Merging, Source
 
 _TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
@@ -33,11 +33,15 @@ _TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model that adapters are merged into: where it lies, its tensors, and what a loader needs beside them."""
+    """The model that adapters are merged into: where it lies, its tensors, and what a loader needs beside them.
+
+    `plain` says how its weights become plain ones, if they are quantized.
+    """
 
     part: Part
     weights: Weights
     companions: Companions
+    plain: Dequantizing | None = None
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -80,7 +84,7 @@ def draft_merge(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
         drafts=[draft],
         made=files if is_alone else {},
         carried=tokenizer if is_alone else {},
-        dropped=base.weights.left_out,
+        dropped=merged.base.weights.left_out,
         wrapper=base.weights.wrapper if is_alone else "",
         world_size=options.world_size if options.writer.is_sharded else None,
         notes=[
@@ -131,11 +135,13 @@ def base_of(adapter: Fitted, output: Path, options: ConvertOptions) -> Base:
 def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -> Merged:
     """Merge adapters into a base, as far as names and shapes go."""
     notes: list[str] = []
+    base = made_plain(base, notes)
     weights = without_prefix(base.weights, base.companions, notes)
     if not has_modules(weights.layout, adapters):
         weights = name_one(weights, base.part, HUB, base.companions, options, None, notes)
     whole = restore_tied(weights.layout, base.config)
-    merging = Merging(whole)
+    came_from = weights.came_from
+    merging = Merging(whole, base.plain.recipes(whole, came_from, 1 + len(adapters)) if base.plain else {})
     for number, one in enumerate(adapters, 1):
         config = one.config
         if config.has_changed_base and one.path != base.part.path:
@@ -154,6 +160,16 @@ def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -
     layout, remarks = fit(layout, companions, form_for(layout, companions, None), strict=options.strict)
     weights = replace(weights, layout=layout)
     return Merged(replace(base, weights=weights), merging, layout, companions, [*notes, *merging.notes, *remarks])
+
+
+def made_plain(base: Base, notes: list[str]) -> Base:
+    """Return a base with plain weights for quantized ones, and add to `notes` that it is so."""
+    plain = make_all_plain(look_for_quantized(base.part), base.weights, base.config)
+    if plain is None:
+        return base
+    companions = plain.of_plain(base.companions, notes)
+    notes.append(f"what was dequantized is {plain.dtype}, unless --dtype says otherwise")
+    return replace(base, weights=plain.unpack(base.weights), companions=companions, plain=plain)
 
 
 def has_modules(layout: Layout, adapters: Sequence[Fitted]) -> bool:
@@ -209,18 +225,17 @@ def draft_merged(merged: Merged, adapters: Sequence[Fitted], options: ConvertOpt
     names = {name: new_name(name) for name in chosen.tensors}
     came_from = merged.base.weights.came_from
     first, casts = asked.cast(edits.rename(chosen, names.__getitem__), lambda _: True)
-    check_casts(
-        look_for_quantized(merged.base.part), casts, {names[old]: was for old, was in came_from.items() if old in names}
-    )
+    plain = merged.base.plain
+    if plain is not None:
+        casts |= plain.casts(first, {names[old]: was for old, was in came_from.items() if old in names})
+    computed = set(merging.computed)
     recipes = {
-        new: merging.recipe(name, new, first.tensors[new].spec.dtype)
-        for name, new in names.items()
-        if name in merging.changed
+        new: merging.recipe(name, new, first.tensors[new].spec.dtype) for name, new in names.items() if name in computed
     }
     made_of = source_of(merged.base.part.layout)
     made_of["adapters"] = ", ".join(one.path.name for one in adapters)
     return Draft.of(
-        [first, *(one.adapter.layout for one in adapters)],
+        [first, *(one.adapter.layout for one in adapters), *([plain.source] if plain else [])],
         options,
         options.world_size or merged.base.part.layout.world_size or 1,
         made_of=made_of,

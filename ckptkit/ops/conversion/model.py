@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.quantized.find import Quantized
 from ckptkit.checkpoints.tokens import check_tokens
 from ckptkit.checkpoints.trainers import who_wrote
 from ckptkit.checkpoints.vocabulary import with_vocabulary
@@ -28,7 +29,14 @@ from ckptkit.files.origin import Origin
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.options import ConvertOptions
-from ckptkit.ops.conversion.quantized import check_casts, find_dequantizing, look_for_quantized, refuse_mean
+from ckptkit.ops.conversion.quantize import Quantizing, find_quantizing, refuse_quantized, without_words
+from ckptkit.ops.conversion.quantized import (
+    Dequantizing,
+    check_casts,
+    find_dequantizing,
+    look_for_quantized,
+    refuse_mean,
+)
 from ckptkit.ops.selection import Edits
 from ckptkit.plan import Recipe
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -44,15 +52,12 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     if options.changes_names and not is_alone:
         hint = "write a Hugging Face model, and convert that"
         raise Usage(f"a mean keeps names and rows as `{options.to}`", hint=hint)
-    companions = find_companions(parts[0].path, options.base) if is_alone else Companions()
     notes = list(remarks)
-    opened = [open_weights(part, options.edits) for part in parts]
-    if options.weights:
-        refuse_mean(parts)
-    quantized = look_for_quantized(parts[0]) if options.dtype else None
-    plain = find_dequantizing(quantized, opened[0], options.edits)
+    companions = find_companions(parts[0].path, options.base) if is_alone else Companions()
+    if options.quantize:
+        companions = without_words(companions)
+    opened, quantized, plain = open_all(parts, options)
     if plain is not None:
-        opened = [plain.unpack(opened[0])]
         companions = plain.of_plain(companions, notes)
     names = options.names or (HUB if is_alone or options.map else KEEP)
     if names != KEEP and not options.rename:
@@ -65,44 +70,95 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     if options.vocab_size is not None:
         companions = with_tokens(companions, options.vocab_size, notes)
     found = align(parts, opened)
-    kept: frozenset[str] = frozenset()
-    if is_alone and options.names not in (None, HUB):
-        layouts: Sequence[Layout] = [weights.layout for weights in found]
-        whose = "the checkpoint's own" if options.names == KEEP else f"{options.names}'s"
-        notes.append(f"the names are {whose}: they were not held against a config.json")
-    elif is_alone:
-        form = form_for(found[0].layout, companions, ask_base)
-        layouts, more = fit_all(found, companions, form, strict=options.strict)
-        notes += more
-        kept = stay_wide(layouts[0], form, options.edits, notes)
-    else:
-        layouts = put_back(parts[0].layout, found, options.edits)
+    form = form_for(found[0].layout, companions, ask_base) if is_alone and names == HUB else None
+    layouts = arrange(parts, found, companions, form, options, notes)
+    kept = stay_wide(layouts[0], form, options.edits, notes)
     first, casts = options.edits.cast(layouts[0], lambda name: name not in kept)
-    if plain is None:
-        check_casts(quantized, casts, found[0].came_from)
+    mended = companions
+    if plain is not None:
+        computed = computed_by(plain, first, found[0].came_from)
+    elif options.quantize:
+        quantizing = find_quantizing(layouts[0], form, companions, options)
+        mended = quantizing.of_quantized(companions, first)
+        notes += quantizing.remarks()
+        computed = computed_by(quantizing, quantizing.wanted(first), found[0].came_from)
     else:
-        casts |= plain.casts(first, found[0].came_from)
+        check_casts(quantized, casts, found[0].came_from)
+        others = [cast_to(layout, first.specs) for layout in layouts[1:]]
+        computed = Computed(first, others, average(first, options.weights))
     world_size = options.world_size or parts[0].layout.world_size or 1
     draft = Draft.of(
-        [first, *(cast_to(layout, first.specs) for layout in layouts[1:]), *([plain.source] if plain else [])],
+        [computed.wanted, *computed.others],
         options,
         world_size,
         made_of=describe(layouts, options.weights),
         renamed=renamed_in(found[0], layouts[0]),
-        cast=casts,
-        recipes=plain.recipes(first, found[0].came_from) if plain else average(first, options.weights),
+        cast={**casts, **computed.casts},
+        recipes=computed.recipes,
     )
     return Conversion(
         origins=origins,
         output=output,
         options=options,
         drafts=[draft],
-        made=companion_files(companions, first),
+        made=companion_files(mended, first),
         dropped=found[0].left_out,
         wrapper=found[0].wrapper if is_alone else "",
         world_size=world_size if options.writer.is_sharded else None,
         notes=notes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The layout that a model has in the end, and the sources and recipes of what of it is computed."""
+
+    wanted: Layout
+    others: Sequence[Layout]
+    recipes: Mapping[str, Recipe]
+    casts: Mapping[str, str] = field(default_factory=dict)
+
+
+def computed_by(change: Dequantizing | Quantizing, wanted: Layout, came_from: Mapping[str, str]) -> Computed:
+    """Return a model of which weights become plain ones, or quantized ones."""
+    return Computed(wanted, [change.source], change.recipes(wanted, came_from), change.casts(wanted, came_from))
+
+
+def open_all(
+    parts: Sequence[Part], options: ConvertOptions
+) -> tuple[Sequence[Weights], Quantized | None, Dequantizing | None]:
+    """Return the weights of each checkpoint, the quantized ones in the first, and how these become plain ones.
+
+    Raises `Unsupported` for a mean of quantized weights, and for quantized ones that are to be quantized.
+    """
+    opened = [open_weights(part, options.edits) for part in parts]
+    if options.weights:
+        refuse_mean(parts)
+    quantized = look_for_quantized(parts[0]) if options.dtype or options.quantize else None
+    if options.quantize:
+        refuse_quantized(parts[0], quantized)
+    plain = find_dequantizing(quantized, opened[0], options.edits)
+    return (opened if plain is None else [plain.unpack(opened[0])]), quantized, plain
+
+
+def arrange(
+    parts: Sequence[Part],
+    found: Sequence[Weights],
+    companions: Companions,
+    form: Form | Unsupported | None,
+    options: ConvertOptions,
+    notes: list[str],
+) -> Sequence[Layout]:
+    """Return the weights of each checkpoint as the format has them: held against config.json, or under their keys."""
+    if not options.writer.is_model_only:
+        return put_back(parts[0].layout, found, options.edits)
+    if options.names in (None, HUB):
+        layouts, more = fit_all(found, companions, form, strict=options.strict)
+        notes += more
+        return layouts
+    whose = "the checkpoint's own" if options.names == KEEP else f"{options.names}'s"
+    notes.append(f"the names are {whose}: they were not held against a config.json")
+    return [weights.layout for weights in found]
 
 
 def average(layout: Layout, weights: Sequence[float]) -> Mapping[str, Recipe]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, TypeVar
 
-from ckptkit.checkpoints.families import KEEP, check_names
+from ckptkit.checkpoints.families import HUB, KEEP, check_names
 from ckptkit.checkpoints.families.custom import read_table
 from ckptkit.checkpoints.families.family import Family
 from ckptkit.checkpoints.optimizer_keys import IDS, NAMES
+from ckptkit.checkpoints.quantized.schemes import SCHEMES
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, Writer, get_writer
 from ckptkit.ops.selection import LIKE, Edits
@@ -60,6 +61,13 @@ class ConvertOptions:
     ] = ()
     max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
     base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
+    quantize: Annotated[
+        str | None,
+        About("Weights of linear layers in 8 bits, with scales for blocks or rows.", "fp8-block|fp8-channel"),
+    ] = None
+    exclude_quantize: Annotated[
+        tuple[str, ...], About("With --quantize: leave weights that match as they are; repeatable.", "GLOB")
+    ] = ()
     merge: Annotated[bool, About("Merge the adapter in the checkpoint into its base: that in it, or --base.")] = False
     adapter_config: Annotated[
         str | None, About("The adapter_config.json of an adapter that has none beside it.", "FILE")
@@ -129,6 +137,7 @@ class ConvertOptions:
         if self.complete_optimizer and (writer.is_model_only or self.merge):
             raise Usage("a model by itself has no optimizer", hint="leave --complete-optimizer out")
         self.check_adapters()
+        self.check_quantize()
         needs_config = writer.is_model_only or self.merge or self.changes_names
         if (self.base is not None and not needs_config) or (self.strict and not (writer.is_model_only or self.merge)):
             hint = f"leave {'--strict' if self.strict else '--base'} out"
@@ -141,6 +150,22 @@ class ConvertOptions:
         if self.merge and self.changes_names:
             hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
             raise Usage("an adapter fits the names and rows that its model had in training", hint=hint)
+
+    def check_quantize(self) -> None:
+        """Raise `Usage` for what is asked of quantized weights and contradicts itself."""
+        if self.quantize is None:
+            if self.exclude_quantize:
+                raise Usage("nothing is quantized that --exclude-quantize could leave out", hint="add --quantize")
+            return
+        if self.quantize not in SCHEMES:
+            raise Usage(f"`{self.quantize}` is no way to quantize", hint=f"--quantize {' or '.join(SCHEMES)}")
+        if not self.writer.is_model_only:
+            raise Usage(f"`{self.to}` is no model for use", hint="ckptkit consolidate SRC OUT --quantize writes one")
+        if self.merge:
+            hint = "merge first, and consolidate the result with --quantize"
+            raise Usage("a merged model is not quantized in one go", hint=hint)
+        if self.names not in (None, HUB):
+            raise Usage("loaders of quantized weights look for the Hub's names", hint="leave --names out")
 
     @property
     def changes_names(self) -> bool:
@@ -172,6 +197,8 @@ class Keywords(TypedDict, total=False):
     """The options that every function takes that writes a checkpoint; for their meaning see `ConvertOptions`."""
 
     dtype: str | Sequence[str]
+    quantize: str | None
+    exclude_quantize: str | Sequence[str]
     max_shard_size: int
     base: str | Path | None
     merge: bool
@@ -210,7 +237,7 @@ def written(hint: Any) -> Any:
     return getattr(hint, "__forward_arg__", hint)
 
 
-_SEVERAL = ("dtype", "include", "exclude", "rename", "weights", "scales")
+_SEVERAL = ("dtype", "include", "exclude", "exclude_quantize", "rename", "weights", "scales")
 
 
 def settle(name: str, value: Any) -> Any:

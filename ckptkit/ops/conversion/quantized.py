@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptkit import edits
 from ckptkit.checkpoints.companions import Companions, find_config
@@ -19,17 +20,18 @@ from ckptkit.errors import Unsupported, Usage
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.ops.selection import Edits
 from ckptkit.plan import Operand, Recipe
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.tensors.dtypes import DTYPES, DType
 
 _MOST_AT_HAND = 1 << 28  # bytes of one expert, where a block needs all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantizing:
-    """The quantized weights of a checkpoint, and the names in it of those that are to become plain ones."""
+    """The quantized weights of a checkpoint, and the names in it of those that are to become plain ones of a dtype."""
 
     quantized: Quantized
     chosen: frozenset[str]
+    dtype: DType = DTYPES["float32"]
 
     def unpack(self, found: Weights) -> Weights:
         """Return the weights of a checkpoint with plain ones for the quantized, of which no bytes are known yet."""
@@ -49,15 +51,15 @@ class Dequantizing:
     def _plain(self, layout: Layout, new: str, old: str) -> StoredTensor:
         if old not in self.chosen:
             return layout.tensors[new]
-        return StoredTensor(Spec(DTYPES["float32"], self.quantized.weights[old].shape), ())
+        return StoredTensor(Spec(self.dtype, self.quantized.weights[old].shape), ())
 
-    def recipes(self, layout: Layout, came_from: Mapping[str, str]) -> dict[str, Recipe]:
-        """Return the recipe of each plain weight of a layout. Its operands are of the second source."""
+    def recipes(self, layout: Layout, came_from: Mapping[str, str], source: int = 1) -> dict[str, Recipe]:
+        """Return the recipe of each plain weight of a layout. Its operands are of the source of this number."""
         made = {new: came_from[new] for new in layout.tensors if came_from.get(new) in self.chosen}
         if len(set(made.values())) < len(self.chosen):
             lost = min(self.chosen - set(made.values()))
             raise Unsupported("it would be lost: the result has no such tensor", path=layout.root, tensor=lost)
-        return {new: recipe_of(self.quantized, old) for new, old in made.items()}
+        return {new: recipe_of(self.quantized, old, source) for new, old in made.items()}
 
     def casts(self, layout: Layout, came_from: Mapping[str, str]) -> dict[str, str]:
         """Return what became of the dtypes of the weights, by their names in the result."""
@@ -81,6 +83,28 @@ class Dequantizing:
             return companions
         notes[-1] += "; config.json says no more that they are quantized"
         return replace(companions, config=plain)
+
+
+def make_all_plain(
+    quantized: Quantized | None, found: Weights, config: Mapping[str, Any] | None
+) -> Dequantizing | None:
+    """Return the quantized weights of a model, to become plain ones of the model's dtype; None if it has none.
+
+    Raises `Unsupported` if they are of a kind that cannot be computed.
+    """
+    chosen = frozenset(old for old in found.came_from.values() if quantized and old in quantized.weights)
+    if quantized is None or not (chosen or quantized.refusal):
+        return None
+    if quantized.refusal is not None:
+        hint = "dequantize them first, with the library that made them"
+        raise Unsupported(quantized.refusal, path=quantized.layout.root, tensor=min(quantized.members), hint=hint)
+    return Dequantizing(quantized, chosen, dtype_of(config or {}))
+
+
+def dtype_of(config: Mapping[str, Any]) -> DType:
+    """Return the dtype that a config.json says its model has, bfloat16 if it says none of 16 bits or more."""
+    said = DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))))
+    return said if said is not None and said.kind == "float" else DTYPES["bfloat16"]
 
 
 def plain_name(name: str) -> str:
@@ -110,6 +134,8 @@ def find_dequantizing(quantized: Quantized | None, found: Weights, asked: Edits)
     """
     if quantized is None or not asked.dtype:
         return None
+    if asked.dtype_of_weights is not None:
+        quantized.require_known()
     names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
     chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
     if not chosen:
@@ -133,13 +159,13 @@ def check_casts(quantized: Quantized | None, casts: Mapping[str, str], came_from
         )
 
 
-def recipe_of(quantized: Quantized, name: str) -> Recipe:
-    """Return the recipe of a weight, by the name of its numbers in the checkpoint."""
+def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
+    """Return the recipe of a weight, by the name of its numbers in the checkpoint, the source of this number."""
     from ckptkit.engine.dequantize import Transposed4, scaled  # imports numpy, which no copy needs
 
     packed, specs = quantized.weights[name], quantized.layout.specs
-    numbers = Operand(1, name, specs[name].dtype)
-    scales = Operand(1, packed.scale, specs[packed.scale].dtype)
+    numbers = Operand(source, name, specs[name].dtype)
+    scales = Operand(source, packed.scale, specs[packed.scale].dtype)
     if packed.steps is not None:
         return scaled(numbers, scales, specs[packed.scale].shape, packed.steps)
     require_modest(quantized, name, packed)

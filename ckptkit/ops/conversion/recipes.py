@@ -44,9 +44,13 @@ class Source:
 
 @dataclass
 class Merging:
-    """The tensors of a base while adapters are added to it: what each begins as, and the steps that change it."""
+    """The tensors of a base while adapters are added to it: what each begins as, and the steps that change it.
+
+    Of a base of quantized weights `plain` are the recipes of these.
+    """
 
     base: Layout
+    plain: Mapping[str, Recipe] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     begins: dict[str, Operand] = field(default_factory=dict)
     steps: dict[str, list[Step]] = field(default_factory=lambda: defaultdict(list))
@@ -230,6 +234,11 @@ class Merging:
         """Return the names of the tensors that are not the base's as they are."""
         return tuple(dict.fromkeys((*self.begins, *(name for name, steps in self.steps.items() if steps))))
 
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """Return the names of the tensors that there are recipes of."""
+        return tuple(dict.fromkeys((*self.changed, *self.plain)))
+
     def is_changed_in_rows(self, name: str) -> bool:
         """Return whether nothing but single rows of a tensor is changed."""
         return name not in self.begins and all(isinstance(step, Rows) for step in self.steps[name])
@@ -237,6 +246,9 @@ class Merging:
     def recipe(self, name: str, source: str, dtype: DType) -> Recipe:
         """Return the recipe of a tensor, which the base calls `source`, and which is to be of `dtype`."""
         steps = self.steps.get(name)
+        if name in self.plain and name not in self.begins:
+            plain = self.plain[name]
+            return Merge(plain, steps, self.reach.get(name, same)) if steps else plain
         found = self.begins.get(name, Operand(0, source, dtype))
         if not steps:
             return Taken(found._replace(dtype=dtype))

@@ -1,0 +1,91 @@
+"""Compare tensors of which one or both have to be computed first, block by block. Names no format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptkit.engine.blocks import Block
+from ckptkit.engine.copy import scrub
+from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.sources import Sources
+from ckptkit.engine.visit import Pieces, Worker, visit
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.plan import Plan, Recipe, Target, join
+from ckptkit.tensors.box import Box, Shape, whole
+from ckptkit.tensors.distance import Distance
+from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.tensors.measuring import Elements, measure
+
+Progress = Callable[[int], None]
+
+_FLOAT32 = DTYPES["float32"]
+
+
+class Computed(NamedTuple):
+    """One of two tensors that are compared: the recipe of its elements, which it is asked for as `dtype`."""
+
+    recipe: Recipe
+    dtype: DType
+
+
+class Both:
+    """The recipe of two tensors of one shape. The operands of the first come before those of the second."""
+
+    def __init__(self, one: Computed, two: Computed) -> None:
+        self._one, self._two = one, two
+        self.operands = (*one.recipe.operands, *two.recipe.operands)
+
+    def elements(self, box: Box, blocks: Sequence[memoryview]) -> tuple[Elements, Elements]:
+        """Return the elements of a box of each."""
+        one, two, count = self._one, self._two, len(self._one.recipe.operands)
+        ours, _ = one.recipe(box, one.dtype, blocks[:count])
+        theirs, _ = two.recipe(box, two.dtype, blocks[count:])
+        return (ours, one.dtype), (theirs, two.dtype)
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+        """Return the elements of the first as `dtype`."""
+        return self._one.recipe(box, dtype, blocks[: len(self._one.recipe.operands)])
+
+
+def compare_computed(
+    a: Layout,
+    b: Layout,
+    shapes: Mapping[str, Shape],
+    sides: Mapping[str, tuple[Computed, Computed]],
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Distance]:
+    """Measure how far tensors are from each other, of these names and shapes, with `jobs` threads.
+
+    The operands of the first of each are of source 0, which is `a`, those of the second of source 1, `b`. Every chunk
+    is compared with the CRC-32 recorded for it. `progress` is told of bytes read, by one thread at a time.
+    """
+    recipes = {name: Both(*pair) for name, pair in sides.items()}
+    plan = Plan(a, b, tuple(targets(a, b, shapes, recipes)), (b,))
+    sources = Sources(plan, Ledger())
+    found = dict.fromkeys(shapes, Distance())
+
+    def look(worker: Worker, block: Block) -> Distance:
+        recipe = recipes[block.target.name]
+        inputs = [worker.operand(block, number, operand.dtype) for number, operand in enumerate(recipe.operands)]
+        return measure(*recipe.elements(block.box, inputs), block.box)
+
+    def note(block: Block, seen: Distance, pieces: Pieces) -> None:
+        sources.note(pieces)
+        found[block.target.name] = found[block.target.name].merge(seen)
+        if progress:
+            progress(sum(piece.length for of_source in pieces for piece in of_source))
+
+    visit(plan, look, note, jobs)
+    scrub(sources, jobs)
+    return found
+
+
+def targets(a: Layout, b: Layout, shapes: Mapping[str, Shape], recipes: Mapping[str, Both]) -> Iterator[Target]:
+    """Yield what is compared, as though it were to be written."""
+    for name, shape in shapes.items():
+        spec = Spec(_FLOAT32, shape)
+        chunk = Chunk(whole(shape), name, 0, spec.nbytes, _FLOAT32)
+        yield from join(name, StoredTensor(spec, (chunk,)), (a, b), recipes[name])
