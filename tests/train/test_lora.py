@@ -103,6 +103,7 @@ def merged_logits(directory: Path, tokens: Tensor) -> Tensor:
         return model(tokens)  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # the library's own
 def test_it_is_merged_and_loaded_by_the_library(lora: TrainConfig, trained: list[TrainConfig], tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     assert lora.weights is not None
