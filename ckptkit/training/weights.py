@@ -67,14 +67,15 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 
 def sum_of_rows(tensor: Tensor) -> Tensor:
     """Return what this rank adds to the sum of a tensor's rows, as bits, each times its number, modulo a prime."""
-    local, first, is_mine = torch.atleast_1d(tensor), 0, dist.get_rank() == 0
+    local, first, is_mine = tensor, 0, dist.get_rank() == 0
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
         local, place = tensor.to_local(), mesh.get_coordinate() or ()
         _, (first, *_) = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
         is_mine = not any(at for at, how in zip(place, placements, strict=True) if isinstance(how, Replicate))
-    bits = local.to(torch.bfloat16).contiguous().view(torch.int16)
+    bits = local.reshape(local.shape or (1,)).to(torch.bfloat16).view(torch.int16)
     rows = bits.reshape(len(bits), math.prod(bits.shape[1:]))
     numbers = torch.arange(first + 1, first + 1 + len(rows), device=rows.device)
     sums = rows.sum(1, dtype=torch.int64) % _PRIME * numbers % _PRIME
-    return sums.sum() * is_mine % _PRIME
+    total: Tensor = sums.sum() * is_mine % _PRIME
+    return total

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ckptkit.checkpoints.families import TRANSFORMERS
+from ckptkit.checkpoints.families.transformers import TRANSFORMERS
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.weights import Weights
 from ckptkit.engine.merge import Inside
-from ckptkit.errors import CkptError, Unsupported
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.ops.conversion.recipes import Merging
 from ckptkit.tensors.box import Shape
 
 
 class Within(NamedTuple):
-    """Where a tensor lies in one of the model in memory: its name, and the index of the first element."""
+    """The place of a tensor in one of the model in memory: its name, and the index of the first element."""
 
     name: str
     start: Shape
@@ -30,7 +30,7 @@ def in_memory(weights: Weights, config: Mapping[str, Any]) -> Layout | None:
     """Return weights as transformers has them in memory; None where that is not known."""
     try:
         return name_weights(weights, config, TRANSFORMERS.name, None)[0].layout
-    except CkptError:  # the base is then as its files have it, and what does not fit that is named
+    except (Mismatch, Unsupported):  # the base is then as its files have it, and what does not fit that is named
         return None
 
 

@@ -46,8 +46,8 @@ class Adapted(nn.Linear):
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
         nn.Module.__init__(self)  # not Linear's, which would make another weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_parameter("weight", linear.weight)
-        self.register_parameter("bias", linear.bias)
+        for name in ("weight", "bias"):
+            self.register_parameter(name, linear._parameters[name])
         self.lora_A = nn.ModuleDict({DEFAULT: Matrix(self.in_features, lora.rank, bias=False)})
         self.lora_B = nn.ModuleDict({DEFAULT: Matrix(lora.rank, self.out_features, bias=False)})
         self.scaling = lora.alpha / lora.rank
