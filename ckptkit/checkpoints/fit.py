@@ -81,7 +81,7 @@ def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:
     fit as they are, or fit neither way.
     """
     names = layout.tensors.keys()
-    if len({name.partition(".")[0] for name in names}) != 1:
+    if not config or len({name.partition(".")[0] for name in names}) != 1:
         return ""
     try:
         forms = forms_for(config)
