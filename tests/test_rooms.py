@@ -146,6 +146,8 @@ WRITTEN_BY: dict[str, set[str]] = {
     "checkpoints.adapters*": {"peft"},  # what it saves is what all that load adapters read
     "checkpoints.adapters.config": {"megatron"},  # a key of it
     "engine.low_rank": {"peft"},
+    "training.models.lora": {"peft"},
+    "training.smoke*": {"peft"},
     "engine.merge": {"peft"},
     "ops.conversion.adapters": {"peft"},
     "ops.conversion.merge": {"peft"},

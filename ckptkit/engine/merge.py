@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Protocol
 
 import numpy as np
@@ -162,6 +163,31 @@ class Rows:
         changed = values.copy()
         changed[[row for _, row in found]] = rows[[i for i, _ in found]]
         return changed
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A step of a tensor of which another is a box, without leading axes of one element: a change of that other.
+
+    The box begins at index `start`.
+    """
+
+    step: Step
+    start: Shape
+
+    @property
+    def operands(self) -> Sequence[Operand]:
+        """Return those of the step, with what a box needs at its place."""
+        return [reaching(operand, self._there) for operand in self.step.operands]
+
+    def _there(self, box: Box) -> Box:
+        more = (len(self.start) - len(box.start)) * (0,)
+        return Box(tuple(map(add, self.start, more + box.start)), tuple(1 for _ in more) + box.size)
+
+    def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
+        """Return the elements changed."""
+        there = self._there(box)
+        return self.step.apply(values.reshape(there.size), base.reshape(there.size), there, inputs).reshape(box.size)
 
 
 def reaching(operand: Operand, reach: Region) -> Operand:

@@ -18,6 +18,8 @@ from ckptkit.training.models.config import require_at_least
 SETTINGS = "train.toml"  # in a run, what it was started with
 Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
+StateDict = Literal["sharded", "full", "hf", "adapter"]
+LORA_ALPHA = 8  # that of LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,9 @@ class TrainConfig:
     untied: Annotated[bool, "Give the output of a size its own weights, not the embeddings'."] = False
     weights: Annotated[Path | None, "Start from the weights of this checkpoint, of any format."] = None
     freeze: Annotated[tuple[str, ...], "Parameters (a glob; several times) that are not trained."] = ()
+    lora_rank: Annotated[int | None, "Train adapters (LoRA) of this rank, and not the model itself."] = None
+    lora_alpha: Annotated[int, "Adapters count alpha / rank times."] = LORA_ALPHA
+    lora_targets: Annotated[tuple[str, ...], "Linear layers to adapt (several times); by default the blocks'."] = ()
     # the data
     data: Annotated[Path | None, "Text, JSONL or token files; by default the Python library's sources."] = None
     tokenizer: Annotated[str | None, "A Hugging Face tokenizer; by default the model's own, or bytes."] = None
@@ -59,7 +64,7 @@ class TrainConfig:
     deterministic: Annotated[bool, "The same bits each time on a GPU too, where it can; slower."] = False
     # checkpoints and metrics
     save_every: Annotated[int, "Steps between checkpoints; 0: the last only."] = 0
-    state_dict: Annotated[Literal["sharded", "full", "hf"], "Shards, one file, or a Hugging Face model."] = "sharded"
+    state_dict: Annotated[StateDict, "Shards, one file, a Hugging Face model, or adapters alone."] = "sharded"
     background: Annotated[bool, "Train on while a checkpoint is written."] = False
     keep_last: Annotated[int | None, "Keep the last so many checkpoints; with no --keep, all."] = None
     keep_every: Annotated[int | None, "Keep those of steps that are multiples of this."] = None
@@ -69,22 +74,19 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
-            require_at_least(least, name, getattr(self, name))
+            if getattr(self, name) is not None:
+                require_at_least(least, name, getattr(self, name))
         for name in settings():
             require_choice(name, getattr(self, name))
         if self.seed >= 2**32:
             raise Usage(f"seed is {self.seed}; it must be less than 2**32")
         if not self.clip > 0:
             raise Usage(f"clip is {self.clip}; the gradient norm can only be clipped to more than 0")
-        for name in ("keep_last", "keep_every"):
-            if getattr(self, name) is not None:
-                require_at_least(1, name, getattr(self, name))
         if self.replicas > 1 and self.strategy != "hybrid_shard":
             raise Usage(f"{self.replicas} replicas under {self.strategy}", hint="use `--strategy hybrid_shard`")
         if self.wrap == "size" and self.fsdp == "2":
             raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
-        if self.resume and self.weights:
-            raise Usage("a checkpoint to resume from brings its weights", hint="leave out `--weights` or `--resume`")
+        require_whole(self) if self.lora_rank is None else require_adaptable(self)
 
     def to_toml(self) -> str:
         """Return the settings as a TOML file; settings that are None are left out."""
@@ -96,7 +98,29 @@ LEAST = {
     "steps": 1, "batch_size": 1, "sequence_length": 1, "replicas": 1, "wrap_parameters": 1,
     "micro_batch_size": 0, "lr": 0, "warmup": 0, "weight_decay": 0, "seed": 0,
     "save_every": 0, "prefetch": 0, "recompute_every": 0,
+    "keep_last": 1, "keep_every": 1, "lora_rank": 1, "lora_alpha": 1,
 }  # fmt: skip
+
+
+def require_whole(config: TrainConfig) -> None:
+    """Raise `Usage` for what does not go with the training of a whole model."""
+    if config.state_dict == "adapter":
+        raise Usage("there are no adapters to save", hint="train some with `--lora-rank`")
+    if config.lora_targets or config.lora_alpha != LORA_ALPHA:
+        raise Usage("adapters are described, and not asked for", hint="give their rank with `--lora-rank`")
+    if config.resume and config.weights:
+        raise Usage("a checkpoint to resume from brings its weights", hint="leave out `--weights` or `--resume`")
+
+
+def require_adaptable(config: TrainConfig) -> None:
+    """Raise `Usage` for what does not go with adapters."""
+    if config.state_dict == "hf":
+        hint = "save `--state-dict adapter`, and make it a model with `ckptkit consolidate --merge`"
+        raise Usage("a Hugging Face model has no place for adapters", hint=hint)
+    if config.freeze:
+        raise Usage("all but the adapters is frozen already", hint="leave out `--freeze`")
+    if config.wrap == "size":
+        raise Usage("a unit that is wrapped by size may be of adapters and others", hint="use `--wrap block`")
 
 
 def settings() -> dict[str, Setting]:
@@ -145,6 +169,10 @@ def from_toml(name: str, value: object, path: Path) -> object:
 
 
 def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
-    """Return the settings that a run was started with, where it is to go on; {} otherwise."""
+    """Return the settings that a run was started with, where it is to go on; {} otherwise.
+
+    The weights that it was started from are those of its checkpoints now, but where these may have adapters alone.
+    """
     path = run / SETTINGS
-    return read_settings(path) if resume is not None and path.is_file() else {}
+    found = read_settings(path) if resume is not None and path.is_file() else {}
+    return {name: value for name, value in found.items() if name != "weights" or "lora_rank" in found}

@@ -44,12 +44,13 @@ class Step:
     checkpoint: str | None = None
 
 
-def flops_per_token(parameters: int, layers: int, attention_width: int, length: int) -> int:
+def flops_per_token(parameters: int, layers: int, attention_width: int, length: int, *, frozen: int = 0) -> int:
     """Count the operations of training per token, forward and backward: 6 per parameter, 12 per attended position.
 
-    The convention of PaLM's appendix B: causal attention counts in full, recomputation not at all.
+    The convention of PaLM's appendix B: causal attention counts in full, recomputation not at all. Of those parameters
+    that are `frozen` there are no gradients to compute, only through them: they count 4.
     """
-    return 6 * parameters + 12 * layers * attention_width * length
+    return 6 * parameters - 2 * frozen + 12 * layers * attention_width * length
 
 
 def peak_flops(device_type: str, dtype: torch.dtype) -> float | None:

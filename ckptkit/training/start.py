@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ckptkit.checkpoints.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.storage.ranks import Ranks
@@ -19,7 +20,11 @@ from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import TokenFile, prepare_tokens
 from ckptkit.training.metrics import forget_after
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
+from ckptkit.training.models.lora import Lora, LoraBlueprint
+from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.saving.run import Run
+from ckptkit.training.saving.save import ADAPTER
+from ckptkit.training.saving.state import are_adapters
 from ckptkit.training.trainer import Trainer
 from ckptkit.training.weights import load_weights
 
@@ -35,6 +40,7 @@ class Findings:
     tokenizer: str | None
     vocab_size: int
     tokenizer_files: Mapping[str, bytes]
+    needs_base: bool  # the checkpoint has adapters alone
 
 
 def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
@@ -44,16 +50,19 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
     ranks = Ranks()
     found = ranks.on_first(partial(find, config))
     blueprint = choose_blueprint(found.model, tied=not config.untied, vocab_size=found.vocab_size)
+    weights = config.weights or blueprint.weights
+    if config.lora_rank is not None:
+        require_base(config, weights, found)
+        blueprint = with_adapters(config, config.lora_rank, blueprint, mesh.device_type)
     require_fit(config, blueprint, found)
     run = make_run(config, {**found.tokenizer_files, **blueprint.files()})
     tokens = ranks.on_first(partial(tokenise, config, found))
     corpus = open_corpus(tokens, length=config.sequence_length, seed=config.seed)
-    weights = config.weights or blueprint.weights
     trainer = Trainer(config, blueprint, corpus, mesh, None if found.resume or weights else config.seed)
+    if weights is not None and (found.resume is None or found.needs_base):
+        trainer.progress.base = load_weights(trainer.sharded, weights, json.loads(blueprint.files()[CONFIG]))
     if found.resume is not None:
         trainer.load(run, found.resume)
-    elif weights is not None:
-        load_weights(trainer.sharded, weights, json.loads(blueprint.files()[CONFIG]))
     ranks.on_first(partial(prepare, config, trainer.progress.step, blueprint.files()))
     return trainer, run
 
@@ -65,7 +74,13 @@ def find(config: TrainConfig) -> Findings:
     own = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
     name = config.tokenizer or own
     tokenizer = choose_tokenizer(name)
-    return Findings(resume, model, name, tokenizer.vocab_size, tokenizer.files())
+    needs_base = config.lora_rank is not None and resume is not None and has_adapters_alone(resume)
+    return Findings(resume, model, name, tokenizer.vocab_size, tokenizer.files(), needs_base)
+
+
+def has_adapters_alone(path: Path) -> bool:
+    """Return whether a checkpoint has adapters, and not the weights that they are on."""
+    return are_adapters(Checkpoint.open(path).weights.layout.tensors)
 
 
 def tokenise(config: TrainConfig, found: Findings) -> TokenFile:
@@ -100,19 +115,48 @@ def require_fit(config: TrainConfig, blueprint: Blueprint, found: Findings) -> N
             hint="give the model's own with `--tokenizer`",
         )
     if found.resume is not None:
-        require_same_model(found.resume / CONFIG, blueprint.files()[CONFIG])
+        require_same(found.resume / CONFIG, blueprint.files()[CONFIG], "model")
+        require_same_adapters(found.resume / ADAPTER_CONFIG, blueprint.files().get(ADAPTER_CONFIG))
 
 
-def require_same_model(path: Path, text: bytes) -> None:
-    """Raise `Mismatch` if a checkpoint's config.json is of another model: its weights may fit, and mean another."""
+def require_same_adapters(path: Path, text: bytes | None) -> None:
+    """Raise `Mismatch` if a checkpoint's adapters, by their config at `path`, are not those that are to be trained."""
+    if path.exists() and text is not None:
+        require_same(path, text, "adapter", but=("base_model_name_or_path",))
+    elif path.exists():
+        raise Mismatch("the checkpoint has adapters", path=path, hint="go on with its `--lora-rank`")
+    elif text is not None:
+        message = "the checkpoint has no adapters to go on with"
+        raise Mismatch(message, path=path.parent, hint="start from its weights: `--weights`, and another run")
+
+
+def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) -> None:
+    """Raise `Mismatch` if a checkpoint's config is of another model, or adapter: its weights may fit all the same."""
     with translate_os_errors(path):
         theirs, ours = json.loads(path.read_bytes()), json.loads(text)
-    different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    different = sorted(key for key in (theirs.keys() | ours.keys()) - {*but} if theirs.get(key) != ours.get(key))
     if different:
         key = different[0]
         raise Mismatch(
-            f"the checkpoint is of another model: its `{key}` is {theirs.get(key)!r}, not {ours.get(key)!r}", path=path
+            f"the checkpoint is of another {what}: its `{key}` is {theirs.get(key)!r}, not {ours.get(key)!r}", path=path
         )
+
+
+def require_base(config: TrainConfig, weights: Path | None, found: Findings) -> None:
+    """Raise `Usage` where adapters are saved, or were, without a base that is anywhere else."""
+    if weights is None and (config.state_dict == ADAPTER or found.needs_base):
+        raise Usage(
+            "adapters alone mean nothing without the weights that they are on",
+            path=found.resume,
+            hint="give these with `--weights`, or as a `--model` that has some; or save `--state-dict sharded`",
+        )
+
+
+def with_adapters(config: TrainConfig, rank: int, model: Blueprint, device_type: str) -> Blueprint:
+    """Return the blueprint of a model with adapters as the configuration has them."""
+    base = config.weights or (config.model if model.weights else None)
+    lora = Lora(rank, config.lora_alpha, config.lora_targets, config.seed)
+    return LoraBlueprint(model, lora, param_dtype(config, device_type), None if base is None else str(base))
 
 
 def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:

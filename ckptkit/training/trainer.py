@@ -34,11 +34,13 @@ class Progress:
     """The position of a run: optimizer steps, sequences seen (its place in the data), tokens that counted.
 
     The place means something in one order of the data only: that of its seed, length of sequences and tokens (CRC-32).
+    `base` is the checksum of the weights under adapters, 0 where there are none or they come from the checkpoint.
     """
 
     seed: int
     sequence_length: int
     data: int
+    base: int = 0
     step: int = 0
     sequences: int = 0
     tokens: int = 0
@@ -50,7 +52,7 @@ class Progress:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take the position of a checkpoint."""
         for name in asdict(self):
-            setattr(self, name, state[name])
+            setattr(self, name, {"base": 0, **state}[name])  # older checkpoints have no adapters
 
 
 class Trainer:
@@ -74,7 +76,11 @@ class Trainer:
         peak = peak_flops(mesh.device_type, param_dtype(config, mesh.device_type))
         self._peak = peak and peak * self.world_size
         self._flops_per_token = flops_per_token(
-            self.sharded.multiplied, blueprint.layers, blueprint.attention_width, config.sequence_length
+            self.sharded.multiplied,
+            blueprint.layers,
+            blueprint.attention_width,
+            config.sequence_length,
+            frozen=self.sharded.frozen,
         )
 
     def step(self) -> Step:
@@ -124,7 +130,7 @@ class Trainer:
         )
 
     def load(self, run: Run, path: Path) -> None:
-        """Load the checkpoint at `path`. Raises `Mismatch` for one with another order of the data."""
+        """Load the checkpoint at `path`. Raises `Mismatch` for one with another order of the data, or base."""
         asked = replace(self.progress)
         run.load(self.model, self.optimizer, path=path, scheduler=self.scheduler, progress=self.progress)
         for name in ("seed", "sequence_length", "data"):
@@ -135,6 +141,12 @@ class Trainer:
                     path=path,
                     hint="go on with the same data, seed and length, or start anew from `--weights`",
                 )
+        if asked.base and asked.base != self.progress.base:
+            raise Mismatch(
+                "the checkpoint has adapters alone, which were trained on another base",
+                path=path,
+                hint="give the base that the run was started from with `--weights`",
+            )
         self._set_rates()
 
     def _set_rates(self) -> None:

@@ -136,6 +136,35 @@ def test_it_is_what_the_library_merges(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
 
 
+def tiny_qwen_moe() -> Any:
+    """A model of three experts beside one that all tokens share, and of a layer without any."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "mlp_only_layers": [1]}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **heads, **experts, shared_expert_intermediate_size=28))
+
+
+@pytest.mark.parametrize("make", [tiny_mixtral, tiny_qwen_moe])
+@pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
+def test_experts_that_lie_apart_in_files(tmp_path: Path, make: Callable[[], Any], parameters: list[str]) -> None:
+    """In memory all of a layer are one parameter; the files have the names that they had, and one has each matrix."""
+    make().save_pretrained(tmp_path / "hub")
+    named = load_file(tmp_path / "hub" / MODEL)
+    assert any(".experts.2." in name for name in named)
+    made = Made(tmp_path, make(), target_modules=["q_proj"], target_parameters=parameters)
+    merged = make()
+    merged.load_state_dict(made.truth)
+    merged.save_pretrained(tmp_path / "truth")
+    ckptkit.merge(tmp_path / "hub", made.saved, tmp_path / "out")
+    found, truth = load_file(tmp_path / "out" / MODEL), load_file(tmp_path / "truth" / MODEL)
+    assert found.keys() == truth.keys() == named.keys()
+    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+    assert any(".experts.2." in name and not torch.equal(named[name], found[name]) for name in named)
+
+
 @pytest.mark.parametrize("run", ["run", "only/checkpoint-3", "ranks", "full", "saved"])
 def test_of_real_trainings(produce: Produce, tmp_path: Path, run: str) -> None:
     made = produce(lora)

@@ -22,7 +22,7 @@ def test_settings_survive_toml(tmp_path: Path, config: TrainConfig) -> None:
 
 def test_toml_holds_every_setting_that_has_a_value_and_nothing_of_one_run_alone() -> None:
     kept = tomllib.loads(replace(UNUSUAL, resume="auto", weights=None).to_toml())
-    assert kept.keys() == settings().keys() - {"weights", "data", "keep_best"}
+    assert kept.keys() == settings().keys() - {"weights", "data", "keep_best", "lora_rank"}
     assert "run" not in settings()
     assert "resume" not in settings()
 
@@ -78,6 +78,14 @@ def test_a_whole_number_will_do_where_any_is_asked_for(tmp_path: Path) -> None:
         ({"keep_every": 0}, "keep_every is 0"),
         ({"device": "tpu"}, "no device `tpu`"),
         ({"strategy": "zero1"}, "no strategy `zero1`"),
+        ({"lora_rank": 0}, "lora_rank is 0"),
+        ({"lora_rank": 2, "lora_alpha": 0}, "lora_alpha is 0"),
+        ({"lora_rank": 2, "freeze": ("a",)}, "frozen already"),
+        ({"lora_rank": 2, "state_dict": "hf"}, "no place for adapters"),
+        ({"lora_rank": 2, "fsdp": "1", "wrap": "size"}, "wrapped by size"),
+        ({"lora_targets": ("q_proj",)}, "not asked for"),
+        ({"lora_alpha": 16}, "not asked for"),
+        ({"state_dict": "adapter"}, "no adapters to save"),
         ({"fsdp": "3"}, "no fsdp `3`"),
         ({"replicas": 2}, "2 replicas under full_shard"),
         ({"wrap": "size"}, "FSDP2 shards by blocks only"),

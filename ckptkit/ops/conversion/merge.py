@@ -23,6 +23,7 @@ from ckptkit.layout import Layout
 from ckptkit.ops.conversion.adapters import Fitted, describe, open_adapters
 from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion, Draft
+from ckptkit.ops.conversion.in_memory import in_memory, to_files
 from ckptkit.ops.conversion.model import companion_files, form_for, name_one, without_prefix
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.quantized import Dequantizing, look_for_quantized, make_all_plain
@@ -140,8 +141,12 @@ def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -
     if not has_modules(weights.layout, adapters):
         weights = name_one(weights, base.part, HUB, base.companions, options, None, notes)
     whole = restore_tied(weights.layout, base.config)
-    came_from = weights.came_from
-    merging = Merging(whole, base.plain.recipes(whole, came_from, 1 + len(adapters)) if base.plain else {})
+    memory = None if has_modules(whole, adapters) else in_memory(weights, base.config)
+    is_moved = memory is not None and has_modules(memory, adapters)
+    merging = Merging(
+        restore_tied(memory, base.config) if memory is not None and is_moved else whole,
+        base.plain.recipes(whole, weights.came_from, 1 + len(adapters)) if base.plain else {},
+    )
     for number, one in enumerate(adapters, 1):
         config = one.config
         if config.has_changed_base and one.path != base.part.path:
@@ -154,6 +159,9 @@ def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -
         merging.add(Source(number, one.adapter, config, one.opened.adapted.base, weight))
         times = f"{weight:g} times " if options.scales else ""
         notes.append(f"merged {times}the adapter of {one.path}: {describe(one.adapter)}, by {config.path}")
+    if is_moved:
+        merging = to_files(merging, whole)
+        notes.append("the adapter has the names of the model in memory; the base's files have others, which stay")
     layout = replace(whole, tensors=merging.tensors)
     companions = with_vocabulary(base.companions, layout, whole, notes)
     layout, companions = settle_tie(layout, companions, merging, weights.layout, adapters, notes)

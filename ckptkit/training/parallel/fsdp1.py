@@ -26,7 +26,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.models.blueprint import Blueprint
-from ckptkit.training.parallel.initial import has_buffers, initialise_module
+from ckptkit.training.models.lora import Matrix
+from ckptkit.training.parallel.initial import has_own_values, initialise_module
 from ckptkit.training.parallel.precision import param_dtype, reduce_dtype
 from ckptkit.training.saving.scatter import scatter
 
@@ -48,6 +49,8 @@ class Fsdp1:
 
     def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
         """Materialise one unit after the other, each sharded before the next."""
+        if self.mesh.shape[-1] == 1 or self.config.strategy == "ddp":
+            require_trained(blueprint, model)
         device = (
             torch.device("cpu") if self.mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         )
@@ -59,7 +62,7 @@ class Fsdp1:
             ):
                 return  # tied, and done with its partner
             module.to_empty(device=device, recurse=False)
-            if self.seed is not None or has_buffers(module):
+            if self.seed is not None or has_own_values(module):
                 whole = initialise_module(blueprint, names[module], module, self.seed or 0)
                 for name, parameter in module.named_parameters(recurse=False):
                     scatter(whole[name], parameter)
@@ -87,7 +90,7 @@ class Fsdp1:
 
     def _units(self, blueprint: Blueprint, model: nn.Module) -> Any:
         if self.config.wrap == "block":
-            return ModuleWrapPolicy({type(block) for block in blueprint.blocks(model)})
+            return ModuleWrapPolicy({Matrix, *map(type, blueprint.blocks(model))})
         if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
             raise Usage("wrapping by size may part tied weights", hint="use `--wrap block`, or an untied model")
         return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
@@ -103,3 +106,16 @@ class Fsdp1:
         """Keep gradients on each rank where nothing is sharded; else reduce them: whole, they might not fit."""
         whole = self.config.strategy == "ddp"
         return cast(FullyShardedDataParallel, model).no_sync() if whole else nullcontext()
+
+
+def require_trained(blueprint: Blueprint, model: nn.Module) -> None:
+    """Raise `Usage` if a unit is frozen whole, where none is sharded: torch 2.13 forgets to reshard such a unit.
+
+    Its parameters are mere tensors then, and the second step fails.
+    """
+    apart = {parameter for module in model.modules() if isinstance(module, Matrix) for parameter in module.parameters()}
+    blocks = [set(block.parameters()) - apart for block in blueprint.blocks(model)]
+    units = [*blocks, set(model.parameters()).difference(apart, *blocks)]
+    if not all(any(parameter.requires_grad for parameter in unit) for unit in units):
+        message = "FSDP1 loses units that are frozen, and whole on every rank"
+        raise Usage(message, hint="use `--fsdp 2`, or shard over more ranks")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.training.models.blueprint import Blueprint
+from ckptkit.training.models.lora import Matrix
 from ckptkit.training.saving.scatter import scatter
 from ckptkit.training.seeds import derive
 
@@ -18,13 +19,13 @@ def initialise(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None
     """Give a model that has memory, sharded or not, its first weights and its buffers.
 
     The same at any world size: each rank makes the whole parameters of one module at a time, and keeps its shards.
-    Without a seed there are buffers only, and the parameters hold garbage until they are loaded.
+    Without a seed there are buffers and adapters only, and the parameters hold garbage until they are loaded.
     """
     done: set[Tensor] = set()
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         new = {key: parameter for key, parameter in parameters.items() if parameter not in done}
-        if has_buffers(module) or (new and seed is not None):
+        if has_own_values(module) or (new and seed is not None):
             whole = initialise_module(blueprint, name, module, seed or 0)
             for key, parameter in new.items():
                 scatter(whole[key], parameter)
@@ -41,10 +42,10 @@ def initialise_module(blueprint: Blueprint, name: str, module: nn.Module, seed: 
 
 @contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Give the module plain parameters on the CPU in place of its own, inside the block."""
+    """Give the module plain parameters on the CPU, in fp32, in place of its own, inside the block."""
     own = dict(module._parameters)
     whole = {
-        key: nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"), requires_grad=False)
+        key: nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="cpu"), requires_grad=False)
         for key, parameter in own.items()
         if parameter is not None
     }
@@ -55,6 +56,6 @@ def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         module._parameters.update(own)
 
 
-def has_buffers(module: nn.Module) -> bool:
-    """Return True if the module itself has buffers."""
-    return any(True for _ in module.buffers(recurse=False))
+def has_own_values(module: nn.Module) -> bool:
+    """Return True if the module itself has what no model's weights bring: buffers, or an adapter's matrix."""
+    return isinstance(module, Matrix) or any(True for _ in module.buffers(recurse=False))

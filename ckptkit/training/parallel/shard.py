@@ -23,7 +23,8 @@ class Sharded:
     """A model spread over the ranks, and facts from before: which parameters were matrices, which tied.
 
     `first_names` gives for each name of the state dict the first one of the same tensor.
-    `multiplied` counts the parameters that every token is multiplied with: an embedding is only looked up.
+    `multiplied` counts the parameters that every token is multiplied with, and `frozen` those of them that are not
+    trained: an embedding is only looked up.
     """
 
     model: nn.Module
@@ -31,6 +32,7 @@ class Sharded:
     first_names: Mapping[str, str]
     matrices: frozenset[str]
     multiplied: int
+    frozen: int
 
     def parameters(self, *, matrices: bool) -> list[nn.Parameter]:
         """Return the parameters to train that have two dimensions or more before sharding, or the others."""
@@ -57,8 +59,8 @@ def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int
     first_names = find_first_names(model)
     arranged = arrange(config, mesh)
     sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, arranged, seed)
-    multiplied = count_multiplied(model)
-    return Sharded(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied)
+    multiplied, frozen = count_multiplied(model)
+    return Sharded(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
 
 
 def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
@@ -99,11 +101,12 @@ def find_first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def count_multiplied(model: nn.Module) -> int:
-    """Count the elements of the parameters of all modules but embeddings, each once."""
+def count_multiplied(model: nn.Module) -> tuple[int, int]:
+    """Count the elements of the parameters of all modules but embeddings, each once, and those of frozen ones."""
     owners = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     parameters = {parameter for module in owners for parameter in module.parameters(recurse=False)}
-    return sum(parameter.numel() for parameter in parameters)
+    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    return sum(parameter.numel() for parameter in parameters), frozen
 
 
 def plain_name(name: str) -> str:

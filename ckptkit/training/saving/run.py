@@ -31,19 +31,20 @@ from ckptkit.files.staging import Stage, clear_dead
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.quiet import quiet, silence
-from ckptkit.training.saving.save import FORMATS, Held, Saver
+from ckptkit.training.saving.save import ADAPTER, FORMATS, Held, Saver
 from ckptkit.training.saving.state import Training
 
 
 class Run:
     """A training directory with its checkpoints, to save to and to load from, by all ranks alike.
 
-    `state_dict` is "sharded", a directory of DCP's; "full", one file of torch.save; or "hf", a Hugging Face model with
-    the rest in a directory of DCP's inside it. All ranks write their shards to their place in it. All are loaded. With
-    `background`, `save` returns when the state is copied, and a thread writes it: end with `wait`, or use the run as a
-    context manager. Checkpoints stay that are among the `keep_last` newest, of a step that is a multiple of
-    `keep_every`, or the best by `keep_best`, METRIC[:min|max][:N]; all do where none of these is given. `files` are put
-    into every checkpoint, as config.json should be.
+    `state_dict` is "sharded", a directory of DCP's; "full", one file of torch.save; "hf", a Hugging Face model with the
+    rest in a directory of DCP's inside it; or "adapter", which is "sharded" without the weights that adapters are on:
+    it is loaded into a model that has these. All ranks write their shards to their place in it. With `background`,
+    `save` returns when the state is copied, and a thread writes it: end with `wait`, or use the run as a context
+    manager. Checkpoints stay that are among the `keep_last` newest, of a step that is a multiple of `keep_every`, or
+    the best by `keep_best`, METRIC[:min|max][:N]; all do where none of these is given. `files` are put into every
+    checkpoint, as config.json should be.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Run:
         self.wait()
         if step < 0:
             raise Usage(f"step is {step}; it must be at least 0")
-        training = Training(model, optimizer, state, self._ranks)
+        training = Training(model, optimizer, state, self._ranks, is_adapter=self.state_dict == ADAPTER)
         files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
         stage = Stage(self.checkpoint(step))
         try:

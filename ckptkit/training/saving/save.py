@@ -29,7 +29,13 @@ from ckptkit.storage.weights import identify, local_part
 from ckptkit.training.saving.scatter import local_parts
 from ckptkit.training.saving.trees import Tree, map_tensors
 
-FORMATS = {"sharded": "dcp", "full": "pt", "hf": "hf"}  # of a checkpoint, by the word for its state dict
+ADAPTER = "adapter"
+FORMATS = {
+    "sharded": "dcp",
+    "full": "pt",
+    "hf": "hf",
+    ADAPTER: "dcp",
+}  # of a checkpoint, by the word for its state dict
 CONFIG = "config.json"
 MODEL = "model"
 IN_PARTS = (MODEL, "optim")

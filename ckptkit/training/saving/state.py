@@ -13,7 +13,7 @@ Names are the model's own, whatever wraps it; tensors are sharded as the model i
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckptkit.checkpoints.adapters.names import read_entry
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.trees import Tree, blank, fit, map_tensors
@@ -40,13 +41,19 @@ OURS = ("model", "optim", "optimizer", "step", "metrics", "path")  # names that 
 
 @dataclass
 class Training:
-    """A training as a checkpoint sees it: a model, perhaps its optimizer, and whatever else has a state."""
+    """A training as a checkpoint sees it: a model, perhaps its optimizer, and whatever else has a state.
+
+    With `is_adapter` what is saved of the model is its adapters alone. A checkpoint that has no more is put into a
+    model that keeps its other weights.
+    """
 
     model: nn.Module
     optimizer: Optimizer | None
     others: Mapping[str, Stateful | dict[Any, Any]]
     ranks: Ranks
+    is_adapter: bool = False
     groups: list[set[str]] = field(default_factory=list)  # the parameters' names in each of the optimizer's groups
+    kept: Tree = field(default_factory=dict)  # what the model keeps of its own
 
     def __post_init__(self) -> None:
         for name, thing in self.others.items():
@@ -55,7 +62,8 @@ class Training:
     def take(self) -> Tree:
         """Return the state now. Its tensors are the model's and the optimizer's: to be written at once, or copied."""
         others = self.ranks.together(lambda: {name: snapshot(name, thing) for name, thing in self.others.items()})
-        state: Tree = {"model": get_model_state_dict(self.model)}
+        model = get_model_state_dict(self.model)
+        state: Tree = {"model": adapters_in(model) if self.is_adapter else model}
         if self.optimizer is not None:
             state["optim"] = take_optimizer(self.model, self.optimizer, self.ranks)
         return {**state, **others}
@@ -73,7 +81,11 @@ class Training:
                     f"the checkpoint has no `{name}`, only {there}", hint="load without it, if that is meant"
                 )
         wanted = {name: blank(stored[name]) for name in ("step", *self.others)}
-        wanted["model"] = fit(stored["model"], get_model_state_dict(self.model), "model")
+        ours = get_model_state_dict(self.model)
+        if are_adapters(stored["model"]):
+            self.kept = {name: tensor for name, tensor in ours.items() if read_entry(name) is None}
+            ours = {name: tensor for name, tensor in ours.items() if name not in self.kept}
+        wanted["model"] = fit(stored["model"], ours, "model")
         if self.optimizer is not None:
             wanted["optim"] = self._prepare_optimizer(stored["optim"], self.optimizer)
         return wanted
@@ -98,7 +110,7 @@ class Training:
         """Set everything to a state that `prepare` made and that has been read since."""
         if self.optimizer is not None:
             require_same_groups(state["optim"]["param_groups"], self.groups)
-        set_model_state_dict(self.model, state["model"])
+        set_model_state_dict(self.model, self.kept | state["model"])
         if self.optimizer is not None:
             # strict would be to demand a state of every parameter
             options = StateDictOptions(strict=False)
@@ -109,6 +121,19 @@ class Training:
                 thing.update(state[name])
             else:
                 thing.load_state_dict(state[name])
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """Return whether there are adapters of these names, and nothing else."""
+    return {read_entry(name) is not None for name in names} == {True}
+
+
+def adapters_in(model: Tree) -> Tree:
+    """Return the adapters in a model's state. Raises `Usage` if there are none."""
+    found = {name: tensor for name, tensor in model.items() if read_entry(name) is not None}
+    if not found:
+        raise Usage("the model has no adapters to save alone", hint="save it as `sharded`")
+    return found
 
 
 def require_state(name: str, thing: object) -> None:

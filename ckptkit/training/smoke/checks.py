@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,15 +12,11 @@ from ckptkit.checkpoints.run import Run
 from ckptkit.estimates.estimate import estimate
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
-from ckptkit.training.metrics import Step
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
-from ckptkit.training.smoke.rank_tasks import Account
-from ckptkit.training.smoke.runs import SAVED, SIZES, STEPS, Failed, SmokeRuns, read_tensors
-
-
-class Skipped(Exception):
-    """The reason why a check cannot be made on this machine."""
+from ckptkit.training.smoke.adapter_checks import ADAPTER_CHECKS
+from ckptkit.training.smoke.judging import Skipped, compare_checkpoints, compare_tensors, of_rank_0
+from ckptkit.training.smoke.runs import SAVED, SIZES, STEPS, Failed, SmokeRuns
 
 
 def trains(runs: SmokeRuns) -> str:
@@ -190,28 +185,6 @@ def compare_logits(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> str:
     return f"{expected.numel():,} logits equal, bit for bit"
 
 
-def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
-    """Compare all tensors of two checkpoints, or of the first those `under` a key, read by torch."""
-    expected = {name: tensor for name, tensor in read_tensors(one).items() if name.startswith(under)}
-    count = compare_tensors(expected, read_tensors(other))
-    return f"{count} tensors of {under or 'model and optimizer'} equal, bit for bit"
-
-
-def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
-    """Compare tensors by name, and return how many they are."""
-    if found.keys() != expected.keys():
-        raise Failed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")
-    wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
-    if wrong:
-        raise Failed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
-    return len(expected)
-
-
-def of_rank_0(accounts: list[Account]) -> list[Step]:
-    """Return the steps as rank 0 saw them."""
-    return [step for account in accounts[:1] for step in account.steps]
-
-
 def tied_names(runs: SmokeRuns) -> set[str]:
     """Return the names that an export leaves out since another name holds the same weight."""
     return set() if runs.config.untied else {"lm_head.weight"}
@@ -236,4 +209,5 @@ CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
     "round trip": goes_there_and_back,
     "equal logits": has_equal_logits,
     "equal logits in transformers": opens_in_transformers,
+    **ADAPTER_CHECKS,
 }

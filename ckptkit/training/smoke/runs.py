@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -20,10 +20,12 @@ from ckptkit.ops.reshard import reshard
 from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.launch import launch
 from ckptkit.training.models.config import ModelConfig
-from ckptkit.training.models.llama import Llama
+from ckptkit.training.models.llama import Llama, LlamaBlueprint
+from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.smoke.rank_tasks import Account, load_and_save, step_from_each, train_and_report
 
 STEPS, SAVED = 8, 4
+ADAPTED = 4  # steps of the training of adapters, which is saved in the middle and at the end
 SIZES = (3, 16, 1)  # ranks to reshard for, one after the other
 
 
@@ -108,6 +110,43 @@ class SmokeRuns:
         model = Llama(ModelConfig.read(self.checkpoint / "config.json"))
         with warnings.catch_warnings(action="ignore"):  # torch warns that it loads in one process, as it is told to
             state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=self.checkpoint, no_dist=True)
+        return model
+
+    @property
+    def _lora(self) -> TrainConfig:
+        return replace(
+            self.config, run=self.scratch / "adapters", weights=self.out, steps=ADAPTED, save_every=ADAPTED // 2,
+            lora_rank=4, state_dict="adapter",
+        )  # fmt: skip
+
+    @cached_property
+    def adapted(self) -> list[Account]:
+        """Return the ranks' accounts of a training of adapters on the export."""
+        return run_ranks(partial(train_and_report, self._lora), self.nproc)
+
+    @cached_property
+    def adapted_again(self) -> list[Account]:
+        """Return the ranks' accounts of one that resumes it in the middle."""
+        middle = Run(self._lora.run).checkpoint(ADAPTED // 2)
+        config = replace(self._lora, run=self.scratch / "adapters-again", resume=str(middle))
+        return run_ranks(partial(train_and_report, config), self.nproc)
+
+    @property
+    def adapters(self) -> Path:
+        """Return the last checkpoint of the training of adapters."""
+        return Run(self._lora.run).checkpoint(self.adapted[0].steps[-1].step)
+
+    @cached_property
+    def with_adapters(self) -> nn.Module:
+        """Return the built-in model with the weights of the export and these adapters, read by torch alone."""
+        config = self._lora
+        lora = Lora(config.lora_rank or 0, config.lora_alpha, config.lora_targets)
+        base = LlamaBlueprint(ModelConfig.read(self.out / "config.json"))
+        model = LoraBlueprint(base, lora, torch.float32, None).build()
+        adapters = {name.removeprefix("model."): tensor for name, tensor in read_tensors(self.adapters).items()}
+        _, strange = model.load_state_dict(self.exported | adapters, strict=False)
+        if any(not name.startswith("optim.") for name in strange):
+            raise Failed(f"no place for {strange}")
         return model
 
     @cached_property

@@ -13,7 +13,8 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Occupied, translate_os_errors
 from ckptkit.files.staging import check_destination
 from ckptkit.training.config import Device, TrainConfig
-from ckptkit.training.smoke.checks import CHECKS, Skipped
+from ckptkit.training.smoke.checks import CHECKS
+from ckptkit.training.smoke.judging import Skipped
 from ckptkit.training.smoke.runs import SAVED, STEPS, Failed, SmokeRuns
 
 MARK = ".smoke"  # in a run that smoke made, and so may replace

@@ -57,7 +57,7 @@ def prepare(home: Path, config: TrainConfig) -> None:
 
 def describe(config: TrainConfig, blueprint: Blueprint, model: nn.Module) -> dict[str, object]:
     """Return the facts that a table is to be read with."""
-    multiplied = count_multiplied(model)
+    multiplied, _ = count_multiplied(model)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops_per_token(

@@ -17,11 +17,13 @@ from torch.nn import functional as F
 from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report, launch
+from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.config import ModelConfig
-from ckptkit.training.models.llama import Llama, LlamaBlueprint
+from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.parallel.initial import initialise
 from ckptkit.training.parallel.ranks import Place, process_group
 from ckptkit.training.parallel.shard import Sharded, shard
+from ckptkit.training.start import with_adapters
 
 # so that nothing divides evenly by two, three or four
 SHAPE = ModelConfig(hidden_size=40, intermediate_size=67, head_dim=10, num_hidden_layers=3)
@@ -45,13 +47,29 @@ EVERYWHERE = {
     "FSDP1 accumulating": replace(RUN, fsdp="1", micro_batch_size=1),
     "FSDP1 ddp accumulating": replace(RUN, fsdp="1", strategy="ddp", micro_batch_size=1),
     "FSDP1 frozen": replace(RUN, fsdp="1", freeze=("*.mlp.*", "model.norm.weight")),
+    "FSDP2 adapters": replace(RUN, lora_rank=3),
+    "FSDP2 adapters ddp accumulating": replace(RUN, lora_rank=3, strategy="ddp", micro_batch_size=1),
+    "FSDP2 adapters recompute": replace(RUN, lora_rank=2, lora_targets=("q_proj", "lm_head"), recompute_every=1),
+}
+SHARDED = {
+    "FSDP1 adapters": replace(RUN, lora_rank=3, fsdp="1"),
+    "FSDP1 adapters accumulating": replace(RUN, lora_rank=3, fsdp="1", micro_batch_size=1),
+    "FSDP1 adapters shard_grad_op": replace(RUN, lora_rank=3, fsdp="1", strategy="shard_grad_op", prefetch=0),
+    "FSDP1 adapters recompute": replace(RUN, lora_rank=2, fsdp="1", recompute_every=1),
 }
 UNTIED = {"FSDP1 by size": replace(RUN, fsdp="1", wrap="size", wrap_parameters=5000), "FSDP2 untied": RUN}
 ON_FOUR = {
     "FSDP2 hybrid": replace(RUN, strategy="hybrid_shard", replicas=2),
     "FSDP2 hybrid accumulating": replace(RUN, strategy="hybrid_shard", replicas=2, micro_batch_size=1),
     "FSDP1 hybrid": replace(RUN, fsdp="1", strategy="hybrid_shard", replicas=2),
+    "FSDP2 adapters hybrid": replace(RUN, lora_rank=3, strategy="hybrid_shard", replicas=2),
+    "FSDP1 adapters hybrid": replace(RUN, lora_rank=3, fsdp="1", strategy="hybrid_shard", replicas=2),
 }
+
+
+def blueprint_of(config: TrainConfig, shape: ModelConfig) -> Blueprint:
+    llama = LlamaBlueprint(shape)
+    return llama if config.lora_rank is None else with_adapters(config, config.lora_rank, llama, "cpu")
 
 
 def learn(config: TrainConfig, sharded: Sharded, place: Place) -> Iterator[tuple[float, float]]:
@@ -92,7 +110,7 @@ def local(parameter: Tensor) -> Tensor:
 def describe(variants: dict[str, TrainConfig], shape: ModelConfig, place: Place, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         for name, config in variants.items():
-            sharded = shard(config, LlamaBlueprint(shape), mesh, config.seed)
+            sharded = shard(config, blueprint_of(config, shape), mesh, config.seed)
             before = whole(sharded.model)
             held = sum(local(parameter).numel() for parameter in sharded.model.parameters())
             numbers = list(learn(config, sharded, place))
@@ -101,10 +119,12 @@ def describe(variants: dict[str, TrainConfig], shape: ModelConfig, place: Place,
 
 def plain(shape: ModelConfig, config: TrainConfig) -> tuple[Any, Any, list[tuple[float, float]]]:
     """What a model in one process starts from, ends with, and its losses and norms."""
-    model = Llama(shape)
-    initialise(LlamaBlueprint(shape), model, RUN.seed)
+    blueprint = blueprint_of(config, shape)
+    model = blueprint.build()
+    initialise(blueprint, model, RUN.seed)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not (config.freeze and (".mlp." in name or name == "model.norm.weight")))
+        if config.freeze and (".mlp." in name or name == "model.norm.weight"):
+            parameter.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     numbers = []
@@ -122,9 +142,9 @@ def plain(shape: ModelConfig, config: TrainConfig) -> tuple[Any, Any, list[tuple
     ("world_size", "variants", "shape"),
     [
         (1, EVERYWHERE, SHAPE),
-        (2, EVERYWHERE, SHAPE),
+        (2, EVERYWHERE | SHARDED, SHAPE),
         (2, UNTIED, replace(SHAPE, tie_word_embeddings=False)),
-        (4, EVERYWHERE | ON_FOUR, SHAPE),
+        (4, EVERYWHERE | SHARDED | ON_FOUR, SHAPE),
     ],
     ids=["one rank", "two ranks", "untied", "four ranks"],
 )
@@ -139,7 +159,8 @@ def test_every_sharding_trains_like_the_plain_model(
         ranks = [found for found in heard if found[0] == name]
         held = sum(found[5] for found in ranks)
         copies = world_size if config.strategy == "ddp" else config.replicas
-        assert held == copies * sum(parameter.numel() for parameter in Llama(shape).parameters()), name
+        every = blueprint_of(config, shape).build().parameters()
+        assert held == copies * sum(parameter.numel() for parameter in every), name
         for _, _, initial, trained, steps, _ in ranks:
             assert initial.keys() == before.keys(), name
             assert all(torch.equal(torch.from_numpy(initial[key]), before[key]) for key in before), name
@@ -154,11 +175,15 @@ def test_every_sharding_trains_like_the_plain_model(
 @pytest.mark.slow
 def test_compiled_blocks_train_the_same() -> None:
     shape = replace(SHAPE, num_hidden_layers=1)
-    compiled = {"FSDP2": replace(RUN, compile=True), "FSDP1": replace(RUN, fsdp="1", compile=True, recompute_every=1)}
+    compiled = {
+        "FSDP2": replace(RUN, compile=True),
+        "FSDP1": replace(RUN, fsdp="1", compile=True, recompute_every=1),
+        "FSDP1 adapters": replace(RUN, fsdp="1", compile=True, lora_rank=3),
+    }
     heard: list[Any] = []
     launch(partial(describe, compiled, shape), 2, heard.append)
-    _, after, numbers = plain(shape, RUN)
     for name, _, _, trained, steps, _ in heard:
+        _, after, numbers = plain(shape, compiled[name])
         assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in numbers], rel=1e-4), name
         for key, tensor in after.items():
             torch.testing.assert_close(torch.from_numpy(trained[key]), tensor, msg=f"{name}: {key}")
@@ -173,9 +198,12 @@ def refuse(place: Place, report: Report) -> None:
             (replace(RUN, freeze=("*.absent",)), r"no parameter is called `\*\.absent`"),
             (replace(RUN, freeze=("*",)), "every parameter is frozen"),
             (replace(RUN, fsdp="1", wrap="size"), "may part tied weights"),
+            (replace(RUN, fsdp="1", strategy="ddp", freeze=("model.[en]*",)), "loses units that are frozen"),
+            (replace(RUN, fsdp="1", strategy="ddp", freeze=("*.layers.0.*",)), "loses units that are frozen"),
+            (replace(RUN, fsdp="1", strategy="ddp", lora_rank=2), "loses units that are frozen"),
         ]:
             with pytest.raises(Usage, match=said):
-                shard(wrong, LlamaBlueprint(SHAPE), mesh, 0)
+                shard(wrong, blueprint_of(wrong, SHAPE), mesh, 0)
     report("done")
 
 

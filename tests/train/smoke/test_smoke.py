@@ -15,6 +15,7 @@ from ckptkit.checkpoints.run import Run
 from ckptkit.errors import Occupied
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.metrics import Step
+from ckptkit.training.smoke.adapter_checks import ADAPTER_CHECKS
 from ckptkit.training.smoke.checks import CHECKS
 from ckptkit.training.smoke.rank_tasks import Account
 from ckptkit.training.smoke.runs import SmokeRuns
@@ -69,7 +70,7 @@ def account(rank: int, *steps: Step, state: tuple[dict[str, Any], dict[str, int]
 GOOD = [[taken(rank, number) for number in range(1, 9)] for rank in (0, 1)]
 
 
-LAUNCHING = {"replicas", "another world size", "full state"}  # they start processes before they judge
+LAUNCHING = {"replicas", "another world size", "full state", *ADAPTER_CHECKS}  # they start processes before they judge
 
 
 def check(runs: SmokeRuns, name: str) -> Check:
