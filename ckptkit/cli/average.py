@@ -13,7 +13,9 @@ from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_path
 
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "merge", "adapter_config"))
+@with_options(
+    OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "merge", "adapter_config", "salvage", "fill_from")
+)
 def average(
     sources: Annotated[
         list[Path],

@@ -12,8 +12,10 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_path
 
+_OTHERS = ("world_size", "under", "optimizer_keys", "merge", "names", "map", "vocab_size", "salvage", "fill_from")
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "merge", "names", "map", "vocab_size"))
+
+@with_options(OPTIONS, leave_out=_OTHERS)
 def merge(
     model: Annotated[Path, typer.Argument(parser=to_path, metavar="BASE", help="The model, or its id on the Hub.")],
     adapters: Annotated[

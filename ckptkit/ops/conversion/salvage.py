@@ -1,0 +1,88 @@
+"""Salvage what a conversion is to read: mark and mend its source before, and account for what is lost after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Corrupt
+from ckptkit.files.origin import Origin
+from ckptkit.ops.conversion.destination import check_apart
+from ckptkit.ops.conversion.draft import Conversion
+from ckptkit.ops.conversion.options import ConvertOptions
+from ckptkit.ops.salvaging.account import (
+    NAME,
+    Account,
+    Filled,
+    Lost,
+    filled_tensors,
+    lost_entries,
+    lost_tensors,
+)
+from ckptkit.ops.salvaging.faults import Fault, Faults
+from ckptkit.ops.salvaging.fill import fill
+from ckptkit.ops.salvaging.mend import mend
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """A checkpoint with its damage marked, and what there is to say of it."""
+
+    checkpoint: Checkpoint
+    faults: Faults
+    origins: tuple[Origin, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def account(self, conversion: Conversion) -> Conversion:
+        """Return a conversion with the account of what is lost to its output, also as a file if that is a directory.
+
+        Raises `Corrupt` if nothing is left.
+        """
+        if not any(draft.wanted.tensors for draft in conversion.drafts):
+            raise Corrupt("nothing can be salvaged: no tensor of it is whole", path=self.checkpoint.path)
+        options, faults = conversion.options, self.faults
+        lost: list[Lost] = []
+        filled: list[Filled] = []
+        for draft in conversion.drafts:
+            assert draft.given is not None
+            lost += lost_tensors({name: one for name, one in draft.given.tensors.items() if one.is_lost}, faults)
+            filled += filled_tensors(draft.given, faults)
+        lost += lost_entries(self.unshaped(options))
+        if not options.writer.is_model_only:
+            filled += (Filled(name, words) for name, words in faults.filled_entries.items())
+        kept = sum(len(draft.wanted.tensors) for draft in conversion.drafts)
+        found = Account(lost, filled, tuple(faults.repaired), kept)
+        made: Mapping[str, bytes] = conversion.made
+        if not (found.is_whole or conversion.is_file):
+            made = {**made, NAME: found.to_bytes(self.checkpoint.path)}
+        carried = {name: path for name, path in conversion.carried.items() if name not in made}
+        return replace(
+            conversion,
+            origins=[*conversion.origins, *self.origins],
+            made=made,
+            carried=carried,
+            notes=[*conversion.notes, *self.notes],
+            salvaged=found,
+        )
+
+    def unshaped(self, options: ConvertOptions) -> list[tuple[str, Fault]]:
+        """Return what is lost and has no shape, as far as it was asked for."""
+        entries = {} if options.writer.is_model_only else self.faults.entries
+        named = [
+            (name, fault) for name, fault in {**self.faults.unplaced, **entries}.items() if options.edits.admit(name)
+        ]
+        return [*named, *(("", fault) for fault in self.faults.unnamed)]
+
+
+def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Salvage:
+    """Survey a checkpoint, mend it from the copies that it has, and fill the rest from another if one is given."""
+    faults, notes = Faults(), list[str]()
+    mended = mend(checkpoint, faults, jobs=options.jobs, progress=options.progress)
+    if options.fill_from is None:
+        return Salvage(mended, faults, (), notes)
+    other = Checkpoint.open(options.fill_from)
+    check_apart(other, output, options.writer)
+    origin = Origin.of(other.path)
+    return Salvage(fill(mended, other, faults, notes), faults, (origin,), notes)
