@@ -93,7 +93,7 @@ class Part:
         )
 
     def _move(self, file: str) -> str:
-        return str(PurePosixPath(self.place, file))
+        return str(PurePosixPath(self.place, file)) if file else file
 
     def _move_tensor(self, tensor: StoredTensor) -> StoredTensor:
         return replace(tensor, chunks=tuple(chunk._replace(path=self._move(chunk.path)) for chunk in tensor.chunks))

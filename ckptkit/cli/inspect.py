@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,6 +80,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         "producer": found.trainer,  # as it was called before
         "adapters": [adapter_json(adapter) for adapter in found.adapters],
         "quantized": quantized_json(found.quantized),
+        "salvaged": found.salvaged,
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
@@ -137,6 +138,7 @@ def report(found: Inspected, asked: Path) -> None:
     for line in (
         *map(describe_adapter, found.adapters),
         *([describe_quantized(found.quantized)] if found.quantized else []),
+        *([describe_salvaged(found.salvaged)] if found.salvaged else []),
     ):
         say(line)
     for tie in found.ties:
@@ -169,6 +171,14 @@ def describe_quantized(found: InspectedQuantized) -> str:
     sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in found.sizes)
     weights = f"{count(found.weights, 'weight')}, {count_parameters(found.parameters)}, a scale for each {sizes}"
     return f"quantized: {found.method}, {weights}; --dtype bf16 makes them plain"
+
+
+def describe_salvaged(found: Mapping[str, Any]) -> str:
+    """Return in a line what is not as it was in the damaged checkpoint that this one was made of."""
+    sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
+    words = [f"{count(sizes['lost'], 'entry')} lost"] if sizes.get("lost") else []
+    words += [f"{sizes['filled']:,} filled from elsewhere"] if sizes.get("filled") else []
+    return f"salvaged from a damaged checkpoint: {', '.join(words)}; salvage.json lists them"
 
 
 def some(names: Sequence[str]) -> str:

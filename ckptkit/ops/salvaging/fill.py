@@ -21,11 +21,15 @@ from ckptkit.ops.salvaging.faults import Faults
 
 @dataclass(frozen=True, slots=True)
 class Filler:
-    """Another checkpoint: its tensors and entries by the names that they have apart from what they lie under."""
+    """Another checkpoint: its tensors and entries by the names that they have apart from what they lie under.
+
+    `weights` are those of its model.
+    """
 
     path: Path
     layout: Layout
     names: Mapping[str, str]
+    weights: frozenset[str]
 
     def tensor(self, own: str) -> StoredTensor | None:
         """Return the tensor of a name, to be put among those of other directories."""
@@ -64,7 +68,9 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: 
             notes += remarks
         except (Mismatch, Unsupported) as error:
             notes.append(f"the names in {other.path} stay as they are: {error.message}")
-    return Filler(other.path, layout, {own: name for name, own in own_names(layout).items()})
+    own, found = own_names(layout), find_model(layout)
+    weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
+    return Filler(other.path, layout, {new: name for name, new in own.items()}, weights)
 
 
 def own_names(layout: Layout) -> dict[str, str]:
@@ -94,13 +100,24 @@ def fill_part(part: Part, filler: Filler, faults: Faults, notes: list[str]) -> P
         blobs[name] = blob
         faults.filled_entries[name] = str(filler.path)
         del faults.entries[name]
-    for name in [name for name in faults.unplaced if name not in layout.names]:
+    for name in absent_from(part, layout, filler, faults):
         found = filler.tensor(name)
         if found is not None:
             faults.note_filled(found.chunks, str(filler.path))
             tensors[name] = found
-            del faults.unplaced[name]
+            faults.unplaced.pop(name, None)
     return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs))
+
+
+def absent_from(part: Part, layout: Layout, filler: Filler, faults: Faults) -> list[str]:
+    """Return the names of tensors that a part should have and of which it says nothing, not even a shape.
+
+    Where it has files of which nothing says what was in them, these are all weights that the other checkpoint has more.
+    """
+    absent = [name for name in faults.unplaced if name not in layout.names]
+    if faults.unnamed and part.is_model and not layout.keys:
+        absent += sorted(filler.weights - set(layout.names) - set(absent))
+    return absent
 
 
 def own_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions
@@ -13,15 +14,18 @@ from ckptkit.checkpoints.form import Form
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.part import Part, with_sums
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
+from ckptkit.files.file import is_there
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.ops.salvaging.copies import complete, names_repaired, patch
 from ckptkit.ops.salvaging.faults import Fault, Faults
-from ckptkit.ops.salvaging.survey import Survey, survey
+from ckptkit.ops.salvaging.survey import Survey, survey, without_files
 from ckptkit.progress import Progress
 from ckptkit.tensors.box import whole
 
 Look = Callable[[Layout], Survey]
+Why = Mapping[Path | None, Fault]
 
+_GONE = "it could not be read"
 _ROUNDED = "its rounded copy"
 _MASTER = "the master weights"
 
@@ -54,8 +58,10 @@ def mend_part(part: Part, faults: Faults, look: Look) -> Part:
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
         read = part.dress(part.reader.read(part.path, reported.append))
-    note_rest(read, part, faults, reported)
-    layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, reported)
+    unexplained = note_rest(read, faults, reported)
+    why = {error.path: Fault.of(error) for error in reported}
+    layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, unexplained, why)
+    layout = without_files(layout)
     found = look(layout)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
     mended = with_copies(found.mark(layout, faults), faults, look)
@@ -71,39 +77,50 @@ def manifest_of(part: Part, faults: Faults) -> Manifest | None:
         return None
 
 
-def note_rest(layout: Layout, part: Part, faults: Faults, reported: Iterable[CkptError]) -> None:
-    """Note what was reported of tensors that are not in the layout, and of files of which nothing else tells."""
+def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
+    """Note what was reported of tensors that are not in the layout; return what nothing of the layout explains."""
     known = {*layout.names, *layout.absent}
-    used = {layout.root, part.path} | {layout.root / place.path for _, place in layout.stored}
-    used |= {layout.root / file for file in layout.absent.values()}
+    used = {layout.root / path for path in (*paths_of(layout), *layout.absent.values())}
+    explains = bool(layout.absent) or any(not is_there(path) for path in used)
     for error in reported:
-        if error.tensor is None and error.path not in used:
-            faults.unnamed.append(Fault.of(error))
-        elif error.tensor is not None and error.tensor not in known:
+        if error.tensor is not None and error.tensor not in known:
             faults.unplaced[error.tensor] = Fault.of(error)
+    strange = (error for error in reported if error.tensor is None and error.path not in used)
+    return [Fault.of(error) for error in strange if not (explains and error.path is not None and error.path.is_dir())]
 
 
-def with_absent(layout: Layout, part: Part, faults: Faults, reported: Iterable[CkptError]) -> Layout:
+def with_absent(layout: Layout, part: Part, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
     """Return the layout with the tensors that could not be read as lost, if config.json says what shapes they have.
 
-    Their dtype is that of most others.
+    Their dtype is that of most others. What is `unexplained` has all that config.json calls for besides.
     """
-    if not layout.absent:
-        return layout
-    config = find_companions(part.path, part.base).config
+    config = find_companions(part.path, part.base).config if layout.absent or unexplained else None
     form = form_or_reason({*layout.tensors, *layout.absent}, config) if config else None
     shapes = form.shapes if isinstance(form, Form) else {}
+    absent = {
+        name: why.get(layout.root / file, Fault(_GONE, layout.root / file)) for name, file in layout.absent.items()
+    }
+    if unexplained and isinstance(form, Form):
+        absent |= {name: unexplained[0] for name in form.needed if name not in layout.tensors and name not in absent}
+    else:
+        faults.unnamed += unexplained
     dtypes = Counter(tensor.spec.dtype for tensor in layout.tensors.values()).most_common(1)
-    by_file = {error.path: Fault.of(error) for error in reported}
     tensors = dict(layout.tensors)
-    for name, file in layout.absent.items():
-        fault = by_file.get(layout.root / file, Fault("the file is missing", layout.root / file))
-        if name in shapes and dtypes:
+    for name, fault in absent.items():
+        if name in tensors and name in shapes:
+            tensors[name] = replace(tensors[name], spec=replace(tensors[name].spec, shape=shapes[name]))
+        elif name in shapes and dtypes:
             spec = Spec(dtypes[0][0], shapes[name])
             tensors[name] = StoredTensor(spec, (faults.lost(whole(spec.shape), spec.dtype, fault),))
         else:
+            tensors.pop(name, None)
             faults.unplaced[name] = fault
     return replace(layout, tensors=tensors)
+
+
+def paths_of(layout: Layout) -> set[str]:
+    """Return the files that a layout has bytes in."""
+    return {place.path for _, place in layout.stored}
 
 
 def with_copies(layout: Layout, faults: Faults, look: Look) -> Layout:

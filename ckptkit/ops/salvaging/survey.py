@@ -23,14 +23,13 @@ class Survey:
 
     def mark(self, layout: Layout, faults: Faults) -> Layout:
         """Return the layout with the damaged chunks lost, and without the damaged entries."""
-        hit = {name for name, _ in self.chunks}
         tensors = dict(layout.tensors)
-        for name in hit & tensors.keys():
-            chunks = enumerate(layout.tensors[name].chunks)
-            marked = (
-                faults.lose(chunk, error) if (error := self.chunks.get((name, i))) else chunk for i, chunk in chunks
-            )
-            tensors[name] = replace(layout.tensors[name], chunks=tuple(marked))
+        for name in {name for name, _ in self.chunks} & tensors.keys():
+            chunks = list(tensors[name].chunks)
+            for i, chunk in enumerate(chunks):
+                error = self.chunks.get((name, i))
+                chunks[i] = chunk if error is None else faults.lose(chunk, error)
+            tensors[name] = replace(tensors[name], chunks=tuple(chunks))
         blobs = {name: blob for name, blob in layout.blobs.items() if name not in self.entries}
         return replace(layout, tensors=tensors, blobs=blobs)
 
@@ -55,6 +54,20 @@ def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None
         if wrong is not None:
             found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
     return found
+
+
+def without_files(layout: Layout) -> Layout:
+    """Return the layout with chunks that have no elements in no file: the one that is named may be missing."""
+
+    def apart(chunk: Chunk) -> Chunk:
+        return chunk if chunk.box.numel else chunk._replace(path=ZEROS, offset=0, length=0, wrapper=None)
+
+    return replace(
+        layout,
+        tensors={
+            name: replace(tensor, chunks=tuple(map(apart, tensor.chunks))) for name, tensor in layout.tensors.items()
+        },
+    )
 
 
 def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
