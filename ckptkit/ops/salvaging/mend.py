@@ -62,7 +62,7 @@ def mend_part(part: Part, faults: Faults, look: Look) -> Part:
     why = {error.path: Fault.of(error) for error in reported}
     layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, unexplained, why)
     layout = without_files(layout)
-    found = look(layout)
+    found = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
     mended = with_copies(found.mark(layout, faults), faults, look)
     return replace(part, salvaged=replace(mended, spares={}, absent={}))

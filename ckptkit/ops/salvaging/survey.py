@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +21,11 @@ class Survey:
 
     chunks: dict[tuple[str, int], CkptError] = field(default_factory=dict)
     entries: dict[str, CkptError] = field(default_factory=dict)
+
+    def explained(self, reported: Iterable[CkptError]) -> Survey:
+        """Return the damage with what was reported of files in the place of what was found by their sizes."""
+        why = {error.path: error for error in reported}
+        return replace(self, chunks={place: why.get(error.path, error) for place, error in self.chunks.items()})
 
     def mark(self, layout: Layout, faults: Faults) -> Layout:
         """Return the layout with the damaged chunks lost, and without the damaged entries."""
