@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +10,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
 from ckptkit.files.path import to_path
+from ckptkit.ops.salvaging.account import describe_account
 from ckptkit.pictures.numbers import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def report(found: Inspected, asked: Path) -> None:
     for line in (
         *map(describe_adapter, found.adapters),
         *([describe_quantized(found.quantized)] if found.quantized else []),
-        *([describe_salvaged(found.salvaged)] if found.salvaged else []),
+        *([f"{describe_account(found.salvaged)}; salvage.json lists them"] if found.salvaged else []),
     ):
         say(line)
     for tie in found.ties:
@@ -171,14 +172,6 @@ def describe_quantized(found: InspectedQuantized) -> str:
     sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in found.sizes)
     weights = f"{count(found.weights, 'weight')}, {count_parameters(found.parameters)}, a scale for each {sizes}"
     return f"quantized: {found.method}, {weights}; --dtype bf16 makes them plain"
-
-
-def describe_salvaged(found: Mapping[str, Any]) -> str:
-    """Return in a line what is not as it was in the damaged checkpoint that this one was made of."""
-    sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
-    words = [f"{count(sizes['lost'], 'entry')} lost"] if sizes.get("lost") else []
-    words += [f"{sizes['filled']:,} filled from elsewhere"] if sizes.get("filled") else []
-    return f"salvaged from a damaged checkpoint: {', '.join(words)}; salvage.json lists them"
 
 
 def some(names: Sequence[str]) -> str:

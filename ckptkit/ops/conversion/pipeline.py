@@ -35,7 +35,7 @@ from ckptkit.ops.conversion.model import draft_model
 from ckptkit.ops.conversion.options import MODULE, RANK, ConvertOptions, parse_part
 from ckptkit.ops.conversion.parts import draft_parts
 from ckptkit.ops.conversion.report import Converted, Written, complete, report
-from ckptkit.ops.conversion.salvage import salvage
+from ckptkit.ops.conversion.salvage import salvage, with_earlier_account
 from ckptkit.ops.conversion.torchrun import rank_and_ranks, wait_for_ranks
 from ckptkit.plan import Plan
 from ckptkit.progress import telling
@@ -76,7 +76,7 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
         check_apart(checkpoints[0], dst, writer)
         salvaged = salvage(checkpoints[0], dst, options)
         return salvaged.account(draft_of([salvaged.checkpoint], dst, options))
-    return draft_of(checkpoints, dst, options)
+    return with_earlier_account(draft_of(checkpoints, dst, options), checkpoints[0].path)
 
 
 def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:

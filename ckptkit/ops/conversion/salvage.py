@@ -7,19 +7,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Corrupt
+from ckptkit.engine.scan import sum_file
+from ckptkit.errors import Corrupt, IOFailure
+from ckptkit.files.file import file_size, read_small
 from ckptkit.files.origin import Origin
 from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.salvaging.account import (
+    LIMIT,
     NAME,
     Account,
     Filled,
     Lost,
+    describe_account,
     filled_tensors,
     lost_entries,
     lost_tensors,
+    read_account,
 )
 from ckptkit.ops.salvaging.faults import Fault, Faults
 from ckptkit.ops.salvaging.fill import fill
@@ -53,11 +58,11 @@ class Salvage:
         if not options.writer.is_model_only:
             filled += (Filled(name, words) for name, words in faults.filled_entries.items())
         kept = sum(len(draft.wanted.tensors) for draft in conversion.drafts)
-        found = Account(lost, filled, tuple(faults.repaired), kept)
+        carried, unread = self.readable(conversion.carried)
+        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept)
         made: Mapping[str, bytes] = conversion.made
         if not (found.is_whole or conversion.is_file):
-            made = {**made, NAME: found.to_bytes(self.checkpoint.path)}
-        carried = {name: path for name, path in conversion.carried.items() if name not in made}
+            made = {**made, NAME: found.to_bytes(self.checkpoint.path, carried.pop(NAME, None))}
         return replace(
             conversion,
             origins=[*conversion.origins, *self.origins],
@@ -67,6 +72,13 @@ class Salvage:
             salvaged=found,
         )
 
+    def readable(self, carried: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
+        """Return the other files that can be read, but for those of parts that are lost, and an account of the rest."""
+        places = self.faults.places
+        kept = {name: path for name, path in carried.items() if not {path, *path.parents}.intersection(places)}
+        unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]
+        return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
+
     def unshaped(self, options: ConvertOptions) -> list[tuple[str, Fault]]:
         """Return what is lost and has no shape, as far as it was asked for."""
         entries = {} if options.writer.is_model_only else self.faults.entries
@@ -74,6 +86,15 @@ class Salvage:
             (name, fault) for name, fault in {**self.faults.unplaced, **entries}.items() if options.edits.admit(name)
         ]
         return [*named, *(("", fault) for fault in self.faults.unnamed)]
+
+
+def fault_of(path: Path) -> Fault | None:
+    """Return why a file cannot be read to its end, None if it can."""
+    try:
+        sum_file(path.parent, path.name, file_size(path), ())
+    except (Corrupt, IOFailure) as error:
+        return Fault.of(error)
+    return None
 
 
 def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Salvage:
@@ -86,3 +107,14 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Sa
     check_apart(other, output, options.writer)
     origin = Origin.of(other.path)
     return Salvage(fill(mended, other, faults, notes), faults, (origin,), notes)
+
+
+def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:
+    """Return a conversion of what was salvaged once with that account in it, and a word on it."""
+    earlier = read_account(source)
+    if earlier is None:
+        return conversion
+    note = f"the source was {describe_account(earlier)}; {NAME} lists them"
+    is_apart = conversion.is_file or NAME in conversion.carried
+    made = conversion.made if is_apart else {**conversion.made, NAME: read_small(source / NAME, LIMIT)}
+    return replace(conversion, made=made, notes=[*conversion.notes, note])

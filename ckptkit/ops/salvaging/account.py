@@ -16,7 +16,7 @@ from ckptkit.ops.salvaging.faults import Fault, Faults
 from ckptkit.tensors.box import Box, whole
 
 NAME = "salvage.json"
-_LIMIT = 1 << 28  # bytes
+LIMIT = 1 << 28  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,11 @@ class Account:
         lost, filled = ([one.to_json() for one in found] for found in (self.lost, self.filled))
         return {"lost": lost, "filled": filled, "repaired": list(self.repaired)}
 
-    def to_bytes(self, source: Path) -> bytes:
-        """Return the file that lies in what was salvaged from a checkpoint."""
+    def to_bytes(self, source: Path, before: Path | None = None) -> bytes:
+        """Return the file that lies in what was salvaged from a checkpoint, with that which lay in it `before`."""
         value = {"source": str(source.absolute()), "tensors_kept": self.kept, **self.to_json()}
+        earlier = read_account(before.parent) if before else None
+        value |= {"before": earlier} if earlier else {}
         return (json.dumps(value, indent=1) + "\n").encode()
 
 
@@ -122,7 +124,18 @@ def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
 def read_account(root: Path) -> Mapping[str, Any] | None:
     """Return what the file in a directory says that was salvaged; None without one that can be read."""
     try:
-        found = parse_json(read_small(root / NAME, _LIMIT), root / NAME) if is_there(root / NAME) else None
+        found = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
     except (Corrupt, IOFailure, Unsafe):
         return None
     return found if isinstance(found, dict) else None
+
+
+def describe_account(found: Mapping[str, Any]) -> str:
+    """Return in words how much an account says was lost, and filled."""
+    sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
+    words = [
+        f"{sizes[kind]:,} {what}"
+        for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere"))
+        if sizes.get(kind)
+    ]
+    return f"salvaged from a damaged checkpoint: {', '.join(words)}"

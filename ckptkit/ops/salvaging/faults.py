@@ -31,15 +31,16 @@ class Faults:
 
     A lost chunk has the number of its fault in its path. `entries` are those that are no tensors, `unplaced` tensors of
     which not even the shape is known, both by the names that the checkpoint has for them; `unnamed` are of files of
-    which nothing says what was in them. `filled` are the paths of the chunks that were taken from elsewhere, each with
-    words on where that is; no others have absolute ones. `repaired` are names of tensors that have other copies of the
-    same bytes.
+    which nothing says what was in them, and `places` those of parts that cannot be read at all. `filled` are the paths
+    of the chunks that were taken from elsewhere, each with words on where that is; no others have absolute ones.
+    `repaired` are names of tensors that have other copies of the same bytes.
     """
 
     found: list[Fault] = field(default_factory=list)
     entries: dict[str, Fault] = field(default_factory=dict)
     unplaced: dict[str, Fault] = field(default_factory=dict)
     unnamed: list[Fault] = field(default_factory=list)
+    places: list[Path] = field(default_factory=list)
     filled: dict[str, str] = field(default_factory=dict)
     filled_entries: dict[str, str] = field(default_factory=dict)
     repaired: dict[str, None] = field(default_factory=dict)

@@ -49,7 +49,9 @@ def mend(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: 
                 error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
                 raise
             faults.unnamed.append(Fault.of(error.blame(path=part.path)))
+            faults.places.append(part.path)
     faults.unnamed += [Fault("no known format", path) for path in checkpoint.strange]
+    faults.places += checkpoint.strange
     return replace(checkpoint, parts=tuple(parts), strange=())
 
 

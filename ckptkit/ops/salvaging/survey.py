@@ -114,6 +114,4 @@ def problem_of(place: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError
     end = place.offset + place.length
     if end <= size:
         return None
-    return Corrupt(
-        f"the file is cut short: it has {size} bytes, and should have {end} at least", path=root / place.path
-    )
+    return Corrupt(f"the file is cut short, it ends at byte {size}", path=root / place.path)

@@ -143,15 +143,15 @@ def test_several_files_of_torch_save(how: str, tmp_path: Path) -> None:
         torch.save({name: truth[name] for name in names if files[name] == file}, root / file)
     (root / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     (root / "config.json").write_text(json.dumps(CONFIG))
-    file = root / "pytorch_model-00001-of-00002.bin"
+    gone = root / "pytorch_model-00001-of-00002.bin"
     if how == "missing":
-        file.unlink()
+        gone.unlink()
     else:
-        cut(file, file.stat().st_size // 2)
+        cut(gone, gone.stat().st_size // 2)
     done = consolidate(root, tmp_path / "out", salvage=True)
     assert done.salvaged is not None
     lost = {one.name for one in done.salvaged.lost}
-    assert lost == {name for name, place in files.items() if place == file.name}
+    assert lost == {name for name, place in files.items() if place == gone.name}
     found = load_hf(tmp_path / "out")
     assert found.keys() == truth.keys() - lost
     assert_truth(found, truth)

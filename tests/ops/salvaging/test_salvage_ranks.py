@@ -54,7 +54,7 @@ def tensors_of(file: Path) -> list[tuple[str, Tensor]]:
 
     def walk(value: object, name: str) -> None:
         if isinstance(value, Tensor):
-            local = value.to_local() if hasattr(value, "to_local") else value  # type: ignore[operator]
+            local = value.to_local() if hasattr(value, "to_local") else value
             flat.append((name, local.detach()))
         elif isinstance(value, dict):
             for key, one in value.items():
