@@ -11,7 +11,7 @@ from ckptkit.cli.output import count, note
 from ckptkit.ops.salvaging.account import NAME, Account, Filled, Lost
 from ckptkit.pictures.numbers import format_bytes
 
-_MOST_FAULTS, _MOST_LAYERS, _MOST_TENSORS = 8, 16, 4
+_MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
 _DAMAGED = "bytes changed after they were written: their CRC-32 is not that recorded"
 
@@ -70,18 +70,32 @@ def describe(lost: Lost) -> str:
 
 
 def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return names in a line for each layer, padded to one width; of many the first."""
+    """Return names in a line for each layer, or for all that lack the same, padded to one width; of many the first."""
     layers: dict[str, list[str]] = defaultdict(list)
     for name in names:
         match = _LAYER.fullmatch(name)
         layer, inner = (match[1], match[2]) if match else ("", name)
         layers[layer].append(inner)
-    lines = [(layer, some(inner)) for layer, inner in sorted(layers.items(), key=natural)]
-    if len(lines) > _MOST_LAYERS:
-        rest = sum(len(inner) for _, inner in sorted(layers.items(), key=natural)[_MOST_LAYERS:])
-        lines = [*lines[:_MOST_LAYERS], ("...", f"{count(rest, 'tensor')} of {len(layers) - _MOST_LAYERS} more layers")]
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for layer, inside in sorted(layers.items(), key=natural):
+        above, _, number = layer.rpartition(".")
+        alike[above, some(inside)].append(number)
+    lines = [(f"{above}.{spans(numbers)}" if above else "", inside) for (above, inside), numbers in alike.items()]
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[:_MOST_LINES], ("...", f"and {count(len(lines) - _MOST_LINES, 'line')} more like these")]
     width = max((len(layer) for layer, _ in lines), default=0)
-    return [(layer.ljust(width), inner) for layer, inner in lines]
+    return [(layer.ljust(width), inside) for layer, inside in lines]
+
+
+def spans(numbers: Sequence[str]) -> str:
+    """Return the numbers of layers, given in order: `0-3,5`."""
+    runs: list[list[int]] = []
+    for number in map(int, numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def some(names: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -45,8 +45,6 @@ class Salvage:
 
         Raises `Corrupt` if nothing is left.
         """
-        if not any(draft.wanted.tensors for draft in conversion.drafts):
-            raise Corrupt("nothing can be salvaged: no tensor of it is whole", path=self.checkpoint.path)
         options, faults = conversion.options, self.faults
         lost: list[Lost] = []
         filled: list[Filled] = []
@@ -58,6 +56,8 @@ class Salvage:
         if not options.writer.is_model_only:
             filled += (Filled(name, words) for name, words in faults.filled_entries.items())
         kept = sum(len(draft.wanted.tensors) for draft in conversion.drafts)
+        if not kept:
+            raise nothing_left(self.checkpoint.path, lost)
         carried, unread = self.readable(conversion.carried)
         found = Account([*lost, *unread], filled, tuple(faults.repaired), kept)
         made: Mapping[str, bytes] = conversion.made
@@ -86,6 +86,15 @@ class Salvage:
             (name, fault) for name, fault in {**self.faults.unplaced, **entries}.items() if options.edits.admit(name)
         ]
         return [*named, *(("", fault) for fault in self.faults.unnamed)]
+
+
+def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
+    """Return the error for a checkpoint of which no tensor is whole."""
+    first = next((one for one in lost if one.path), None)
+    example = f", such as `{first.label}` by `{first.path.name}`: {first.why}" if first and first.path else ""
+    hint = "ranks that shard every tensor each have a part of it: --fill-from OTHER takes them from another checkpoint"
+    message = f"nothing can be salvaged: all {len(lost)} tensors have lost something{example}"
+    return Corrupt(message, path=path, hint=hint)
 
 
 def fault_of(path: Path) -> Fault | None:
