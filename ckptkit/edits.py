@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ckptkit.errors import Mismatch
-from ckptkit.layout import KeyPath, Layout, Spec
+from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.dtypes import DType
 
 
@@ -96,3 +96,9 @@ def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
         for name, tensor in layout.tensors.items()
     }
     return replace(layout, tensors=tensors)
+
+
+def without_lost(layout: Layout) -> tuple[Layout, dict[str, StoredTensor]]:
+    """Return the tensors that are whole, and apart from them those of which bytes are lost."""
+    lost = {name: t for name, t in layout.tensors.items() if t.is_lost}
+    return select(layout, lambda name: name not in lost), lost

@@ -38,6 +38,9 @@ class Spec:
 
 
 ZEROS = ""  # the path of a chunk that lies in no file: all its elements are zero
+LOST = (
+    "\0"  # begins the path of a chunk whose bytes are gone; behind it is the number of the fault, by whoever found it
+)
 
 
 class Chunk(NamedTuple):
@@ -48,6 +51,7 @@ class Chunk(NamedTuple):
     are the `run`: their offset and length. While `wrapper` is set the bytes are still inside an
     envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it, and no plan is
     made before. A chunk whose path is `ZEROS` lies in no file; no file that a checkpoint names may be called so.
+    One with `LOST` in its path has lost its bytes: its tensor is left out before anything is planned.
     """
 
     box: Box
@@ -64,6 +68,11 @@ class Chunk(NamedTuple):
     def bytes(self) -> tuple[int, int]:
         """Return offset and length of the bytes that the checksum is over."""
         return self.run or (self.offset, self.length)
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether its bytes are gone."""
+        return LOST in self.path
 
     @property
     def start(self) -> Shape:
@@ -95,6 +104,11 @@ class StoredTensor:
     spec: Spec
     chunks: tuple[Chunk, ...]
     splits: Splits | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether any of its bytes are gone."""
+        return any(chunk.is_lost for chunk in self.chunks)
 
     @property
     def shape_of_chunks(self) -> Shape:
@@ -166,6 +180,10 @@ class Layout:
     wrote it, where that shows. `descriptions` are the files that say all this, and hold no data. `keeper` is what must
     not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
     copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are.
+
+    Of what is damaged a reader may say more, where its problems are reported and not raised: `spares` are further
+    copies of chunks, by the names of their tensors, and `absent` the names of tensors that could not be read, each with
+    the file that it should lie in.
     """
 
     root: Path
@@ -177,6 +195,8 @@ class Layout:
     descriptions: tuple[str, ...] = ()
     keeper: object = field(default=None, repr=False, compare=False)
     twins: Mapping[str, StoredTensor] = field(default_factory=dict)
+    spares: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -106,7 +106,10 @@ def drop_tied(layout: Layout, tied: Mapping[str, str], notes: list[str]) -> Layo
     """Return the layout without the tensors that are `tied` to others, if they are equal to these to the last bit."""
     there = {name: source for name, source in tied.items() if name in layout.tensors}
     for name, source in there.items():
-        if source in layout.tensors:
+        if source in layout.tensors and layout.tensors[source].is_lost and not layout.tensors[name].is_lost:
+            layout = replace(layout, tensors={**layout.tensors, source: layout.tensors[name]})
+            notes.append(f"{source} is damaged, and was written as {name} has it, to which it is tied")
+        elif source in layout.tensors:
             check_equal(layout, name, source)
             notes.append(f"{name} is tied to {source} and equal to it: written once")
         else:
@@ -117,7 +120,12 @@ def drop_tied(layout: Layout, tied: Mapping[str, str], notes: list[str]) -> Layo
 
 
 def check_equal(layout: Layout, name: str, source: str) -> None:
-    """Raise `Mismatch` if two tensors that are tied differ, `Unsupported` if they are yet to be computed."""
+    """Raise `Mismatch` if two tensors that are tied differ, `Unsupported` if they are yet to be computed.
+
+    Of what is lost nothing can be said.
+    """
+    if layout.tensors[name].is_lost or layout.tensors[source].is_lost:
+        return
     if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, source) if (spec := layout.specs[tied])):
         hint = "leave it out with --exclude if it is the same"
         raise Unsupported(f"it is tied to `{source}`, and both are quantized", path=layout.root, tensor=name, hint=hint)

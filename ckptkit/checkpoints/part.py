@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -27,6 +27,7 @@ class Part:
     With `under` it is a file beside the model's, and its entries belong under these keys, joined by dots; under none if
     that is "". One that `takes_twins` has the rounded copies in the place of the tensors that have them. The model's
     config.json lies in `base`, if not with it.
+    Where it was `salvaged`, that is its layout in the place of what the files say, which is damaged.
     """
 
     place: str
@@ -35,6 +36,7 @@ class Part:
     under: str | None = None
     takes_twins: bool = False
     base: str | None = None
+    salvaged: Layout | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_model(self) -> bool:
@@ -53,16 +55,17 @@ class Part:
 
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
-        with translate_os_errors(self.path):
-            layout = unflatten_parameters(self.reader.read(self.path), self.path, self.base)
-        if self.under:
-            layout = edits.nest(layout, tuple(self.under.split(".")))
-        if self.takes_twins:
-            layout = edits.take_twins(layout)
-        if self.manifest is None:
-            return layout
-        sums = self.manifest.tensors
-        return replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
+        layout = self.salvaged
+        if layout is None:
+            with translate_os_errors(self.path):
+                layout = self.dress(self.reader.read(self.path))
+            layout = with_sums(layout, self.manifest)
+        return edits.take_twins(layout) if self.takes_twins else layout
+
+    def dress(self, layout: Layout) -> Layout:
+        """Return what its reader has read with flat parameters cut, under the keys where it belongs."""
+        layout = unflatten_parameters(layout, self.path, self.base)
+        return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -90,13 +93,21 @@ class Part:
         )
 
     def _move(self, file: str) -> str:
-        return str(PurePosixPath(self.place, file))
+        return str(PurePosixPath(self.place, file)) if file else file
 
     def _move_tensor(self, tensor: StoredTensor) -> StoredTensor:
         return replace(tensor, chunks=tuple(chunk._replace(path=self._move(chunk.path)) for chunk in tensor.chunks))
 
     def _move_blob(self, blob: Blob) -> Blob:
         return blob._replace(path=self._move(blob.path))
+
+
+def with_sums(layout: Layout, manifest: Manifest | None) -> Layout:
+    """Return the layout with the checksums that a manifest has for tensors in one piece, if there is one."""
+    if manifest is None:
+        return layout
+    sums = manifest.tensors
+    return replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
 
 
 def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:

@@ -12,6 +12,7 @@ import typer
 
 from ckptkit.checkpoints.weights import LeftOut
 from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
+from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
@@ -70,6 +71,10 @@ def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
         print_json(to_json(done))
     else:
         report(src, done, verb)
+    if done.salvaged is not None:
+        report_salvage(done.salvaged, done.output, dry_run=done.dry_run)
+        if not done.salvaged.is_whole:
+            raise typer.Exit(1)
 
 
 def to_json(done: Converted) -> dict[str, Any]:
@@ -94,6 +99,8 @@ def to_json(done: Converted) -> dict[str, Any]:
     if done.weights:
         pairs = zip(done.sources, done.weights, strict=True)
         result["sources"] = [{"path": str(path), "weight": weight} for path, weight in pairs]
+    if done.salvaged is not None:
+        result |= done.salvaged.to_json()
     if done.dry_run:
         return result | {"copies": done.copies, "free_bytes": done.free_bytes}
     return result | {

@@ -11,6 +11,7 @@ import typer
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
+from ckptkit.ops.salvaging.account import describe_account
 from ckptkit.pictures.numbers import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         "producer": found.trainer,  # as it was called before
         "adapters": [adapter_json(adapter) for adapter in found.adapters],
         "quantized": quantized_json(found.quantized),
+        "salvaged": found.salvaged,
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
@@ -140,6 +142,7 @@ def report(found: Inspected, asked: Path) -> None:
     for line in (
         *map(describe_adapter, found.adapters),
         *([describe_quantized(found.quantized)] if found.quantized else []),
+        *([f"{describe_account(found.salvaged)}; salvage.json lists them"] if found.salvaged else []),
     ):
         say(line)
     for tie in found.ties:

@@ -14,7 +14,7 @@ from ckptkit.files.path import to_path
 
 _OTHERS = (
     *("world_size", "under", "optimizer_keys", "complete_optimizer", "merge", "names", "map", "vocab_size"),
-    *("quantize", "exclude_quantize"),
+    *("quantize", "exclude_quantize", "salvage", "fill_from"),
 )
 
 

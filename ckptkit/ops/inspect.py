@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.companions import find_config
@@ -19,6 +20,7 @@ from ckptkit.ops.inspection.adapters import InspectedAdapter, inspect_adapters
 from ckptkit.ops.inspection.groups import Group, bytes_by_dtype, group
 from ckptkit.ops.inspection.quantized import InspectedQuantized, inspect_quantized
 from ckptkit.ops.inspection.ties import Tie, find_ties
+from ckptkit.ops.salvaging.account import read_account
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Inspected:
     have, and `parameters`, its elements with tied ones counted once, are None where nothing tells them. `groups` are
     "model", "optimizer" and "rest".
     `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer, or if some has these and some those.
+    `salvaged` is what was lost when it was made of a damaged one, None if it was not.
     """
 
     layout: Layout
@@ -46,6 +49,7 @@ class Inspected:
     optimizer_keys: str | None = None
     adapters: tuple[InspectedAdapter, ...] = ()
     quantized: InspectedQuantized | None = None
+    salvaged: Mapping[str, Any] | None = None
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -82,6 +86,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         kind_of_keys(layout),
         inspect_adapters(model),
         quantized,
+        read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from operator import add, itemgetter, le, sub
@@ -144,3 +144,27 @@ def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
         if holes and holes != [(0, extent)]:
             return axis, holes[0][0], holes[0][1]
     return (0, 0, shape[0]) if shape else (0, 0, 1)
+
+
+def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Return what is left of a box without the others, as boxes that share nothing."""
+    left = [box]
+    for other in others:
+        left = [part for one in left for part in around(one, other)]
+    return left
+
+
+def around(box: Box, hole: Box) -> Iterator[Box]:
+    """Yield the boxes that a box is without another: along each axis what lies before that, and what lies behind."""
+    shared = intersect(box, hole)
+    if shared is None:
+        yield box
+        return
+    start, stop = list(box.start), list(box.stop)
+    for axis, (low, high) in enumerate(zip(shared.start, shared.stop, strict=True)):
+        for begin, end in ((start[axis], low), (high, stop[axis])):
+            if begin < end:
+                corner = (*start[:axis], begin, *start[axis + 1 :])
+                far = (*stop[:axis], end, *stop[axis + 1 :])
+                yield Box(corner, tuple(map(sub, far, corner)))
+        start[axis], stop[axis] = low, high

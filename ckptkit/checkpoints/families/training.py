@@ -145,8 +145,10 @@ def follow(
         if is_untouched(new, olds, translated, weights):
             made.tensors[new] = one
         elif one.spec.numel == 1:
-            require_equal(layout, {old: value_of(layout, others[old]) for old in there}, place)
-            made.tensors[new] = one
+            found = {old: value_of(layout, others[old]) for old in there if not others[old].is_lost}
+            if found:
+                require_equal(layout, found, place)
+            made.tensors[new] = others[next(iter(found), there[0])]
         else:
             shapes = f"{list(one.spec.shape)} beside a parameter of {list(weights.tensors[there[0]].spec.shape)}"
             hint = "leave it out with --exclude: the optimizer then begins anew"

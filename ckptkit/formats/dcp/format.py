@@ -61,17 +61,25 @@ class Dcp(Writer):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`; chunks still in their envelopes."""
         with collector_paused():
-            layout = self.read_items(path)
+            layout = self.read_items(path, report)
             check_files(layout, report)
             check_cover(layout, report)
             return unfold(replace(layout, world_size=count_ranks(layout)), report)
 
-    def read_items(self, path: Path) -> Layout:
-        """Return the layout of a checkpoint as its metadata says it, which is not compared with the files."""
-        gathered = Reading(path)
+    def read_items(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of a checkpoint as its metadata says it, which is not compared with the files.
+
+        Of several files with metadata one that cannot be read is reported.
+        """
+        gathered = Reading(path, report)
         described_by = find_metadata(path)
         for file in described_by:
-            gathered.add(read_metadata(file), file)
+            try:
+                gathered.add(read_metadata(file), file)
+            except CkptError as error:
+                if len(described_by) == 1:
+                    raise
+                report(error.blame(path=file))
         return replace(gathered.layout(self.name), descriptions=tuple(file.name for file in described_by))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, read_small, recognise
 from ckptkit.formats.dcp.flat_names import infer_keys
 from ckptkit.formats.torchfile import inert_pickle
@@ -91,10 +91,15 @@ Attributes = Mapping[str, Any]
 
 
 class Reading:
-    """A layout as it is gathered from one or more `Metadata` objects; the chunks still in their envelopes."""
+    """A layout as it is gathered from one or more `Metadata` objects; the chunks still in their envelopes.
 
-    def __init__(self, root: Path) -> None:
+    Where problems are reported and not raised, what makes no sense is left out, and replicas are kept as spares.
+    """
+
+    def __init__(self, root: Path, report: Report = refuse) -> None:
         self.root = root
+        self.report = report
+        self.spares: dict[str, list[Chunk]] = {}
         self.specs: dict[str, Spec] = {}
         self.chunks: dict[str, dict[Box, Chunk]] = {}
         self.blobs: dict[str, Blob] = {}
@@ -103,16 +108,16 @@ class Reading:
 
     def add(self, metadata: Attributes, file: Path) -> None:
         """Add what the object that was read from `file` describes."""
-        places = self._places(metadata, file)
+        places, report = self._places(metadata, file), self.report
         for name, entry in metadata["state_dict_metadata"].items():
             if type(name) is not str:
                 raise Corrupt(f"a key of the state dict is no string but {type(name).__name__}", path=file)
             try:
-                self._add_entry(name, entry, places.pop(name, {}))
+                self._add_entry(name, entry, places.pop(name, {}), file)
             except CkptError as error:
-                raise error.blame(path=file, tensor=name) from None
-            except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-                raise Corrupt("the metadata of this entry makes no sense", path=file, tensor=name) from error
+                report(error.blame(path=file, tensor=name))
+            except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+                report(Corrupt("the metadata of this entry makes no sense", path=file, tensor=name))
         self.keys.update(key_paths(metadata, file))
 
     def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Flat]]:
@@ -131,7 +136,7 @@ class Reading:
             raise Corrupt("`storage_data` makes no sense", path=file) from error
         return places
 
-    def _add_entry(self, name: str, entry: Flat, places: Mapping[Shape | None, Flat]) -> None:
+    def _add_entry(self, name: str, entry: Flat, places: Mapping[Shape | None, Flat], file: Path) -> None:
         of = type(entry)
         kind = of.name if isinstance(of, Global) else ""
         if kind == "BytesStorageMetadata":
@@ -146,13 +151,20 @@ class Reading:
         known = self.specs.setdefault(name, spec)
         if known != spec:
             raise Corrupt(f"the ranks disagree: one has {known}, another {spec}")
-        chunks = self.chunks.setdefault(name, {})
+        chunks, report = self.chunks.setdefault(name, {}), self.report
         parts = [part.fields(_OF_CHUNK) for part in tensor["chunks"]]
         starts, sizes = as_shapes([start for start, _ in parts]), as_shapes([size for _, size in parts])
         for box in map(Box, starts, sizes):
-            path, offset, length, wrapper = self._place(places.get(box.start))
+            try:
+                path, offset, length, wrapper = self._place(places.get(box.start))
+            except CkptError as error:
+                report(error.blame(path=file, tensor=name))
+                continue
+            chunk = Chunk(box, path, offset, length, spec.dtype, None, None, wrapper)
             if box not in chunks:  # a replica: one copy is enough
-                chunks[box] = Chunk(box, path, offset, length, spec.dtype, None, None, wrapper)
+                chunks[box] = chunk
+            elif report is not refuse and chunk != chunks[box]:
+                self.spares.setdefault(name, []).append(chunk)
 
     def _place(self, info: Flat | None) -> tuple[str, int, int, str]:
         """Return file name, offset, length and kind of envelope of one item."""
@@ -170,7 +182,8 @@ class Reading:
         """Return what was gathered, as a layout of the format `name`."""
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
         keys = self.keys or infer_keys((*tensors, *self.blobs), tensors)
-        return Layout(self.root, name, tensors, self.blobs, keys)
+        spares = {name: tuple(chunks) for name, chunks in self.spares.items()}
+        return Layout(self.root, name, tensors, self.blobs, keys, spares=spares)
 
 
 def attributes_of(value: Any) -> Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt
+from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.formats.deepspeed.expert_states import put_experts, put_unpartitioned_experts
 from ckptkit.formats.deepspeed.experts import Experts, read_experts
 from ckptkit.formats.deepspeed.gathering import Gathering, Settings
@@ -22,16 +22,16 @@ from ckptkit.layout import Layout, StoredTensor
 NAME = "deepspeed"
 
 
-def assemble(root: Path, files: Files) -> Layout:
-    """Return the layout of the files in directory `root`."""
+def assemble(root: Path, files: Files, report: Report = refuse) -> Layout:
+    """Return the layout of the files in directory `root`; report files that are missing or cannot be read."""
     gathering = Gathering()
-    parts = [read_part(root, files, part) for part in files.parts]
+    parts = [read_part(root, files, part, report) for part in files.parts]
     masters: dict[str, StoredTensor] = {}
     names: list[list[list[str]]] = []
     experts = read_experts(root, files, parts[0].models[0])
     for part in parts:
         if part.partitions:
-            names.append(put_part(gathering, part, masters, experts, root))
+            names.append(put_part(gathering, part, masters, experts, root, report))
         elif experts is not None:
             put_unpartitioned_experts(gathering, root, files, part.models[0], experts)
         else:
@@ -62,7 +62,12 @@ def names_of(files: Files) -> set[str]:
 
 
 def put_part(
-    gathering: Gathering, part: PartOfModel, masters: dict[str, StoredTensor], experts: Experts | None, root: Path
+    gathering: Gathering,
+    part: PartOfModel,
+    masters: dict[str, StoredTensor],
+    experts: Experts | None,
+    root: Path,
+    report: Report,
 ) -> list[list[str]]:
     """Put the parameters of a part of the model, and enter their masters by name.
 
@@ -82,7 +87,7 @@ def put_part(
             if parameter.name not in masters:  # tied ones are in several stages of a pipeline
                 put_parameter(gathering, parameter)
         masters |= own
-        put_module(gathering, part, masters)
+        put_module(gathering, part, masters, report)
     except CkptError as error:
         raise error.blame(path=root / model.path) from None
     return names

@@ -61,12 +61,13 @@ class DeepSpeed(Reader):
             if read_experts(path, files, found.models[0]) is not None and not found.partitions:
                 read_optimizers(path, files)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - without a file nothing is known
+    def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of a directory: under `model` the fp32 masters, and what was never partitioned.
 
-        The optimizer lies under `optimizer`, by name; the 16-bit copies of the masters are `twins`.
+        The optimizer lies under `optimizer`, by name; the 16-bit copies of the masters are `twins`. What was in files
+        that are missing or cannot be read, which are reported, has chunks that lie nowhere.
         """
-        return assemble(path, files_at(path))
+        return assemble(path, files_at(path), report)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of every file."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Report, Unsupported
 from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
@@ -27,8 +27,11 @@ def put_parameter(gathering: Gathering, parameter: Parameter) -> None:
     gathering.put_state(parameter.flattening, [parameter.name], parameter.values)
 
 
-def put_module(gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor]) -> None:
-    """Put what is in the model and is no trained parameter, and the rounded copy beside each that is."""
+def put_module(gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor], report: Report) -> None:
+    """Put what is in the model and is no trained parameter, and the rounded copy beside each that is.
+
+    Reports frozen parameters of which a rank's part cannot be read.
+    """
     model = part.models[0]
     shared = next(filter(without_number, (*model.aliases, *model.aliases.values())), None)
     if shared is not None:
@@ -43,7 +46,12 @@ def put_module(gathering: Gathering, part: PartOfModel, masters: Mapping[str, St
         elif name not in model.frozen or not is_empty(value):
             put_value(gathering, model, str(name), value)
     for name, shape in model.frozen.items():
-        if without_number(name) is None and name not in known and ".".join((MODEL, name)) not in gathering.flat.keys:
+        full = ".".join((MODEL, name))
+        if without_number(name) is not None or name in known or full in gathering.flat.keys:
+            continue
+        if part.lacks_models:
+            report(Corrupt("a frozen parameter, of which the part of a rank cannot be read", tensor=full))
+        else:
             gathering.put((MODEL, name), frozen(part, name, shape))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Unsupported
+from ckptkit.errors import ELSEWHERE, Corrupt, Report, Unsupported, refuse
 
 Rank = tuple[int, int]  # of the model (its part), and of data parallelism
 
@@ -116,16 +116,19 @@ def note(files: dict[Rank, str], rank: Rank, name: str, root: Path) -> None:
     files[rank] = name
 
 
-def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str) -> None:
-    """Raise `Corrupt` unless there is a file for each of `count` ranks and for no other, naming one at fault."""
+def name_of(files: dict[int, str], rank: int) -> str:
+    """Return the name of the file of a rank, whether it is there or not."""
+    known, name = next(iter(files.items()))
+    return files.get(rank, name.replace(f"pp_rank_{known}_", f"pp_rank_{rank}_"))
+
+
+def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str, report: Report = refuse) -> None:
+    """Report each of `count` ranks that has no file. Raises `Corrupt` for a file of any other."""
     extra = [name for rank, name in files.items() if rank >= count]
     if extra:
         others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         message = f"`{said_by}` is of {count} ranks, and this is of none of them{others}: of an older, larger run"
         raise Corrupt(message, path=root / extra[0], hint="move the files of the older run elsewhere")
-    missing = next((rank for rank in range(len(files) + 1) if rank not in files), count)
-    if missing < count:
-        known = next(iter(files.items()))
-        name = known[1].replace(f"pp_rank_{known[0]}_", f"pp_rank_{missing}_")
+    for missing in (rank for rank in range(count) if rank not in files):
         message = f"the file of rank {missing} is missing: `{said_by}` is of {count} ranks, here are {len(files)}"
-        raise Corrupt(message, path=root / name, hint=ELSEWHERE)
+        report(Corrupt(message, path=root / name_of(files, missing), hint=ELSEWHERE))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.formats.deepspeed.lost import with_lost
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.formats.deepspeed.names import Files, check_ranks
 from ckptkit.formats.deepspeed.partitions import Partition, read_partition
@@ -20,15 +21,17 @@ Found = TypeVar("Found")
 class PartOfModel:
     """A part of the model as it was saved: all of it, or a stage of a pipeline.
 
-    Each rank has one of `models`, or all have the same one; and one of the `partitions`, unless ZeRO was off.
+    Each rank has one of `models`, or all have the same one; and one of the `partitions`, unless ZeRO was off. With
+    `lacks_models` not all ranks' could be read.
     """
 
     models: tuple[ModelStates, ...]
     partitions: tuple[Partition, ...]
+    lacks_models: bool = False
 
 
-def read_part(root: Path, files: Files, part: int) -> PartOfModel:
-    """Return what the ranks have saved of a part of the model."""
+def read_part(root: Path, files: Files, part: int, report: Report = refuse) -> PartOfModel:
+    """Return what the ranks have saved of a part of the model; report files that are missing or cannot be read."""
     models, optimizers = files.model_files(part), files.optimizer_files(part)
     if not models:
         raise Corrupt("its file of model states is missing", path=root / next(iter(optimizers.values())))
@@ -36,16 +39,38 @@ def read_part(root: Path, files: Files, part: int) -> PartOfModel:
         other = next(name for rank, name in models.items() if rank >= 0)
         message = f"`{models[-1]}` is of ZeRO 1 or 2, this is of ZeRO 3: files of two runs lie here"
         raise Corrupt(message, path=root / other, hint="keep those of one run")
-    read = tuple(blame(root, name, read_model_states) for name in models.values())
-    if not optimizers and (-1 not in models or read[0].shapes is not None):
+    read = read_all(root, models, read_model_states, report)
+    first = next(iter(read.values()))
+    if not optimizers and (-1 not in models or first.shapes is not None):
         no_partitions(root / next(iter(models.values())), is_sharded=-1 not in models)
-    partitions = tuple(blame(root, name, read_partition) for name in optimizers.values())
+    partitions = read_all(root, optimizers, read_partition, report)
+    count = len(models)
     if partitions:
-        count = max((group.ranks for group in partitions[0].groups), default=len(partitions))
-        check_ranks(optimizers, count, root, partitions[0].path)
+        known = next(iter(partitions.values()))
+        count = max((group.ranks for group in known.groups), default=len(optimizers))
+        check_ranks(optimizers, count, root, known.path, report)
         if -1 not in models:
-            check_ranks(models, count, root, partitions[0].path)
-    return PartOfModel(read, partitions)
+            check_ranks(models, count, root, known.path, report)
+        if len(partitions) < count:
+            partitions = with_lost(partitions, optimizers, count, first.shapes or ())
+    lacks_models = -1 not in models and len(read) < count
+    return PartOfModel(tuple(read.values()), tuple(partitions.values()), lacks_models)
+
+
+def read_all(root: Path, names: dict[int, str], read: Callable[[StateFile], Found], report: Report) -> dict[int, Found]:
+    """Return what `read` makes of the files of ranks, but for those that cannot be read, which are reported.
+
+    Raises the last error if that is none.
+    """
+    found: dict[int, Found] = {}
+    for rank, name in names.items():
+        try:
+            found[rank] = blame(root, name, read)
+        except CkptError as error:
+            if not found and rank == max(names):
+                raise
+            report(error)
+    return found
 
 
 def blame(root: Path, name: str, read: Callable[[StateFile], Found]) -> Found:

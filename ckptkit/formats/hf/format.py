@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -77,12 +77,13 @@ class HuggingFace(Writer):
         tensors = {name: assemble(name, parts, found.root) for name, parts in chunks.items()}
         described_by = () if found.index is None else (INDEX,)
         layout = Layout(found.root, self.name, tensors, world_size=found.world_size, descriptions=described_by)
-        if not unread:
-            gaps: list[CkptError] = []
-            check_cover(layout, gaps.append)
-            for gap in [found.lost] if gaps and found.lost else gaps:
-                report(gap)
-        return layout
+        if unread:
+            return replace(layout, absent=find_absent(found, unread, layout))
+        gaps: list[CkptError] = []
+        check_cover(layout, gaps.append)
+        for gap in [found.lost] if gaps and found.lost else gaps:
+            report(gap)
+        return replace(layout, absent=dict.fromkeys(tensors, "")) if gaps and found.lost else layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002
         """Return the tensors of every file; none has a checksum."""
@@ -154,7 +155,7 @@ def find_files(path: Path, report: Report) -> Files:
         return find_indexed(path, present, report)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
-        return find_numbered(path, numbered, present)
+        return find_numbered(path, numbered, present, report)
     return Files(path, [SINGLE if SINGLE in present else find_only(path, present)])
 
 
@@ -178,14 +179,14 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
     return Files(path, names, world_size=len(ranks), lost=find_lost("shard-{:05d}-*", ranks, max(ranks), path))
 
 
-def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str]) -> Files:
-    """Return the files `model-0000i-of-0000N` that have no index. Raises `Corrupt` if one of the N is missing."""
+def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str], report: Report) -> Files:
+    """Return the files `model-0000i-of-0000N` that have no index; report if one of the N is missing."""
     if SINGLE in present:
         raise of_two_exports(path, files[0][0])
     count = count_of(path, files, 2)
     lost = find_lost(f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", {int(match[1]) for match in files}, count, path)
     if lost is not None:
-        raise lost
+        report(lost)
     return Files(path, [match[0] for match in files])
 
 
@@ -256,6 +257,13 @@ def check_index(
         if name not in places:
             message = f"`{found[name][0].path}` holds a tensor that the index does not name"
             report(Corrupt(message, path=path, tensor=name))
+
+
+def find_absent(found: Files, unread: Container[str], layout: Layout) -> dict[str, str]:
+    """Return the names of tensors that are in unread files, each with its file; of the shards of ranks all may be."""
+    if found.index is not None:
+        return {name: file for name, file in found.index.items() if file in unread and name not in layout.tensors}
+    return dict.fromkeys(layout.tensors, "") if found.world_size is not None else {}
 
 
 def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ class Index:
         """Return the files that it names."""
         return [*sorted(set(self.places.values())), *([self.groups] if self.groups else [])]
 
+    def full_name(self, name: str) -> str:
+        """Return what begins the names of all that the index has under a name."""
+        return name if self.groups is None else f"{_OPTIMIZER}.state.{name}"
+
 
 class PtShards(Reader):
     """The format of a directory with an index of torch.save files."""
@@ -73,16 +77,23 @@ class PtShards(Reader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of a model by its own names, or of an optimizer under `optimizer`.
 
-        Reports names that the index has and its file has not, or the other way round.
+        Reports files that cannot be read, and names that the index has and its file has not, or the other way round.
         """
         index = find_index(path)
         whole = Flat()
+        unread: list[str] = []
         for file in index.files:
-            if not is_there(path / file):
-                raise missing(index, file)
-            add_all(whole, index, file, report)
-        described = (index.name, *index.files)
-        return Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, descriptions=described)
+            try:
+                if not is_there(path / file):
+                    raise missing(index, file)
+                add_all(whole, index, file, report)
+            except CkptError as error:
+                report(error)
+                unread.append(file)
+        described = (index.name, *(file for file in index.files if file not in unread))
+        absent = {index.full_name(name): file for name, file in index.places.items() if file in unread}
+        layout = Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, descriptions=described)
+        return replace(layout, absent=absent)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the files: storages, pickles and what torch puts beside them."""

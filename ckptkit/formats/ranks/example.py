@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckptkit.errors import Unsupported
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
 from ckptkit.files.file import names_in
 from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
 from ckptkit.formats.torchfile.dtensors import Placed, is_dtensor
@@ -52,12 +53,12 @@ class Example:
 
 def example_of(wanted: Layout) -> Example:
     """Return how the checkpoint was written, if it lies in files of ranks; else how to write one of rows by FSDP2."""
-    found = find_files(names_in(wanted.root)) if wanted.format == "ranks" else None
+    found = find_files(names_in(wanted.root), ignore) if wanted.format == "ranks" else None
     if found is None:
         return Example()
     if not found.naming.templates:
         raise Unsupported("files with such names are read, but not written", hint="use `convert --to dcp`")
-    model = read_rank_file(wanted.root, found.files[MODEL][0], 0, (MODEL,))
+    model = first_of(wanted, found.files[MODEL])
     meshes = [held.spread.mesh for held in model.tensors.values() if isinstance(held.spread, Placed)]
     if any(len(mesh.ranks) != found.world or mesh != meshes[0] for mesh in meshes):
         raise Unsupported("tensors lie on several meshes, or on a part of the ranks", hint="use `convert --to dcp`")
@@ -76,6 +77,19 @@ def example_of(wanted: Layout) -> Example:
         is_told=any(spread.values()),
         was_sharded=any(isinstance(held.spread, Sharded) for held in model.tensors.values()),
     )
+
+
+def first_of(wanted: Layout, files: Mapping[int, str]) -> RankFile:
+    """Return the file of the first rank of which one can be read: what is wanted may be all that is left of many."""
+    *others, last = sorted(files)
+    for rank in others:
+        with suppress(Corrupt, IOFailure, Unsupported):
+            return read_rank_file(wanted.root, files[rank], rank, (MODEL,))
+    return read_rank_file(wanted.root, files[last], last, (MODEL,))
+
+
+def ignore(_problem: CkptError) -> None:
+    """Be the `Report` of what was said when the checkpoint was read."""
 
 
 def how_spread(spread: Placed | Sharded | None) -> tuple[Placement, ...] | None:

@@ -7,6 +7,7 @@ So all files are opened, and what they say must agree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
@@ -63,20 +64,21 @@ class Ranks(Writer):
 
         Every tensor that a file leads to is in it, or the directory is refused.
         """
-        found = find(path)
+        found = find(path, report)
         with collector_paused():
             try:
-                flat = join_all(path, found)
+                flat = join_all(path, found, report)
             except CkptError as error:
                 raise error.blame(path=path) from None
             descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(found.names))
             layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, found.world, descriptions)
+            layout = replace(layout, spares=flat.spares)
             check_cover(layout, report)
         return layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of every rank's file: its storages, its pickle and what torch puts beside them."""
-        return extents_of(layout, find(layout.root).names, report)
+        return extents_of(layout, find(layout.root, report).names, report)
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """Return the files of `options.world_size` ranks, called and spread as those that `wanted` lies in, if any."""
@@ -90,14 +92,17 @@ class Ranks(Writer):
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
         """Return the copies of what several ranks have alike, and the CRC-32 of each storage."""
         found = find(made.root)
-        files = [read_files(made.root, found, kind, (kind,)) for kind in found.files]
+        files = [read_files(made.root, found, kind, (kind,), refuse) for kind in found.files]
         return seal_files(made.root, files, checksums)
 
 
-def find(path: Path) -> RankFiles:
-    """Return the files of ranks in a directory. Raises `Corrupt` where they are not those of one whole checkpoint."""
+def find(path: Path, report: Report = refuse) -> RankFiles:
+    """Return the files of ranks in a directory; report those that are missing.
+
+    Raises `Corrupt` where they are not those of one checkpoint.
+    """
     try:
-        found = find_files(names_in(path))
+        found = find_files(names_in(path), lambda problem: report(problem.blame(path=path)))
         if found is None:
             raise Corrupt("no file of a rank holds a model")
         check_config(path, found)
@@ -117,22 +122,34 @@ def check_config(path: Path, found: RankFiles) -> None:
         raise Corrupt(message, path=path / CONFIG, hint="are these files of one run?")
 
 
-def join_all(path: Path, found: RankFiles) -> Flat:
-    """Return model, optimizer and the rest of all ranks."""
-    model = without_views(read_files(path, found, MODEL, (MODEL,)))
-    flats = [join_files(model)]
-    if OPTIMIZER in found.files:
-        flats.append(join_optimizer(read_files(path, found, OPTIMIZER, (OPTIMIZER,)), model))
-    if REST in found.files:
-        flats.append(join_rest(read_files(path, found, REST, ()), (MODEL, OPTIMIZER)))
+def join_all(path: Path, found: RankFiles, report: Report) -> Flat:
+    """Return model, optimizer and the rest of all ranks; report files that cannot be read, and leave them out."""
+    model = without_views(read_files(path, found, MODEL, (MODEL,), report))
+    if not model:
+        raise Corrupt("no file of a rank that holds a model can be read")
+    flats = [join_files(model, report)]
+    try:
+        files = read_files(path, found, OPTIMIZER, (OPTIMIZER,), report)
+        flats += [join_optimizer(files, model, report, found.world)] if files else []
+    except CkptError as error:
+        report(error)
+    files = read_files(path, found, REST, (), report)
+    flats += [join_rest(files, (MODEL, OPTIMIZER))] if files else []
     whole = Flat()
     for flat in flats:
         whole.tensors.update(flat.tensors)
         whole.blobs.update(flat.blobs)
         whole.keys.update(flat.keys)
+        whole.spares.update(flat.spares)
     return whole
 
 
-def read_files(path: Path, found: RankFiles, kind: str, above: tuple[str, ...]) -> list[RankFile]:
-    """Return what is in the files of one kind, in order of rank."""
-    return [read_rank_file(path, name, rank, above) for rank, name in sorted(found.files[kind].items())]
+def read_files(path: Path, found: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:
+    """Return what is in the files of one kind, in order of rank; report those that cannot be read."""
+    files = []
+    for rank, name in sorted(found.files.get(kind, {}).items()):
+        try:
+            files.append(read_rank_file(path, name, rank, above))
+        except CkptError as error:
+            report(error.blame(path=path / name))
+    return files

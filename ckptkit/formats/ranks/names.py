@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Unsupported
+from ckptkit.errors import ELSEWHERE, Corrupt, Report, Unsupported, refuse
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
 CONFIG = "fsdp_config.json"  # beside the files of which the name says how many ranks there are
@@ -76,16 +76,16 @@ def rank_in(name: str) -> int | None:
     return int(found[1]["rank"]) if found else None
 
 
-def find_files(names: Iterable[str]) -> RankFiles | None:
+def find_files(names: Iterable[str], report: Report = refuse) -> RankFiles | None:
     """Return the files of ranks in a directory, None where none hold a model.
 
-    Raises `Corrupt` for a rank whose file is missing and for files of several runs, `Unsupported` for several models.
+    Reports ranks whose files are missing. Raises `Corrupt` for files of several runs, `Unsupported` for several models.
     """
     names = sorted(names)
     for naming in NAMINGS:
         found = [(name, *match) for name in names if (match := naming.match(name))]
         if any(kind == MODEL for _, kind, _ in found) and (naming is not OTHER or len(found) > 1):
-            return gather(naming, found)
+            return gather(naming, found, report)
     return None
 
 
@@ -96,7 +96,7 @@ def is_there(names: Iterable[str]) -> bool:
     return any(naming is not OTHER or models.count(OTHER) > 1 for naming in models)
 
 
-def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]]) -> RankFiles:
+def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
     """Return the files as those of one checkpoint."""
     worlds = sorted({int(match["world"]) for *_, match in found if "world" in match.re.groupindex})
     if len(worlds) > 1:
@@ -112,19 +112,19 @@ def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]]) -> RankF
             files.setdefault(kind, {})[int(match["rank"])] = name
     world = worlds[0] if worlds else 1 + max(files[MODEL])
     gathered = RankFiles(naming, labels[0], world, files)
-    check_ranks(gathered)
+    check_ranks(gathered, report)
     return gathered
 
 
-def check_ranks(found: RankFiles) -> None:
-    """Raise `Corrupt` unless each of the ranks has a file of each kind, and none besides."""
+def check_ranks(found: RankFiles, report: Report) -> None:
+    """Report ranks without a file of each kind. Raises `Corrupt` for files of any besides."""
     for by_rank in found.files.values():
         missing = [rank for rank in range(found.world) if rank not in by_rank]
         name = next(iter(by_rank.values()))
         if missing:
             some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             message = f"{len(missing)} of {found.world} files like `{name}` are missing: of rank {some}"
-            raise Corrupt(message, hint=ELSEWHERE)
+            report(Corrupt(message, hint=ELSEWHERE))
         if len(by_rank) > found.world:
             message = f"`{by_rank[max(by_rank)]}` is of rank {max(by_rank)}, but there are {found.world} ranks"
             raise Corrupt(message, hint="it may be of an earlier run")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ckptkit.errors import Corrupt, Report, refuse
 from ckptkit.formats.ranks import numbered
 from ckptkit.formats.ranks.numbered import Parameter, is_moment
 from ckptkit.formats.ranks.units import join_units, match_units
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.join import join_blobs, join_tensors
+from ckptkit.formats.torchfile.join import join_blobs, join_tensors, spares_of
 from ckptkit.formats.torchfile.param_groups import numbers_of
 from ckptkit.formats.torchfile.values import with_value
 from ckptkit.layout import StoredTensor
@@ -18,15 +19,21 @@ from ckptkit.layout import StoredTensor
 PARAMS = "params"  # the list of a group's parameters
 
 
-def join_optimizer(files: Sequence[RankFile], model: Sequence[RankFile]) -> Flat:
+def join_optimizer(
+    files: Sequence[RankFile], model: Sequence[RankFile], report: Report = refuse, world: int | None = None
+) -> Flat:
     """Return the optimizer of all ranks, whose `model` tells what its parameters are called.
 
     Where it is not certain which parameter a number is, all keep their numbers, and flattened moments one dimension.
+    Raises `Corrupt` for flattened ones if a file of one of the `world` ranks is missing: nothing else says where its
+    pieces belong.
     """
     groups = numbers_of(files[0].value)
     if groups is None:
-        return join_files(files)
+        return join_files(files, report)
     flattened = numbered.is_flattened(files, model[0])
+    if flattened and world is not None and {len(files), len(model)} != {world}:
+        raise Corrupt(f"its moments lie flattened in the files of {world} ranks, and some of these cannot be read")
     holding = numbered.holders(model)
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = numbered.shapes_of(own, flattened=flattened)
@@ -42,16 +49,17 @@ def join_optimizer(files: Sequence[RankFile], model: Sequence[RankFile]) -> Flat
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
         joined = Flat(tensors, rest.blobs, keys)
     else:
-        joined = join_files(files)
+        joined = join_files(files, report)
     return joined if found is None else with_names(joined, groups, found)
 
 
-def join_files(files: Sequence[RankFile]) -> Flat:
-    """Return what is in the files of all ranks, each tensor whole."""
-    tensors = join_tensors(files)
+def join_files(files: Sequence[RankFile], report: Report = refuse) -> Flat:
+    """Return what is in the files of all ranks, each tensor whole; with its spares, where problems are reported."""
+    tensors = join_tensors(files, report)
+    spares = {} if report is refuse else spares_of(files, tensors)
     blobs, keys = join_blobs(files)
     every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
-    return Flat(tensors, blobs, {name: every[name] for name in tensors} | keys)
+    return Flat(tensors, blobs, {name: every[name] for name in tensors} | keys, spares)
 
 
 def without_moments(file: RankFile) -> RankFile:
@@ -75,6 +83,8 @@ def with_names(joined: Flat, groups: Sequence[Sequence[int]], found: Mapping[int
     for old, key in joined.keys.items():
         new = numbered.named(key, found)
         name = ".".join(map(str, new))
+        if old in joined.spares:
+            named.spares[name] = joined.spares[old]
         if old in joined.tensors:
             named.tensors[name], named.keys[name] = joined.tensors[old], new
         elif old in joined.blobs:

@@ -15,7 +15,7 @@ from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.torchfile.read_archive import Entry, as_tensor, is_tensor, place_tensor
 from ckptkit.formats.torchfile.write_pickle import dump
-from ckptkit.layout import Blob, KeyPath, Spec, StoredTensor
+from ckptkit.layout import Blob, Chunk, KeyPath, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 
 DEEPEST = 64  # steps of a key path
@@ -25,11 +25,15 @@ _MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "defaul
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A state dict without its nesting: what it holds by name, and the way to each name."""
+    """A state dict without its nesting: what it holds by name, and the way to each name.
+
+    `spares` are further copies of chunks, where ranks have the same.
+    """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     keys: dict[str, KeyPath] = field(default_factory=dict)
+    spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
 
 
 def flatten(state: Any, entries: Mapping[str, Entry], path: str) -> Flat:

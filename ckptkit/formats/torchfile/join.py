@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.formats.torchfile.dtensors import Placed
 from ckptkit.formats.torchfile.held import Held, RankFile
 from ckptkit.formats.torchfile.sharded_tensors import Sharded
@@ -16,21 +16,40 @@ OWN = "own_state"  # the key above what is another for each rank, where it shoul
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def join_tensors(files: Sequence[RankFile]) -> dict[str, StoredTensor]:
-    """Return every tensor with the chunks of all ranks, in the order in which the first rank that has it has it."""
+def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str, StoredTensor]:
+    """Return every tensor with the chunks of all ranks, in the order in which the first rank that has it has it.
+
+    Reports ranks that are missing, and tensors that do not fit together, which are left out.
+    """
     names = dict.fromkeys(name for file in files for name in file.flat.tensors)
     by_rank = [(file.rank, file.name, file.tensors) for file in files]
     joined = {}
     for name in names:
         held = {rank: tensors[name] for rank, _, tensors in by_rank if name in tensors}
         try:
-            joined[name] = join(held, may_differ=name.endswith(_STATISTICS))
+            joined[name] = join(held, naming(name, report), may_differ=name.endswith(_STATISTICS))
         except CkptError as error:
-            raise error.blame(tensor=name) from None
+            report(error.blame(tensor=name))
     return joined
 
 
-def join(held: Mapping[int, Held], *, may_differ: bool = False) -> StoredTensor:
+def naming(name: str, report: Report) -> Report:
+    """Return the `Report` of problems of the tensor of a name."""
+    return lambda problem: report(problem.blame(tensor=name))
+
+
+def spares_of(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> dict[str, tuple[Chunk, ...]]:
+    """Return the chunks that ranks have of the joined tensors beside those that were chosen, but for statistics."""
+    found: dict[str, list[Chunk]] = {}
+    chosen = {name: set(tensor.chunks) for name, tensor in joined.items() if not name.endswith(_STATISTICS)}
+    for file in files:
+        for name, held in file.tensors.items():
+            if name in chosen:
+                found.setdefault(name, []).extend(chunk for chunk in held.chunks if chunk not in chosen[name])
+    return {name: tuple(chunks) for name, chunks in found.items() if chunks}
+
+
+def join(held: Mapping[int, Held], report: Report, *, may_differ: bool = False) -> StoredTensor:
     """Return one tensor with the chunks of all ranks. A plain one is that of the first rank, if no other has another.
 
     Raises `Unsupported` if one has, by its checksum, unless they may differ.
@@ -41,9 +60,9 @@ def join(held: Mapping[int, Held], *, may_differ: bool = False) -> StoredTensor:
             message = f"rank {rank} has it as {describe(other)}, rank {first} as {describe(tensor)}"
             raise Corrupt(message, hint="are these files of one run?")
     if isinstance(tensor.spread, Placed):
-        return StoredTensor(tensor.spec, unique(join_placed(held, tensor.spread)))
+        return StoredTensor(tensor.spec, unique(join_placed(held, tensor.spread, report)))
     if isinstance(tensor.spread, Sharded):
-        check_same_shards(held, tensor.spread)
+        check_same_shards(held, tensor.spread, report)
         return StoredTensor(tensor.spec, unique(chunk for other in held.values() for chunk in other.chunks))
     for rank, other in held.items():
         if not may_differ:
@@ -57,7 +76,7 @@ def describe(held: Held) -> str:
     return f"{kinds.get(type(held.spread), 'a plain tensor')} {held.spec}"
 
 
-def join_placed(held: Mapping[int, Held], of_first: Placed) -> Iterable[Chunk]:
+def join_placed(held: Mapping[int, Held], of_first: Placed, report: Report) -> Iterable[Chunk]:
     """Yield the chunks of a DTensor that are no replicas, in the order of the mesh.
 
     A mesh may be a part of a larger one: then ranks off it hold the same again.
@@ -72,12 +91,10 @@ def join_placed(held: Mapping[int, Held], of_first: Placed) -> Iterable[Chunk]:
             raise Corrupt(f"{message}, or placed in another way", hint="are these files of one run?")
     missing = [rank for rank in of_first.mesh.ranks if rank not in held]
     if missing:
-        raise Corrupt(
-            f"it lies on {len(of_first.mesh.ranks)} ranks, and rank {missing[0]} has no part of it here",
-            hint="a file is missing, or of another run",
-        )
+        message = f"it lies on {len(of_first.mesh.ranks)} ranks, and rank {missing[0]} has no part of it here"
+        report(Corrupt(message, hint="a file is missing, or of another run"))
     first = {}
-    for rank in of_first.mesh.ranks:
+    for rank in (rank for rank in of_first.mesh.ranks if rank in held):
         spread = held[rank].spread
         assert isinstance(spread, Placed)
         first[spread.mesh.coordinate] = rank
@@ -86,7 +103,9 @@ def join_placed(held: Mapping[int, Held], of_first: Placed) -> Iterable[Chunk]:
     for rank, other in held.items():
         if rank not in of_first.mesh.ranks:
             assert isinstance(other.spread, Placed)
-            compare(first[other.spread.mesh.coordinate], held[first[other.spread.mesh.coordinate]], rank, other)
+            same = first.get(other.spread.mesh.coordinate)
+            if same is not None:
+                compare(same, held[same], rank, other)
 
 
 def compare(one: int, held: Held, other: int, other_held: Held) -> None:
@@ -99,8 +118,8 @@ def compare(one: int, held: Held, other: int, other_held: Held) -> None:
             )
 
 
-def check_same_shards(held: Mapping[int, Held], of_first: Sharded) -> None:
-    """Raise `Corrupt` unless all ranks agree on all boxes, and each holds one of them."""
+def check_same_shards(held: Mapping[int, Held], of_first: Sharded, report: Report) -> None:
+    """Raise `Corrupt` unless all agree on all boxes, and each holds one of them; report a rank that is missing."""
     for rank, other in held.items():
         spread = other.spread
         assert isinstance(spread, Sharded)
@@ -112,7 +131,7 @@ def check_same_shards(held: Mapping[int, Held], of_first: Sharded) -> None:
     beyond = [rank for rank in of_first.ranks if rank is not None and rank not in held]
     if beyond:
         message = f"it lies on {len(of_first.ranks)} ranks, and rank {beyond[0]} has no part of it here"
-        raise Corrupt(message, hint="a file is missing, or of another run")
+        report(Corrupt(message, hint="a file is missing, or of another run"))
 
 
 def unique(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

@@ -17,7 +17,7 @@ from ckptkit.errors import Unsupported, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.formats.torchfile.values import load_value, with_value
 from ckptkit.formats.torchfile.write_pickle import dump
-from ckptkit.layout import Blob, KeyPath, Layout, Spec
+from ckptkit.layout import LOST, Blob, KeyPath, Layout, Spec
 from ckptkit.ops.conversion.completion import complete_optimizers
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.optimizers import name as name_numbers
@@ -164,6 +164,6 @@ def with_steps(layout: Layout, step: int | None) -> Layout:
     """Return the layout with the number of steps made, if it has none and the checkpoint's name says it."""
     if step is None or STEPS in layout.names:
         return layout
-    path = next(place.path for _, place in layout.stored)
+    path = next(place.path for _, place in layout.stored if LOST not in place.path)
     blobs = {**layout.blobs, STEPS: Blob(path, 0, 0, dump(step))}
     return replace(layout, blobs=blobs, keys={**layout.keys, STEPS: (STEPS,)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -12,16 +12,19 @@ from typing import Any, Self
 
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.weights import LeftOut
+from ckptkit.edits import without_lost
 from ckptkit.errors import translate_os_errors
 from ckptkit.files.file import file_size
 from ckptkit.files.joined import roots_of
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import Writer, locate, unpack
-from ckptkit.layout import Layout, NewFile, Options
+from ckptkit.layout import Layout, NewFile, Options, StoredTensor
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.other_files import read_files
+from ckptkit.ops.salvaging.account import Account
 from ckptkit.plan import Recipe
+from ckptkit.tensors.box import whole
 from ckptkit.version import __version__
 
 
@@ -33,7 +36,7 @@ class Draft:
     They will lie in `place`, a directory in the output or, if it is empty, the output itself. `read` are the files that
     the sources lie in, `made_of` is what their manifest says of them; `renamed` and `cast` are what becomes of names
     and dtypes, `remarks` what the format has to say of itself. A tensor with one of the `recipes` is made by that, any
-    other is the first source's.
+    other is the first source's. `given` is the first source as it was given, before what is lost in it was left out.
     """
 
     place: str
@@ -46,17 +49,22 @@ class Draft:
     cast: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    given: Layout | None = None
 
     @classmethod
     def of(
         cls, sources: Sequence[Layout], options: ConvertOptions, world_size: int, file: str | None = None, **more: Any
     ) -> Self:
         """Return the draft of what the first of `sources` has, in the format that `options` name, or in one `file`."""
+        given = sources[0]
+        if options.salvage:
+            given = with_lost_operands(sources, more.get("recipes", {}))
+            sources = [without_lost(source)[0] for source in (given, *sources[1:])]
         unpacked = tuple(map(unpack, sources))
         files = options.writer.arrange(unpacked[0], Options(options.max_shard_size, world_size, file))
         remarks = tuple(options.writer.remarks(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(read_files(layout)))
-        more = {"place": "", "made_of": source_of(sources[0]), "remarks": remarks, **more}
+        more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
         found = unpacked if options.part else tuple(map(locate, unpacked))
         return cls(sources=found, read=read, writer=options.writer, files=files, **more)
 
@@ -66,13 +74,26 @@ class Draft:
         return self.sources[0]
 
 
+def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe]) -> Layout:
+    """Return the first source with the tensors lost whose recipes need something that is lost."""
+    first, tensors = sources[0], dict(sources[0].tensors)
+    for name in recipes.keys() & tensors.keys():
+        operands = (sources[one.source].tensors[one.name] for one in recipes[name].operands)
+        gone = next((chunk for operand in operands for chunk in operand.chunks if chunk.is_lost), None)
+        if gone is not None:
+            spec = tensors[name].spec
+            tensors[name] = StoredTensor(spec, (gone._replace(box=whole(spec.shape)),))
+    return replace(first, tensors=tensors)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """All that an output is made of: a draft for each part of a checkpoint, and other files, made or carried along.
 
     All of it comes from the `origins`. `dropped` is what does not come along, `wrapper` the key that a model is taken
     out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are zeros because the
-    sources lack them, `notes` what else there is to say.
+    sources lack them, `notes` what else there is to say, `salvaged` the account of what was damaged, if that was asked
+    for.
     """
 
     origins: Sequence[Origin]
@@ -86,6 +107,7 @@ class Conversion:
     world_size: int | None = None
     completed: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    salvaged: Account | None = None
 
     @property
     def is_file(self) -> bool:

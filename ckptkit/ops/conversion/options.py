@@ -86,6 +86,12 @@ class ConvertOptions:
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
     ] = MASTER
     strict: Annotated[bool, About("A tensor that config.json does not call for is an error.")] = False
+    salvage: Annotated[
+        bool, About("Of a damaged checkpoint write what is whole; list what is lost, and exit with 1 if anything is.")
+    ] = False
+    fill_from: Annotated[
+        str | None, About("With --salvage: take what is lost from another checkpoint, tensor by tensor.", "OTHER")
+    ] = None
     overwrite: Annotated[bool, About("Replace OUT if it exists.")] = False
     dry_run: Annotated[bool, About("Say what would be done, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
@@ -138,6 +144,7 @@ class ConvertOptions:
             raise Usage("a model by itself has no optimizer", hint="leave --complete-optimizer out")
         self.check_adapters()
         self.check_quantize()
+        self.check_salvage()
         needs_config = writer.is_model_only or self.merge or self.changes_names
         if (self.base is not None and not needs_config) or (self.strict and not (writer.is_model_only or self.merge)):
             hint = f"leave {'--strict' if self.strict else '--base'} out"
@@ -166,6 +173,15 @@ class ConvertOptions:
             raise Usage("a merged model is not quantized in one go", hint=hint)
         if self.names not in (None, HUB):
             raise Usage("loaders of quantized weights look for the Hub's names", hint="leave --names out")
+
+    def check_salvage(self) -> None:
+        """Raise `Usage` for what is asked of a damaged checkpoint and contradicts itself."""
+        if self.fill_from is not None and not self.salvage:
+            raise Usage("there is nothing to fill in a whole checkpoint", hint="give --salvage too")
+        if self.salvage and self.part is not None:
+            raise Usage("a checkpoint is salvaged in one process", hint="leave --part out; reshard the result in parts")
+        if self.salvage and (self.merge or self.weights or self.quantize):
+            raise Usage("a damaged checkpoint is salvaged by itself", hint="salvage it first, and then use the result")
 
     @property
     def changes_names(self) -> bool:
@@ -211,6 +227,8 @@ class Keywords(TypedDict, total=False):
     names: str | None
     weights_from: str
     strict: bool
+    salvage: bool
+    fill_from: str | Path | None
     overwrite: bool
     dry_run: bool
     jobs: int | None
@@ -251,6 +269,8 @@ def settle(name: str, value: Any) -> Any:
         return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
     if name == "adapter_config" and value is not None:
         return str(Path(value).absolute())
+    if name == "fill_from" and value is not None:
+        return str(Path(value).absolute()) if Path(value).exists() else str(value)
     return value
 
 

@@ -35,6 +35,7 @@ from ckptkit.ops.conversion.model import draft_model
 from ckptkit.ops.conversion.options import MODULE, RANK, ConvertOptions, parse_part
 from ckptkit.ops.conversion.parts import draft_parts
 from ckptkit.ops.conversion.report import Converted, Written, complete, report
+from ckptkit.ops.conversion.salvage import salvage, with_earlier_account
 from ckptkit.ops.conversion.torchrun import rank_and_ranks, wait_for_ranks
 from ckptkit.plan import Plan
 from ckptkit.progress import telling
@@ -70,6 +71,17 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     writer = options.writer
     check_destination(dst, options.overwrite, is_file=dst.suffix in writer.suffixes)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
+    if options.salvage:
+        options.check_salvage()
+        check_apart(checkpoints[0], dst, writer)
+        salvaged = salvage(checkpoints[0], dst, options)
+        return salvaged.account(draft_of([salvaged.checkpoint], dst, options))
+    return with_earlier_account(draft_of(checkpoints, dst, options), checkpoints[0].path)
+
+
+def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
+    """Think a conversion of opened checkpoints through."""
+    writer = options.writer
     if options.weights_from == MODULE:
         checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
     for checkpoint in checkpoints:
@@ -90,7 +102,7 @@ def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) ->
     parts: list[Part] = []
     notes: list[str] = []
     for checkpoint in checkpoints:
-        exported = checkpoint.exported if options.weights_from != MODULE else None
+        exported = None if options.salvage or options.weights_from == MODULE else checkpoint.exported
         parts.append(exported or checkpoint.model_part)
         if exported:
             name, states = exported.path.name, checkpoint.model_part.place

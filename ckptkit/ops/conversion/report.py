@@ -14,6 +14,7 @@ from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.files.allocation import free_bytes
 from ckptkit.ops.conversion.draft import Conversion
+from ckptkit.ops.salvaging.account import Account
 
 Written = tuple[Sequence[Copied], Sequence[Ledger]]  # of each draft, where all is finished
 
@@ -27,6 +28,7 @@ class Converted:
     output is for. Of the sources, `checked_bytes` were compared with a recorded CRC-32; `unchecked_bytes` have none.
     `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
     `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
+    `salvaged` is the account of what was damaged in the source, if that was salvaged.
     """
 
     source: Path
@@ -53,6 +55,7 @@ class Converted:
     dry_run: bool = False
     is_finished: bool = True
     plan: str = ""
+    salvaged: Account | None = None
 
 
 def report(conversion: Conversion, seconds: float) -> Converted:
@@ -72,7 +75,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         nbytes=sum(draft.wanted.nbytes for draft in drafts),
         renamed={old: new for draft in drafts for old, new in draft.renamed.items()},
         dropped=conversion.dropped,
-        cast={name: change for draft in drafts for name, change in draft.cast.items()},
+        cast={name: change for draft in drafts for name, change in draft.cast.items() if name in draft.wanted.tensors},
         notes=[*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)],
         wrapper=conversion.wrapper,
         world_size=conversion.world_size,
@@ -82,6 +85,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         free_bytes=free_bytes(conversion.output),
         dry_run=True,
         plan=conversion.fingerprint,
+        salvaged=conversion.salvaged,
     )
 
 

@@ -1,0 +1,109 @@
+"""Show what of a damaged checkpoint was lost, and what was taken from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckptkit.cli.output import count, note
+from ckptkit.ops.salvaging.account import NAME, Account, Filled, Lost
+from ckptkit.pictures.numbers import format_bytes
+
+_MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
+_LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
+_DAMAGED = "bytes changed after they were written: their CRC-32 is not that recorded"
+
+
+def report_salvage(found: Account, output: Path, *, dry_run: bool) -> None:
+    """Say on stderr what was lost, by the files and layers that it was in, and what to do about it."""
+    if found.repaired:
+        note(
+            f"note: {count(len(found.repaired), 'damaged tensor')} had another copy in the checkpoint, which was taken"
+        )
+    if found.filled:
+        report_filled(found.filled)
+    if found.is_whole:
+        note("note: nothing is lost")
+    if found.lost:
+        report_lost(found, output, dry_run=dry_run)
+    if found.lost and not found.filled:
+        note("hint: --fill-from OTHER takes them from an earlier step, or from the model that the training began with")
+
+
+def report_filled(filled: Sequence[Filled]) -> None:
+    """Say how much was taken from elsewhere, and from where."""
+    by_source: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for one in filled:
+        by_source[one.source, one.cast].append(one.name)
+    for (source, cast), names in by_source.items():
+        note(f"filled {count(len(names), 'tensor')} from {source}{f', cast {cast}' if cast else ''}")
+        for layer, inside in by_layer(names):
+            note(f"  {layer}  {inside}")
+
+
+def report_lost(found: Account, output: Path, *, dry_run: bool) -> None:
+    """Say what was lost, file by file."""
+    named = [one for one in found.lost if one.name]
+    size = format_bytes(sum(one.nbytes for one in named))
+    total = found.kept + len(named)
+    where = f"would not be in {output}" if dry_run else f"not in {output}, where {NAME} lists them"
+    note(f"lost: {len(named):,} of {count(total, 'entry')}, {size}: {where}")
+    faults: dict[str, list[Lost]] = defaultdict(list)
+    for one in found.lost:
+        faults[describe(one)].append(one)
+    for fault, lost in list(faults.items())[:_MOST_FAULTS]:
+        note(f"  {fault}")
+        for layer, inside in by_layer([one.label for one in lost if one.name]):
+            note(f"    {layer}  {inside}")
+        if not all(one.name for one in lost):
+            note("    nothing here says what was in it")
+    if len(faults) > _MOST_FAULTS:
+        note(f"  ... and for {len(faults) - _MOST_FAULTS} more reasons")
+
+
+def describe(lost: Lost) -> str:
+    """Return why something was lost, and the file it was in."""
+    why = _DAMAGED if "CRC-32" in lost.why else lost.why
+    return f"{lost.path.name}: {why}" if lost.path else why
+
+
+def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return names in a line for each layer, or for all that lack the same, padded to one width; of many the first."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        layer, inner = (match[1], match[2]) if match else ("", name)
+        layers[layer].append(inner)
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for layer, inside in sorted(layers.items(), key=natural):
+        above, _, number = layer.rpartition(".")
+        alike[above, some(inside)].append(number)
+    lines = [(f"{above}.{spans(numbers)}" if above else "", inside) for (above, inside), numbers in alike.items()]
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[:_MOST_LINES], ("...", f"and {count(len(lines) - _MOST_LINES, 'line')} more like these")]
+    width = max((len(layer) for layer, _ in lines), default=0)
+    return [(layer.ljust(width), inside) for layer, inside in lines]
+
+
+def spans(numbers: Sequence[str]) -> str:
+    """Return the numbers of layers, given in order: `0-3,5`."""
+    runs: list[list[int]] = []
+    for number in map(int, numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = len(names) - _MOST_TENSORS
+    return ", ".join(names[:_MOST_TENSORS]) + (f" and {more} more" if more > 0 else "")
+
+
+def natural(layer: tuple[str, object]) -> list[tuple[int, str]]:
+    """Return a key to sort by in which layer 9 comes before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", layer[0])]

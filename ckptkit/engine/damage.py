@@ -1,0 +1,82 @@
+"""Find damage: read every byte of a layout once, and compare each run of bytes with its CRC-32. Names no format.
+
+Where copying ends at the first run that is damaged, this goes on to the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ckptkit.engine.blocks import Block
+from ckptkit.engine.visit import Pieces, Worker, visit
+from ckptkit.errors import CkptError, Corrupt, IOFailure
+from ckptkit.files.crc32 import Checksums, crc32
+from ckptkit.layout import ZEROS, Chunk, Layout
+from ckptkit.plan import Plan, in_order, itself
+from ckptkit.tensors.box import whole
+from ckptkit.tensors.dtypes import DTYPES
+
+Run = tuple[str, int, int]  # a file, and the offset and length of bytes in it that have a checksum together
+
+
+def run_of(chunk: Chunk) -> Run:
+    """Return the run of bytes that a chunk is, or that it was cut out of."""
+    return (chunk.path, *chunk.bytes)
+
+
+def find_damage(
+    layout: Layout, *, jobs: int | None = None, progress: Callable[[int], None] | None = None
+) -> dict[Run, CkptError]:
+    """Return the runs of bytes that cannot be read, or have another CRC-32 than is recorded, each with the reason.
+
+    The layout has been located. `progress` is told of bytes read, by one thread at a time.
+    """
+    runs = dict(runs_in(layout))
+    sums: Checksums[Run] = Checksums()
+    found: dict[Run, CkptError] = {}
+
+    def look(worker: Worker, block: Block) -> int | CkptError:
+        chunk, data = block.target.chunk, worker.buffer(block.nbytes)
+        try:
+            worker.sources[0].load(chunk.path, chunk.offset + block.start, data)
+        except (Corrupt, IOFailure) as error:
+            return error.with_traceback(None)
+        return crc32(data)
+
+    def note(block: Block, seen: int | CkptError, _pieces: Pieces) -> None:
+        run = run_of(block.target.chunk)
+        if isinstance(seen, CkptError):
+            found.setdefault(run, seen)
+        else:
+            sums.add(run, block.start, block.nbytes, seen)
+        if progress:
+            progress(block.nbytes)
+
+    visit(plan_runs(layout, runs), look, note, jobs)
+    for run, recorded in runs.items():
+        crc = sums.whole(run, run[2])
+        if run not in found and recorded not in (None, crc):
+            found[run] = Corrupt(
+                f"the {run[2]} bytes at {run[1]} are damaged: their CRC-32 is {crc:08x}, recorded is {recorded:08x}"
+            )
+    return found
+
+
+def runs_in(layout: Layout) -> Iterator[tuple[Run, int | None]]:
+    """Yield each run of bytes that a layout has tensors in, with the CRC-32 that is recorded for it."""
+    for tensor in layout.tensors.values():
+        for chunk in tensor.chunks:
+            if chunk.box.numel and chunk.path != ZEROS and not chunk.is_lost:
+                yield run_of(chunk), chunk.crc32
+
+
+def nbytes_of(layout: Layout) -> int:
+    """Return how many bytes are read to find the damage in a layout."""
+    return sum(length for _, _, length in dict(runs_in(layout)))
+
+
+def plan_runs(layout: Layout, runs: dict[Run, int | None]) -> Plan:
+    """Return the plan by which runs of bytes are read as they lie, in the order of their files."""
+    nothing, uint8 = Layout(layout.root, "", {}), DTYPES["uint8"]
+    chunks = (Chunk(whole((length,)), path, offset, length, uint8) for path, offset, length in runs)
+    return Plan(nothing, nothing, in_order(itself("", chunk) for chunk in chunks))

@@ -1,0 +1,87 @@
+"""`--salvage` as users type it: exit codes, what is said on which stream, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests import producers
+from tests.conftest import Produce
+from tests.producers import save_alone
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def test_exit_codes_and_streams(produce: Produce, tmp_path: Path) -> None:
+    made = produce(producers.fsdp2)
+    root = Path(shutil.copytree(made.root, tmp_path / "ckpt-500"))
+    (root / "__1_0.distcp").unlink()
+    assert run("consolidate", root, tmp_path / "strict").returncode == 3
+    done = run("consolidate", root, tmp_path / "out", "--salvage")
+    assert done.returncode == 1
+    assert "consolidated" in done.stdout
+    assert "lost: 10 of 15 entries" in done.stderr
+    assert "__1_0.distcp: the file is missing" in done.stderr
+    assert "embed.weight[4:8]" in done.stderr
+    assert "--fill-from" in done.stderr
+    again = run("consolidate", root, tmp_path / "out", "--salvage", "--json", "--overwrite")
+    assert again.returncode == 1
+    lost = json.loads(again.stdout)["lost"]
+    assert {"name", "why", "path"} <= lost[0].keys()
+    filled = run("reshard", root, tmp_path / "filled", "--to", 2, "--salvage", "--fill-from", made.root)
+    assert filled.returncode == 1
+    assert "filled" in filled.stderr
+    assert "lost:" not in filled.stderr
+    whole = run("reshard", made.root, tmp_path / "whole", "--to", 2, "--salvage")
+    assert whole.returncode == 0
+    assert "nothing is lost" in whole.stderr
+    assert run("verify", tmp_path / "out", tmp_path / "filled").returncode == 0
+    seen = run("inspect", tmp_path / "out")
+    assert "salvaged from a damaged checkpoint: 10 lost" in seen.stdout
+    assert run("consolidate", root, tmp_path / "part", "--salvage", "--part", "1/2").returncode == 2
+    assert run("consolidate", root, tmp_path / "alone", "--fill-from", made.root).returncode == 2
+
+
+def test_what_is_lost_is_grouped_by_layer(tmp_path: Path) -> None:
+    state = {f"layers.{i}.{part}.weight": torch.randn(4, 4) for i in range(30) for part in ("a", "b", "c", "d", "e")}
+    save_alone({"model": state}, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "__0_0.distcp").write_bytes((tmp_path / "ckpt" / "__0_0.distcp").read_bytes()[:100_000])
+    done = run("consolidate", tmp_path / "ckpt", tmp_path / "out", "--salvage")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "    layers.12-29  a.weight, b.weight, c.weight, d.weight and 1 more" in lines
+    assert len(lines) < 8
+
+
+def test_a_damaged_optimizer_beside_a_model(produce: Produce, tmp_path: Path) -> None:
+    """A part of a checkpoint that cannot be read at all is left out, and what lies in it is not carried along."""
+    made = produce(producers.accelerate)
+    root = Path(shutil.copytree(made.root, tmp_path / "checkpoint-3"))
+    (root / "optimizer_0" / ".metadata").write_bytes(b"garbage")
+    (root / "scheduler.bin").write_bytes(b"as it is")
+    done = run("reshard", root, tmp_path / "out", "--to", 1, "--salvage")
+    assert done.returncode == 1, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "pytorch_model_fsdp_0",
+        "salvage.json",
+        "scheduler.bin",
+    ]
+    assert "nothing here says what was in it" in done.stderr
+
+
+def test_a_salvaged_source_is_said_again(produce: Produce, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(produce(producers.fsdp2).root, tmp_path / "ckpt"))
+    (root / "__1_0.distcp").unlink()
+    assert run("reshard", root, tmp_path / "saved", "--to", 1, "--salvage").returncode == 1
+    done = run("consolidate", tmp_path / "saved", tmp_path / "out")
+    assert done.returncode == 0
+    assert "salvaged from a damaged checkpoint" in done.stdout
+    assert (tmp_path / "out" / "salvage.json").exists()
