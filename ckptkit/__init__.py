@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.reshard import reshard
     from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.verify import Verified, verify
+    from ckptkit.ops.watching.watch import Watched, watch
     from ckptkit.reports.report import Reported, report
     from ckptkit.training.saving.run import Run
     from ckptkit.training.smoke.smoke import smoke
@@ -58,6 +59,7 @@ __all__ = [
     "Run",
     "Stats",
     "Verified",
+    "Watched",
     "__version__",
     "average",
     "consolidate",
@@ -82,6 +84,7 @@ __all__ = [
     "train",
     "unpin",
     "verify",
+    "watch",
 ]
 
 _HOMES = {
@@ -103,6 +106,7 @@ _HOMES = {
     "Run": "ckptkit.training.saving.run",
     "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
+    "Watched": "ckptkit.ops.watching.watch",
     "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
@@ -128,6 +132,7 @@ _HOMES = {
     "train": "ckptkit.training.train",
     "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",
+    "watch": "ckptkit.ops.watching.watch",
 }
 
 

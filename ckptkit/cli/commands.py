@@ -25,6 +25,7 @@ COMMANDS = {
     "prune": "prune",
     "pin": "pin",
     "unpin": "pin",
+    "watch": "watch",
     "stats": "stats",
     "average": "average",
     "merge": "merge",
