@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.merge import merge
     from ckptkit.ops.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
     from ckptkit.ops.pin import pin, unpin
+    from ckptkit.ops.proving.prove import Proved, prove
     from ckptkit.ops.prune import Pruned, prune
     from ckptkit.ops.reshard import reshard
     from ckptkit.ops.stats import Stats, stats
@@ -52,6 +53,7 @@ __all__ = [
     "LazyTensor",
     "Listing",
     "Moved",
+    "Proved",
     "Pruned",
     "Pulled",
     "Pushed",
@@ -74,6 +76,7 @@ __all__ = [
     "open",
     "open_layout",
     "pin",
+    "prove",
     "prune",
     "pull",
     "push",
@@ -99,6 +102,7 @@ _HOMES = {
     "LazyTensor": "ckptkit.ops.open",
     "Listing": "ckptkit.ops.ls",
     "Moved": "ckptkit.ops.comparison.moved",
+    "Proved": "ckptkit.ops.proving.prove",
     "Pruned": "ckptkit.ops.prune",
     "Pulled": "ckptkit.hub.pull",
     "Pushed": "ckptkit.hub.push",
@@ -122,6 +126,7 @@ _HOMES = {
     "open": "ckptkit.ops.open",
     "open_layout": "ckptkit.checkpoints.checkpoint",
     "pin": "ckptkit.ops.pin",
+    "prove": "ckptkit.ops.proving.prove",
     "prune": "ckptkit.ops.prune",
     "pull": "ckptkit.hub.pull",
     "push": "ckptkit.hub.push",

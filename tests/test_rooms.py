@@ -86,7 +86,10 @@ STRANGERS = (
     ("cli*", "tensors.blocks"),
 )
 
-TORCH_AT_THE_TOP = ("training.*", "training", "storage.*", "storage", "checkpoints.families.moved")
+TORCH_AT_THE_TOP = (
+    *("training.*", "training", "storage.*", "storage"),
+    *("checkpoints.families.moved", "ops.proving.forward"),
+)
 TORCH_WHEN_USED = (
     "tensors.arrays",
     "tensors.casting",

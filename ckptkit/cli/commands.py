@@ -21,6 +21,7 @@ COMMANDS = {
     "ls": "ls",
     "verify": "verify",
     "diff": "diff",
+    "prove": "prove",
     "manifest": "verify",
     "prune": "prune",
     "pin": "pin",
