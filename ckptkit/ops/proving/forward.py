@@ -172,9 +172,10 @@ def fill(owner: nn.Module, name: str, stored: Tensor) -> None:
 
 def empty(owner: nn.Module, name: str) -> None:
     """Take a tensor out of its place in a module again."""
-    for place in (owner._parameters, owner._buffers):
-        if (there := place.get(name)) is not None:
-            gone = there.to("meta")
+    places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+    for place in places:
+        if place.get(name) is not None:
+            gone = place[name].to("meta")
             place[name] = nn.Parameter(gone, requires_grad=False) if place is owner._parameters else gone
 
 

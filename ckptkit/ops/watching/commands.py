@@ -17,6 +17,7 @@ from ckptkit.errors import Usage
 
 PLACES = ("ckpt", "name", "step", "out")  # what is filled in, and by CKPTKIT_CKPT and so on what a command may look up
 _PLACE = re.compile(r"(?<!\$)\{([a-z]+)\}")  # but not a shell's ${name}
+_OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 _GRACE = 30.0  # seconds that a command has to end when it is asked to
 _NOT_FOUND = 127  # as shells have it
 
@@ -60,12 +61,13 @@ class Command:
     def run(self, values: Mapping[str, str], lock: int) -> int:
         """Run it for the checkpoint whose places have these values, and return its exit code, -9 for SIGKILL.
 
-        The process inherits the descriptor `lock`: should it outlive us, what that protects stays protected. When
-        this is interrupted, it and its children are ended first.
+        It is no rank of a torchrun that we are in. It inherits the descriptor `lock`: should it outlive us, what that
+        protects stays protected. When this is interrupted, it and its children are ended first.
         """
         words = [_PLACE.sub(lambda found: values[found[1]], word) for word in self.words]
         start = [sys.executable, "-m", "ckptkit"] if self.is_ours else []
-        environment = os.environ | {f"CKPTKIT_{name.upper()}": value for name, value in values.items()}
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        environment |= {f"CKPTKIT_{name.upper()}": value for name, value in values.items()}
         try:
             process = subprocess.Popen(
                 [*start, *words],
