@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from ckptkit.ops.merge import merge
     from ckptkit.ops.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
     from ckptkit.ops.pin import pin, unpin
+    from ckptkit.ops.proving.prove import Proved, prove
     from ckptkit.ops.prune import Pruned, prune
     from ckptkit.ops.reshard import reshard
     from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.verify import Verified, verify
+    from ckptkit.ops.watching.watch import Watched, watch
     from ckptkit.reports.report import Reported, report
     from ckptkit.training.saving.run import Run
     from ckptkit.training.smoke.smoke import smoke
@@ -51,6 +53,7 @@ __all__ = [
     "LazyTensor",
     "Listing",
     "Moved",
+    "Proved",
     "Pruned",
     "Pulled",
     "Pushed",
@@ -58,6 +61,7 @@ __all__ = [
     "Run",
     "Stats",
     "Verified",
+    "Watched",
     "__version__",
     "average",
     "consolidate",
@@ -72,6 +76,7 @@ __all__ = [
     "open",
     "open_layout",
     "pin",
+    "prove",
     "prune",
     "pull",
     "push",
@@ -82,6 +87,7 @@ __all__ = [
     "train",
     "unpin",
     "verify",
+    "watch",
 ]
 
 _HOMES = {
@@ -96,6 +102,7 @@ _HOMES = {
     "LazyTensor": "ckptkit.ops.open",
     "Listing": "ckptkit.ops.ls",
     "Moved": "ckptkit.ops.comparison.moved",
+    "Proved": "ckptkit.ops.proving.prove",
     "Pruned": "ckptkit.ops.prune",
     "Pulled": "ckptkit.hub.pull",
     "Pushed": "ckptkit.hub.push",
@@ -103,6 +110,7 @@ _HOMES = {
     "Run": "ckptkit.training.saving.run",
     "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
+    "Watched": "ckptkit.ops.watching.watch",
     "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
@@ -118,6 +126,7 @@ _HOMES = {
     "open": "ckptkit.ops.open",
     "open_layout": "ckptkit.checkpoints.checkpoint",
     "pin": "ckptkit.ops.pin",
+    "prove": "ckptkit.ops.proving.prove",
     "prune": "ckptkit.ops.prune",
     "pull": "ckptkit.hub.pull",
     "push": "ckptkit.hub.push",
@@ -128,6 +137,7 @@ _HOMES = {
     "train": "ckptkit.training.train",
     "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",
+    "watch": "ckptkit.ops.watching.watch",
 }
 
 

@@ -14,7 +14,7 @@ from ckptkit.checkpoints.checkpoint import may_be_step_name
 from ckptkit.errors import Occupied, translate_os_errors
 from ckptkit.files.folders import children
 from ckptkit.files.hidden import lock_path
-from ckptkit.files.locks import acquire, close, release, try_lock
+from ckptkit.files.locks import acquire, is_locked, release
 from ckptkit.files.system import again
 from ckptkit.files.trees import remove, sync_path
 
@@ -69,11 +69,4 @@ def is_hidden(path: Path) -> bool:
 def is_being_written(checkpoint: Path) -> bool:
     """Return whether somebody holds the lock on a checkpoint that is there, to replace it."""
     with translate_os_errors(checkpoint):
-        try:
-            lock = os.open(lock_path(checkpoint), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return False
-        try:
-            return not try_lock(lock, lock_path(checkpoint))
-        finally:
-            close(lock)
+        return is_locked(lock_path(checkpoint))

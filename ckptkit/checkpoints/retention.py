@@ -13,6 +13,7 @@ from ckptkit.checkpoints.pins import is_pinned
 from ckptkit.checkpoints.run import Run
 from ckptkit.checkpoints.trackers import trackers_in
 from ckptkit.checkpoints.trainers import metrics_files
+from ckptkit.checkpoints.watches import is_held
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.file import read_small
 
@@ -119,9 +120,10 @@ def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
 
 
 def find_holds(checkpoint: Path) -> tuple[str, ...]:
-    """Return what keeps a checkpoint whatever the rules say, as it is now: a pin, or a tracker that means it."""
+    """Return what keeps a checkpoint whatever the rules say, as it is now: a pin, a tracker that means it, a watch."""
     trackers = [f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint)]
-    return ("pinned", *trackers) if is_pinned(checkpoint) else tuple(trackers)
+    pin = ["pinned"] if is_pinned(checkpoint) else []
+    return (*pin, *trackers, *(["a watch is handling it"] if is_held(checkpoint) else []))
 
 
 def find_saved(run: Run) -> list[Saved]:

@@ -51,6 +51,18 @@ def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether somebody has the lock on a file; False where there is none."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(lock, path)
+    finally:
+        close(lock)
+
+
 def is_same_file(fd: int, path: Path) -> bool:
     """Return True if `path` still is the file open as `fd`."""
     try:

@@ -17,7 +17,7 @@ from tests import producers
 from tests.conftest import Produce
 
 COMMANDS = ["consolidate", "reshard", "convert", "finalize", "inspect", "verify", "manifest", "prune", "push", "pull"]
-COMMANDS += ["ls", "pin", "unpin", "train", "smoke", "report", "stats", "average"]
+COMMANDS += ["ls", "pin", "unpin", "train", "smoke", "report", "stats", "average", "watch", "prove"]
 
 
 def ckptkit(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,95 @@
+"""Run `ckptkit prove`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptkit.cli.conversion import Jobs
+from ckptkit.cli.output import Json, Quiet, count, note, pick, plain, print_json, progress_bar, reserve_stdout, say
+from ckptkit.files.path import to_path
+from ckptkit.pictures.numbers import format_bytes
+
+if TYPE_CHECKING:
+    from ckptkit.ops.proving.logits import Logits
+    from ckptkit.ops.proving.prove import Proved
+
+
+def prove(
+    out: Annotated[Path, typer.Argument(parser=to_path, metavar="OUT", help="The exported Hugging Face model.")],
+    against: Annotated[
+        Path, typer.Option(parser=to_path, metavar="SRC", help="The checkpoint, or the run, that it was made of.")
+    ],
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json that SRC is run with.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="FILE|1,2,3", help="Tokens to compute with; by default 64 random ones.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the random tokens.")] = 0,
+    jobs: Jobs = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Prove that an exported model computes what the training state computes.
+
+    First its tensors are compared with the checkpoint's, across names and dtypes, as `verify --against` does. Then
+    transformers runs both on the same tokens, in float32 and block by block, so that no more than one block is in
+    memory. Where dtypes differ, the logits may differ by what rounding costs: it is said how much that is.
+
+    Example: ckptkit prove out --against run/ckpt-500
+
+    Exit codes: 0 proved; 1 not; 2 usage; 3 one is no checkpoint, or no model that transformers knows; 4 an I/O failure.
+    """
+    from ckptkit.ops.proving.prove import prove as run_it
+
+    reserve_stdout()
+    with progress_bar("prove") as progress:
+        found = run_it(out, against=against, base=base, tokens=tokens, seed=seed, jobs=jobs, progress=progress)
+    if json:
+        tensors = [
+            pick(diff, "a", "b", "tensors", "nbytes", "only_in_a", "only_in_b")
+            | {"equal": diff.is_equal, "different": [one.name for one in diff.different]}
+            for diff in found.tensors
+        ]
+        logits = {"ok": found.logits.is_ok, **plain(found.logits)}
+        result = {"ok": found.is_ok, **pick(found, "out", "source", "notes"), "tensors": tensors, "logits": logits}
+        print_json(result)
+    else:
+        report(found)
+    if not found.is_ok:
+        raise typer.Exit(1)
+
+
+def report(found: Proved) -> None:
+    """Print what was compared, what it came to, and the verdict last."""
+    for text in dict.fromkeys([*found.notes, *(text for diff in found.tensors for text in diff.notes)]):
+        note(f"note: {text}")
+    for diff in found.tensors:
+        amount = f"{count(diff.tensors, 'tensor')}, {format_bytes(diff.nbytes)}"
+        if diff.is_equal:
+            say(f"the tensors are the same: {amount}")
+            continue
+        names = [*(one.name for one in diff.different), *diff.only_in_a, *diff.only_in_b]
+        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+        say(f"the tensors are not the same: {', '.join(names[:3])}{more}; compared were {amount}")
+        note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
+    say(describe(found.logits))
+    verdict = "proved" if found.is_ok else "not proved"
+    say(f"{verdict}: {found.out} computes what {found.source} does")
+
+
+def describe(logits: Logits) -> str:
+    """Return in a line what the logits came to."""
+    tokens = count(logits.tokens, "token")
+    if logits.max_abs == 0:
+        return f"the logits of {tokens} are the same"
+    why = "rounded weights" if logits.rounded else "the same dtypes"
+    first = f"; {logits.first} is the first block to differ" if logits.first and not logits.is_ok else ""
+    return (
+        f"the logits of {tokens}, by {why}: KL {logits.kl:.3g} nats for each, {logits.max_kl:.3g} at most; they differ "
+        f"by up to {logits.max_abs:.3g}, where the largest is {logits.scale:.3g}; the likeliest next token is the same "
+        f"at {logits.same_choice}{first}"
+    )

@@ -1,0 +1,106 @@
+"""Run `ckptkit watch`."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, reserve_stdout, say
+from ckptkit.errors import Usage
+from ckptkit.files.path import to_local
+
+if TYPE_CHECKING:
+    from ckptkit.ops.watching.watch import Event, Watched
+
+
+def watch(
+    run: Annotated[
+        Path, typer.Argument(parser=to_local, metavar="RUN", help="The directory that the checkpoints are in.")
+    ],
+    do: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'COMMAND ...'", help="A command of ckptkit, such as 'consolidate {ckpt} {out}'."),
+    ] = None,
+    execute: Annotated[
+        list[str] | None,
+        typer.Option("--exec", metavar="'PROGRAM ...'", help="Another program; after every --do, in the order given."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=to_local, metavar="DIR", help="Where {out} lies; by default `exported` of the run."),
+    ] = None,
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks at the run.")] = 30.0,
+    tries: Annotated[int, typer.Option(min=1, metavar="N", help="How often one is tried that fails.")] = 3,
+    once: Annotated[bool, typer.Option("--once", help="Handle what is there, and end: for cron.")] = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Do something with each checkpoint of a run, once, as soon as it is complete.
+
+    In the commands {ckpt} becomes the path of the checkpoint, {name} its name, {step} its step, and {out} a path for
+    what is made of it. They run one after the other, each in a process of its own and without a shell; they also find
+    these in the environment, as CKPTKIT_CKPT and so on.
+
+    One counts when it is complete and has not changed for --every seconds; it is not pruned while it is handled. What
+    fails is tried again after growing pauses. `.ckptkit-watch` of the run has what was done: it is not done again after
+    a restart.
+
+    Example: ckptkit watch run --do 'consolidate {ckpt} {out} --dtype bf16' --exec 'python evaluate.py {out}'
+
+    Exit codes: 0 with --once: all are handled; 1 some failed; 2 usage; 3 no run is there; 4 an I/O failure; 5 a watch
+    with the same commands is at work; 130 interrupted; 143 terminated.
+    """
+    from ckptkit.ops.watching.watch import watch as run_it
+
+    if json and not once:
+        raise Usage("--json prints one object at the end, and a watch has none", hint="add --once")
+    for line in do or ():
+        require_command(line)
+    reserve_stdout()
+    done = run_it(
+        run, do=do or (), exec=execute or (), out=out, every=every, tries=tries, once=once, tell=None if json else tell
+    )
+    report(done, json=json)
+    if not done.is_ok:
+        raise typer.Exit(1)
+
+
+def require_command(line: str) -> None:
+    """Raise `Usage` if a line does not begin with a command that makes sense here."""
+    from ckptkit.cli.commands import COMMANDS
+
+    words: list[str] = []
+    with suppress(ValueError):  # which is said elsewhere
+        words = shlex.split(line)
+    if words and words[0] not in COMMANDS:
+        near = get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"there is `{near[0]}`" if near else "another program runs by --exec"
+        raise Usage(f"ckptkit has no command `{words[0]}`", hint=hint)
+
+
+def tell(event: Event) -> None:
+    """Print what has become of a checkpoint as a line of its own, and what is begun as a note."""
+    line = f"{event.checkpoint.name}: {event.message}"
+    if event.outcome is None:
+        note(line)
+    else:
+        say(line)
+
+
+def report(done: Watched, *, json: bool) -> None:
+    """Print what `--once` came to."""
+    if json:
+        print_json({"ok": done.is_ok, **pick(done, "root", "handled", "failed", "missed", "before")})
+        return
+    parts = [
+        f"handled {count(len(done.handled), 'checkpoint')}",
+        f"{len(done.failed)} failed" if done.failed else "",
+        f"{len(done.missed)} deleted before" if done.missed else "",
+        f"{len(done.before)} handled before" if done.before else "",
+    ]
+    say(", ".join(filter(None, parts)))

@@ -1,0 +1,1 @@
+"""Prove that an exported model computes what the training state computes."""

@@ -1,0 +1,56 @@
+"""Open a checkpoint as a model of transformers: what its config.json calls for, and its tensors as in memory there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.companions import Companions
+from ckptkit.checkpoints.families.transformers import TRANSFORMERS
+from ckptkit.checkpoints.families.transformers_model import Blueprint, find_blueprint
+from ckptkit.checkpoints.naming import name_weights
+from ckptkit.errors import Mismatch
+from ckptkit.layout import Layout
+from ckptkit.ops.conversion.model import without_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model: what transformers builds of its config, and its tensors as that has them in memory."""
+
+    path: Path
+    blueprint: Blueprint
+    layout: Layout
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], notes: list[str]) -> Model:
+        """Return the model in a checkpoint, and add to `notes` what there is to say of its names."""
+        path = checkpoint.model_part.path
+        blueprint = find_blueprint(config)
+        weights = without_prefix(checkpoint.weights, Companions(config=dict(config)), notes)
+        named, remarks = name_weights(weights, config, TRANSFORMERS.name, checkpoint.trainer)
+        if named.layout.tensors.keys() != weights.layout.tensors.keys():
+            notes += [f"{path}: {remark}" for remark in remarks]
+        tensors = dict(named.layout.tensors)
+        for name, origin in blueprint.tied.items():
+            if name not in tensors and origin in tensors:
+                tensors[name] = tensors[origin]
+        made = cls(path, blueprint, replace(named.layout, tensors=tensors))
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise `Mismatch` for a tensor that the model has, and that is not there or has another shape."""
+        missing = [name for name in self.blueprint.shapes if name not in self.layout.tensors]
+        missing = [name for name in missing if name not in self.blueprint.unsaved]
+        if missing:
+            message = f"config.json calls for it and {len(missing) - 1} more, and they are not there"
+            raise Mismatch(message, path=self.path, tensor=missing[0])
+        for name, shape in self.blueprint.shapes.items():
+            found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
+            if found != shape:
+                message = f"the shape is {list(found)}, config.json calls for {list(shape)}"
+                raise Mismatch(message, path=self.path, tensor=name, hint="is the config.json that of another model?")

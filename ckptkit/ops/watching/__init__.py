@@ -1,0 +1,1 @@
+"""Handle each checkpoint of a run once, as soon as it is complete."""

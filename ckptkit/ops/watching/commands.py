@@ -1,0 +1,105 @@
+"""Fill the place of a checkpoint into commands, and run them: one process each, never a shell."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from ckptkit.errors import Usage
+
+PLACES = ("ckpt", "name", "step", "out")  # what is filled in, and by CKPTKIT_CKPT and so on what a command may look up
+_PLACE = re.compile(r"(?<!\$)\{([a-z]+)\}")  # but not a shell's ${name}
+_OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+_GRACE = 30.0  # seconds that a command has to end when it is asked to
+_NOT_FOUND = 127  # as shells have it
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The words of a command, with places like `{ckpt}` in them; `is_ours` if they are one of ckptkit's."""
+
+    words: tuple[str, ...]
+    is_ours: bool
+
+    @classmethod
+    def parse(cls, text: str | Sequence[str], *, is_ours: bool) -> Self:
+        """Read a command as a shell would split it, or as a list of words. Raises `Usage` for one that cannot run."""
+        try:
+            words = tuple(shlex.split(text) if isinstance(text, str) else text)
+        except ValueError as error:
+            raise Usage(f"`{text}` cannot be split into words: {str(error).lower()}") from error
+        if not words:
+            raise Usage("a command without words")
+        made = cls(words, is_ours)
+        unknown = sorted(made.places - set(PLACES))
+        if unknown:
+            hint = f"there are {', '.join(f'{{{place}}}' for place in PLACES)}"
+            raise Usage(f"`{{{unknown[0]}}}` in `{made}` is nothing that can be filled in", hint=hint)
+        if is_ours and not made.places:
+            raise Usage(f"`{made}` does the same for each checkpoint", hint="it should hold {ckpt}")
+        if not is_ours and not _PLACE.search(words[0]) and shutil.which(words[0]) is None:
+            hint = "pipes and the like are a shell's: sh -c '...' with $CKPTKIT_CKPT and $CKPTKIT_OUT in it"
+            raise Usage(f"there is no program `{words[0]}`", hint=hint)
+        return made
+
+    @property
+    def places(self) -> frozenset[str]:
+        """Return the names of the places that are to be filled."""
+        return frozenset(found for word in self.words for found in _PLACE.findall(word))
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+    def run(self, values: Mapping[str, str], lock: int) -> int:
+        """Run it for the checkpoint whose places have these values, and return its exit code, -9 for SIGKILL.
+
+        It is no rank of a torchrun that we are in. It inherits the descriptor `lock`: should it outlive us, what that
+        protects stays protected. When this is interrupted, it and its children are ended first.
+        """
+        words = [_PLACE.sub(lambda found: values[found[1]], word) for word in self.words]
+        start = [sys.executable, "-m", "ckptkit"] if self.is_ours else []
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        environment |= {f"CKPTKIT_{name.upper()}": value for name, value in values.items()}
+        try:
+            process = subprocess.Popen(
+                [*start, *words],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=(lock,),
+                start_new_session=True,  # Ctrl-C is for us, who end it
+            )
+        except OSError:
+            return _NOT_FOUND
+        try:
+            return process.wait()
+        except BaseException:
+            end(process)
+            raise
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started: it is asked to, and after a while made to."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_GRACE)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+        return
+
+
+def describe(code: int) -> str:
+    """Return how a command ended, in words."""
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return "not found" if code == _NOT_FOUND else f"exit code {code}"

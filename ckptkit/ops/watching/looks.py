@@ -1,0 +1,65 @@
+"""Look at the files of a checkpoint, to know whether they are still being written, and whether they are others now."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The files of a checkpoint as they were at a moment: path inside it, bytes, time of the last change in ns."""
+
+    files: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def at(cls, path: Path) -> Look | None:
+        """Look at the checkpoint at `path`, a directory or a file; None if something of it goes meanwhile."""
+        try:
+            return cls(tuple(sorted(_walk(path, ""))))
+        except FileNotFoundError:
+            return None
+
+    @property
+    def changed_ns(self) -> int:
+        """Return when the newest of its files was changed."""
+        return max((changed for _, _, changed in self.files), default=0)
+
+    @property
+    def saved_ns(self) -> int:
+        """Return when its largest file was changed: what is put beside the tensors later does not count."""
+        return max(((size, changed) for _, size, changed in self.files), default=(0, 0))[1]
+
+
+def _walk(path: Path, name: str) -> list[tuple[str, int, int]]:
+    state = path.stat() if not name else path.lstat()
+    if stat.S_ISDIR(state.st_mode):
+        return [found for inside in os.listdir(path) for found in _walk(path / inside, f"{name}/{inside}")]
+    return [(name, state.st_size, state.st_mtime_ns)] if stat.S_ISREG(state.st_mode) else []
+
+
+@dataclass
+class Patience:
+    """The looks at checkpoints that are not known to be at rest: nothing of one may change for `pause` seconds.
+
+    Complete is not enough: of some trainers the model is written before the rest, and looks like all.
+    """
+
+    pause: float
+    _last: dict[str, tuple[Look, float]] = field(default_factory=dict)
+
+    def is_at_rest(self, name: str, look: Look | None) -> bool:
+        """Return whether a checkpoint has stayed the same long enough, by its files' times or by two looks at it."""
+        if look is None:
+            self._last.pop(name, None)
+            return False
+        if 0 <= self.pause * 1e9 <= time.time_ns() - look.changed_ns:
+            return True
+        before, since = self._last.get(name, (None, 0.0))
+        if before != look:
+            since = time.monotonic()
+            self._last[name] = (look, since)
+        return time.monotonic() - since >= self.pause

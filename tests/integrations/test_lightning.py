@@ -1,0 +1,132 @@
+"""The plugin in Lightning's own Trainer: what it saves, that a training goes on from it, and what the commands make."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import CkptError, Corrupt
+from ckptkit.ops.convert import convert
+from ckptkit.ops.pin import pin
+from ckptkit.ops.verify import verify
+from tests.trainers.produced_lightning import batches, make_module
+
+pytest.importorskip("lightning")
+
+
+def train(home: Path, steps: int, *, with_plugin: bool = True, resume: Path | None = None, **options: Any) -> Any:
+    """Train with Lightning's Trainer, which saves after each second step."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from ckptkit.integrations.lightning import CkptkitIO
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=steps,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[ModelCheckpoint(dirpath=home, every_n_train_steps=2, **options)],
+            plugins=[CkptkitIO()] if with_plugin else [],
+        )
+        module = make_module(is_sharded=False)
+        trainer.fit(module, batches(), ckpt_path=resume)
+    return trainer
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two trees are equal: tensors by their bits, types of dicts and keys too."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, dict):
+        return type(one) is type(two) and list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    return bool(one == two)
+
+
+def test_what_is_loaded_is_what_lightning_would_have_saved(tmp_path: Path) -> None:
+    from ckptkit.integrations.lightning import CkptkitIO
+
+    train(tmp_path / "ours", 2)
+    train(tmp_path / "theirs", 2, with_plugin=False)
+    ours = CkptkitIO().load_checkpoint(tmp_path / "ours" / "epoch=0-step=2.ckpt")
+    theirs = torch.load(tmp_path / "theirs" / "epoch=0-step=2.ckpt", weights_only=True)
+    assert ours.keys() == theirs.keys()
+    for key in theirs.keys() - {"callbacks"}:  # which have the directory in them
+        assert same(ours[key], theirs[key]), key
+
+
+def test_a_training_goes_on_as_it_would_from_a_file_of_lightnings(tmp_path: Path) -> None:
+    resumed = []
+    for with_plugin in (True, False):
+        home = tmp_path / str(with_plugin)
+        train(home, 2, with_plugin=with_plugin)
+        resumed.append(train(home, 4, with_plugin=with_plugin, resume=home / "epoch=0-step=2.ckpt"))
+    ours, theirs = resumed
+    assert ours.global_step == 4
+    assert same(dict(ours.model.state_dict()), dict(theirs.model.state_dict()))
+    assert same(ours.optimizers[0].state_dict(), theirs.optimizers[0].state_dict())
+
+
+def test_files_of_lightning_itself_are_loaded(tmp_path: Path) -> None:
+    train(tmp_path / "first", 2, with_plugin=False)
+    assert train(tmp_path / "second", 4, resume=tmp_path / "first" / "epoch=0-step=2.ckpt").global_step == 4
+
+
+def test_the_commands_know_it(tmp_path: Path) -> None:
+    trainer = train(tmp_path, 2)
+    path = tmp_path / "epoch=0-step=2.ckpt"
+    (verified,) = verify(path)
+    assert verified.is_ok
+    assert verified.has_manifest
+    assert verified.unchecked_bytes == 0
+    found = Checkpoint.open(path)
+    assert (found.step, found.trainer, found.is_complete) == (2, "Lightning", True)
+    state = trainer.model.state_dict()
+    assert found.weights.layout.tensors.keys() == state.keys()
+    convert(path, tmp_path / "whole", to="pt")
+    (file,) = (tmp_path / "whole").glob("*.pt")
+    there = torch.load(file, weights_only=True)["state_dict"]
+    assert all(torch.equal(there[name], tensor) for name, tensor in state.items())
+
+
+def test_damage_is_found_when_it_is_loaded(tmp_path: Path) -> None:
+    from ckptkit.integrations.lightning import CkptkitIO
+
+    train(tmp_path, 2)
+    path = tmp_path / "epoch=0-step=2.ckpt"
+    for shard in path.glob("*.distcp"):
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 3] ^= 1
+        shard.write_bytes(data)
+    with pytest.raises(CkptError):
+        CkptkitIO().load_checkpoint(path)
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    from ckptkit.integrations.lightning import CkptkitIO
+    from tests.producers import save_alone
+
+    save_alone({"state_dict": {"w": torch.ones(3)}}, tmp_path / "other")
+    with pytest.raises(Corrupt, match="not a checkpoint of this plugin"):
+        CkptkitIO().load_checkpoint(tmp_path / "other")
+
+
+def test_only_what_is_pinned_stays_of_the_old(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    pin(tmp_path / "epoch=0-step=2.ckpt")
+    train(tmp_path, 6, resume=tmp_path / "epoch=0-step=2.ckpt", save_top_k=1)
+    kept = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+    assert kept == ["epoch=0-step=2.ckpt", "epoch=0-step=6.ckpt"]
+    train(tmp_path / "plain", 6, save_top_k=1)
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["epoch=0-step=6.ckpt"]
