@@ -21,6 +21,7 @@ COMMANDS = {
     "ls": "ls",
     "verify": "verify",
     "diff": "diff",
+    "doctor": "doctor",
     "manifest": "verify",
     "prune": "prune",
     "pin": "pin",

@@ -28,6 +28,8 @@ class DeepSpeed(Reader):
     name = NAME
     known_by = "DeepSpeed's `*_model_states.pt`"
     is_sharded = True
+    is_bound = True
+    resized_as = "universal"
 
     def owns(self, name: str) -> bool:
         """Return True for the names that DeepSpeed gives."""

@@ -31,6 +31,7 @@ class Fairscale(Reader):
     name = "fairscale"
     known_by = "fairscale's `NAME-shardN.pt`"
     is_sharded = True
+    is_bound = True
 
     def owns(self, name: str) -> bool:
         """Return True for a shard."""

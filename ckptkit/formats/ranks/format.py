@@ -36,6 +36,7 @@ class Ranks(Writer):
     name = "ranks"
     known_by = "a file of torch.save for each rank"
     is_sharded = True
+    is_bound = True
 
     def owns(self, name: str) -> bool:
         """Return True for the file of a rank, and for the one that says how many there are."""
