@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.ops.diagnosis.commands import command
 from ckptkit.ops.diagnosis.finding import Finding
 
-_GONE = ("missing", "did not finish", "no such file", "there is no `", "unfinished")
+_GONE = re.compile(r"(files?|ranks?|`) (\S+ )?(is|are) missing|did not finish|no such file|there is no `|unfinished")
 Damage = Mapping[Path, list[CkptError]]
 
 
@@ -59,7 +60,7 @@ def find_whole(checkpoint: Checkpoint) -> Path | None:
 
 def code_of(problem: CkptError) -> str:
     """Return the code of a problem: what is not there at all is told apart from what is damaged."""
-    return "incomplete" if any(word in problem.message for word in _GONE) else problem.code
+    return "incomplete" if _GONE.search(problem.message) else problem.code
 
 
 def name_in(root: Path, path: Path) -> str:
