@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.producers import Truth, spawn
+
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -112,6 +114,14 @@ def idle() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Idle()
     fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def never_trained(root: Path) -> Truth:
+    """A checkpoint `ckpt-1` of two ranks in which some have no state, and in `said` what its load ends with."""
+    root.mkdir()
+    spawn(2, save_idle, root / "ckpt-1")
+    spawn(2, load_idle, root / "ckpt-1", root / "said")
+    return {}
 
 
 def save_idle(root: Path) -> None:

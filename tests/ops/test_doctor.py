@@ -21,7 +21,7 @@ from tests import producers
 from tests.conftest import Produce
 from tests.ops import situations
 from tests.ops.situations import blank, config_alone, from_pretrained, llama, load_into, run, saved, write_hf
-from tests.producers import Producer, save_alone, spawn
+from tests.producers import Producer, save_alone
 
 Refused = (dcp.api.CheckpointException, RuntimeError, ValueError)
 
@@ -257,12 +257,10 @@ def test_a_head_that_shards_lack(tmp_path: Path) -> None:
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def test_parameters_that_never_had_a_gradient(tmp_path: Path) -> None:
-    root, said = tmp_path / "ckpt-1", tmp_path / "said"
-    spawn(2, situations.save_idle, root)
-    spawn(2, situations.load_idle, root, said)
-    assert "Missing key in checkpoint state_dict: optim.state.idle.0.weight." in said.read_text()
-    findings = doctor(root).findings
+def test_parameters_that_never_had_a_gradient(produce: Produce) -> None:
+    made = produce(situations.never_trained).root
+    assert "Missing key in checkpoint state_dict: optim.state.idle.0.weight." in (made / "said").read_text()
+    findings = doctor(made / "ckpt-1").findings
     assert [(one.code, one.tensor, one.count) for one in findings] == [
         ("optimizer_state", "optim.state.idle.*.weight", 2),
         ("optimizer_state", "optim.state.idle.*.bias", 2),
@@ -297,12 +295,12 @@ def test_groups_of_another_optimizer(tmp_path: Path, other: tuple[list[str], ...
 
 
 def test_dtypes_that_a_load_converts_in_silence(tmp_path: Path) -> None:
-    wide = {"model": {f"layers.{i}.w": torch.randn(3, 2) for i in range(3)}, "optim": {"state": {}, "lr": 0.1}}
-    narrow = {**wide, "model": {name: tensor.bfloat16() for name, tensor in wide["model"].items()}}
-    save_alone(wide, tmp_path / "ckpt-1")
-    save_alone(narrow, tmp_path / "ckpt-2")
-    loaded = load_into({"model": blank(narrow["model"])}, tmp_path / "ckpt-1")
-    assert torch.equal(loaded["model"]["layers.0.w"], narrow["model"]["layers.0.w"])  # rounded, and nothing was said
+    wide = {f"layers.{i}.w": torch.randn(3, 2) for i in range(3)}
+    narrow = {name: tensor.bfloat16() for name, tensor in wide.items()}
+    save_alone({"model": wide, "optim": {"lr": 0.1}}, tmp_path / "ckpt-1")
+    save_alone({"model": narrow, "optim": {"lr": 0.1}}, tmp_path / "ckpt-2")
+    loaded = load_into({"model": blank(narrow)}, tmp_path / "ckpt-1")
+    assert torch.equal(loaded["model"]["layers.0.w"], narrow["layers.0.w"])  # rounded, and nothing was said
     found = the_one(tmp_path / "ckpt-1", "dtype", like=tmp_path / "ckpt-2")
     assert (found.tensor, found.count) == ("model.layers.*.w", 3)
     assert is_ok(run(found.fix), like=tmp_path / "ckpt-2")

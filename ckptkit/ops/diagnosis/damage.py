@@ -18,9 +18,9 @@ Damage = Mapping[Path, list[CkptError]]
 
 def look_for_damage(checkpoint: Checkpoint) -> Damage:
     """Return what keeps each part of a checkpoint from being read, by its path, as far as metadata tell."""
-    strange = {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
     found = {part.path: problems_of(part) for part in checkpoint.parts}
-    return {path: problems for path, problems in {**found, **strange}.items() if problems}
+    found |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
+    return {path: problems for path, problems in found.items() if problems}
 
 
 def problems_of(part: Part) -> list[CkptError]:

@@ -11,12 +11,12 @@ from ckptkit.checkpoints.trainers import owner_of_key
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.comparison.matching import Side, match, pair_parts, with_names_of_hub
-from ckptkit.ops.comparison.renames import Rule, by_rule, changes_of, describe, fold, shapes_of
+from ckptkit.ops.comparison.renames import by_rule, fold, shapes_of
 from ckptkit.ops.diagnosis.case import Case
 from ckptkit.ops.diagnosis.commands import rewrite
 from ckptkit.ops.diagnosis.finding import Finding
 from ckptkit.ops.diagnosis.optimizer_states import place_of, states_in
-from ckptkit.ops.diagnosis.rename_rules import rules_for
+from ckptkit.ops.diagnosis.rename_rules import by_change, rules_for
 
 _MOST_RULES = 8
 
@@ -87,12 +87,8 @@ def find_renamed(case: Case, other: Path, pairs: Mapping[str, str], ours: Side) 
     own = {old: new for old, new in pairs.items() if old in ours.weights}
     rules = rules_for(own, ours.weights) if own else None
     fix = rewrite(case.checkpoint, *(word for rule in rules for word in ("--rename", rule))) if rules else None
-    groups: dict[Rule, dict[str, str]] = {}
-    for old, new in pairs.items():
-        groups.setdefault(changes_of(old, new), {})[old] = new
-    for rule, members in groups.items():
-        line = describe(rule, list(members.items()))
-        yield Finding("renamed", line.old, f"{other} calls it `{line.new}`", fix, tuple(members))
+    for line, members in by_change(pairs):
+        yield Finding("renamed", line.old, f"{other} calls it `{line.new}`", fix, members)
 
 
 def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:

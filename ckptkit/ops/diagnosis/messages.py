@@ -149,8 +149,8 @@ MESSAGES: tuple[Message, ...] = (
         "No such file or directory: …",
         "Python, under `dcp.load`, verl and others",
         "incomplete",
-        "Of `.metadata`: the save did not finish, or that file lies on the first node only. Of `__3_0.distcp`: that "
-        "rank's shard lies on another node. Of `model_world_size_8_rank_0.pt`: another number of ranks has saved.",
+        "Of `.metadata`: the save did not finish, or that file lies on the first node only. Of `__3_0` and the like: "
+        "that rank's shard lies on another node. Of `model_world_size_8_rank_0.pt`: another number of ranks has saved.",
         said.find_file,
     ),
     Message(

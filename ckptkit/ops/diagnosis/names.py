@@ -12,12 +12,12 @@ from ckptkit.checkpoints.form import Form, closest
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.vocabulary import rows_of, vocabulary_of
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
-from ckptkit.ops.comparison.renames import Rule, by_rule, changes_of, describe, fold
+from ckptkit.ops.comparison.renames import by_rule, fold
 from ckptkit.ops.diagnosis.case import Case
 from ckptkit.ops.diagnosis.commands import export, rewrite
 from ckptkit.ops.diagnosis.finding import Finding
 from ckptkit.ops.diagnosis.model import Model
-from ckptkit.ops.diagnosis.rename_rules import rules_for
+from ckptkit.ops.diagnosis.rename_rules import by_change, rules_for
 from ckptkit.tensors.box import Shape
 
 _MOST_GLOBS = 8
@@ -144,12 +144,8 @@ def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
     options = [word for rule in rules or () for word in ("--rename", rule)]
     base = case.model.name if case.model.asked else None
     fix = rewrite(case.checkpoint, *options, base=base) if rules else None
-    groups: dict[Rule, dict[str, str]] = {}
-    for old, new in pairs.items():
-        groups.setdefault(changes_of(old, new), {})[old] = new
-    for rule, members in groups.items():
-        line = describe(rule, list(members.items()))
-        yield Finding("renamed", line.old, f"{case.model.name} calls it `{line.new}`", fix, tuple(members))
+    for line, members in by_change(pairs):
+        yield Finding("renamed", line.old, f"{case.model.name} calls it `{line.new}`", fix, members)
 
 
 def another_model(case: Case, model: Model, count: int) -> Finding:

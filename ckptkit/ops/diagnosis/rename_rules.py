@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from ckptkit.ops.comparison.renames import Change, changes_of
+from ckptkit.ops.comparison.renames import Change, Explained, Rule, changes_of, describe
 from ckptkit.ops.selection import Edits
 
 _START, _END = r"(^|\.)", r"(?=\.|$)"
@@ -24,6 +24,15 @@ def rules_for(pairs: Mapping[str, str], names: Collection[str]) -> tuple[str, ..
     found = tuple(dict.fromkeys(spell(change) for rule, _ in rules.most_common() for change in rule))
     new_name = Edits(rename=found).renaming()
     return found if all(new_name(name) == pairs.get(name, name) for name in names) else None
+
+
+def by_change(pairs: Mapping[str, str]) -> Iterator[tuple[Explained, tuple[str, ...]]]:
+    """Yield the ways in which names change, each with the old names that change so."""
+    groups: dict[Rule, dict[str, str]] = {}
+    for old, new in pairs.items():
+        groups.setdefault(changes_of(old, new), {})[old] = new
+    for rule, members in groups.items():
+        yield describe(rule, list(members.items())), tuple(members)
 
 
 def spell(change: Change) -> str:

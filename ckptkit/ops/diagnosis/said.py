@@ -16,7 +16,7 @@ from ckptkit.ops.diagnosis.finding import Finding
 from ckptkit.ops.diagnosis.groups import optimizers_in
 from ckptkit.ops.diagnosis.optimizer_states import find_missing_states
 from ckptkit.ops.diagnosis.ranks import resize
-from ckptkit.ops.diagnosis.rename_rules import rules_for
+from ckptkit.ops.diagnosis.rename_rules import by_change, rules_for
 from ckptkit.ops.diagnosis.torch_version import find_torch_version
 from ckptkit.ops.diagnosis.wrappers import raw_names
 
@@ -50,30 +50,19 @@ def find_keys(said: Said, case: Case) -> Iterator[Finding]:
         message = f"the names are those of {case.checkpoint.family.name}, and the model has others"
         yield Finding("family", wanted[0], message, rewrite(case.checkpoint, "--names", HUB), tuple(wanted))
         return
-    for name in wanted:
-        if name in found:
-            continue
-        if name in raw:
-            where = case.weights.wrapper if case.weights and case.weights.wrapper else "the top"
-            yield Finding("key", name, f"the checkpoint has it, under {where}: load that part of it")
-        else:
-            yield missing(case, name)
+    there = tuple(name for name in wanted if name not in found and name in raw)
+    if there:
+        where = f"under `{case.weights.wrapper}`" if case.weights and case.weights.wrapper else "on top"
+        yield Finding("key", there[0], f"the checkpoint has it, {where}: load that part of it", None, there)
+    yield from (missing(case, name) for name in wanted if name not in found and name not in raw)
 
 
 def said_otherwise(case: Case, pairs: Mapping[str, str], raw: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the tensors that the model calls otherwise, with the rule that renames them."""
     rules = rules_for({old: new for old, new in pairs.items() if old in raw}, raw.keys()) if raw else None
     fix = rewrite(case.checkpoint, *(word for rule in rules for word in ("--rename", rule))) if rules else None
-    for old, new in pairs.items():
-        message = "the model calls it otherwise: " + change(old, new)
-        yield Finding("renamed", old, message, fix)
-
-
-def change(old: str, new: str) -> str:
-    """Return what a name has before it that another has not, in words."""
-    if new.endswith(f".{old}"):
-        return f"with `{new.removesuffix(old)}` before it"
-    return f"without `{old.removesuffix(new)}`" if old.endswith(f".{new}") else f"`{new}`"
+    for line, members in by_change(pairs):
+        yield Finding("renamed", line.old, f"the model calls it `{line.new}`", fix, members)
 
 
 def missing(case: Case, name: str) -> Finding:
@@ -101,13 +90,11 @@ def find_key(said: Said, case: Case) -> Iterator[Finding]:
         return
     wrapper = case.weights.wrapper if case.weights else ""
     own, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, raw_names(case)
-    rule = find_rename([own], raw)
-    if rule is not None:
-        yield Finding(
-            "renamed", name, "the checkpoint has it by another name", rewrite(case.checkpoint, "--rename", rule)
-        )
-    elif ends := [known for known in case.layout.names if is_end(known, name)]:
-        yield Finding("key", name, f"the checkpoint has it as `{min(ends, key=len)}`")
+    if ends := [known for known in case.layout.names if is_end(known, name)]:
+        yield Finding("key", name, f"the checkpoint has it as `{max(ends, key=len)}`")
+    elif (rule := find_rename([own], raw)) is not None:
+        fix = rewrite(case.checkpoint, "--rename", rule)
+        yield Finding("renamed", name, "the checkpoint has it by another name", fix)
     elif ".param_groups." in name:
         message = "an option of the optimizer that the torch which saved this did not have: load without it, and set it"
         yield Finding("missing", name, message)
