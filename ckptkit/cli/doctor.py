@@ -70,9 +70,12 @@ def report(found: Diagnosis, *, every: bool) -> None:
         print_table(rows, ("", "finding", "tensor: what is wrong"))
     if len(shown) < len(found.findings):
         say(f"... {len(found.findings) - len(shown):,} more: --all lists them")
-    for fix in dict.fromkeys(one.fix for one in shown if one.fix):
+    fixes = dict.fromkeys(one.fix for one in shown if one.fix)
+    for fix in fixes:
         numbers = ",".join(str(number) for number, one in enumerate(shown, 1) if one.fix == fix)
         say(f"mends {numbers}: {fix}")
+    if len(fixes) > 1:
+        note("hint: run one of them, and `ckptkit doctor` on what it made, or give their options to one command")
     say(conclude(found))
 
 
