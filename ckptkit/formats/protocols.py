@@ -14,16 +14,14 @@ class Reader(Protocol):
     """A format that can be read.
 
     `name` is the word that users type, `known_by` says what `detect` looks for. `is_sharded` if each rank of a job has
-    a file of its own; `is_model_only` if nothing but tensors has a place in it. One that `is_bound` is loaded by its
-    own library with as many ranks only as have written it; `resized_as` is the format that the library loads with any
-    number, "" if it has none.
+    a file of its own; `is_model_only` if nothing but tensors has a place in it. Of one that can be bound to as many
+    ranks as have written it, `resized_as` is the format that its library loads with any number, "" for none.
     """
 
     name: str
     known_by: str
     is_sharded: bool = False
     is_model_only: bool = False
-    is_bound: bool = False
     resized_as: str = ""
 
     def owns(self, name: str) -> bool:
@@ -66,6 +64,10 @@ class Reader(Protocol):
 
         Reports whatever is missing, too short or contradicts itself; raises what makes it unreadable.
         """
+
+    def is_bound(self, path: Path) -> bool:  # noqa: ARG002 - most are loaded by any number
+        """Return True if its own library loads the checkpoint at `path` with as many ranks only as have written it."""
+        return False
 
     def least_torch(self, path: Path) -> str | None:  # noqa: ARG002 - most are read by every version
         """Return the version of torch before which its own reader fails on the checkpoint at `path`, None for any."""

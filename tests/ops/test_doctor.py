@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from ckptkit import Finding, doctor
 from ckptkit.errors import NotACheckpoint, Usage
 from tests import producers
+from tests.checkpoints.families.tiny_models import make_model
 from tests.conftest import Produce
 from tests.ops import situations
 from tests.ops.situations import blank, config_alone, from_pretrained, llama, load_into, run, saved, write_hf
@@ -55,6 +57,16 @@ def test_a_model_of_transformers_is_one(tmp_path: Path) -> None:
         state = {"model": llama(tie_word_embeddings=tied).state_dict()}
         save_alone(state, tmp_path / "run" / f"ckpt-{int(tied)}")
         assert is_ok(tmp_path / "run" / f"ckpt-{int(tied)}", model=model, world_size=4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "qwen3_moe", "mixtral", "qwen2_5_vl"])
+def test_models_of_other_types_are_whole(tmp_path: Path, kind: str) -> None:
+    model = make_model(kind)
+    model.save_pretrained(tmp_path / "hf")
+    save_alone({"model": model.state_dict()}, tmp_path / "ckpt-1")
+    assert is_ok(tmp_path / "hf")
+    assert is_ok(tmp_path / "hf", model=tmp_path / "hf" / "config.json")
+    assert is_ok(tmp_path / "ckpt-1", model=tmp_path / "hf")
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -116,6 +128,18 @@ def test_names_of_another_family(tmp_path: Path) -> None:
     _, info = from_pretrained(mended)
     assert not info["missing_keys"]
     assert is_ok(mended, model=model)
+
+
+def test_names_of_files_where_those_in_memory_are_wanted(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "hf")
+    save_alone({"model": load_file(tmp_path / "hf" / "model.safetensors")}, tmp_path / "ckpt-1")
+    with pytest.raises(Refused, match=r"Missing key in checkpoint state_dict: model\..*experts"):
+        load_into({"model": blank(model.state_dict())}, tmp_path / "ckpt-1")
+    mended = run(the_one(tmp_path / "ckpt-1", "family", model=tmp_path / "hf").fix)
+    found = load_into({"model": blank(model.state_dict())}, mended)["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    assert is_ok(mended, model=tmp_path / "hf")
 
 
 def test_a_tensor_that_is_missing(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ class Fairscale(Reader):
     name = "fairscale"
     known_by = "fairscale's `NAME-shardN.pt`"
     is_sharded = True
-    is_bound = True
 
     def owns(self, name: str) -> bool:
         """Return True for a shard."""
@@ -41,6 +40,10 @@ class Fairscale(Reader):
         """Return the rank that wrote a shard."""
         match = _SHARD.fullmatch(name)
         return int(match["rank"]) if match else None
+
+    def is_bound(self, path: Path) -> bool:  # noqa: ARG002
+        """Return True: each rank reads its own shard."""
+        return True
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with shards."""

@@ -36,7 +36,6 @@ class Ranks(Writer):
     name = "ranks"
     known_by = "a file of torch.save for each rank"
     is_sharded = True
-    is_bound = True
 
     def owns(self, name: str) -> bool:
         """Return True for the file of a rank, and for the one that says how many there are."""
@@ -45,6 +44,10 @@ class Ranks(Writer):
     def rank_of(self, name: str) -> int | None:
         """Return the rank that wrote a file."""
         return rank_in(name)
+
+    def is_bound(self, path: Path) -> bool:  # noqa: ARG002
+        """Return True: each rank reads a file of its own, some by a name that says how many there are."""
+        return True
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with files of ranks that hold a model."""

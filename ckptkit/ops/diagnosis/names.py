@@ -20,6 +20,7 @@ from ckptkit.ops.diagnosis.model import Model
 from ckptkit.ops.diagnosis.rename_rules import by_change, rules_for
 from ckptkit.tensors.box import Shape
 
+_IN_MEMORY = "transformers"  # the family of names that its models have there
 _MOST_GLOBS = 8
 Shapes = Mapping[str, Shape]
 
@@ -34,6 +35,7 @@ def find_names(case: Case) -> Iterator[Finding]:
         return
     misfits = Misfits.of(plain_shapes(case), case.form, model)
     if not misfits:
+        yield from find_names_on_disk(case, model)
         return
     turned = None if misfits.is_small else turn_to_hub(case, model)
     if turned is not None:
@@ -113,6 +115,17 @@ def turn_to_hub(case: Case, model: Model) -> Turned | None:
     else:
         fix = rewrite(case.checkpoint, "--names", HUB, *options, "--base", model.name)
     return Turned(shapes, Finding("family", names[0] if names else None, message, fix, names))
+
+
+def find_names_on_disk(case: Case, model: Model) -> Iterator[Finding]:
+    """Yield that shards have the names of files, where a model in memory has others since transformers 5."""
+    memory = model.forms[-1]
+    names = tuple(name for name in case.shapes if name not in memory.shapes)
+    if case.checkpoint.model_part.reader.is_model_only or not (model.asked and names):
+        return
+    message = f"it is called so in files: in memory {model.name} has other names, and torch's load asks for these"
+    fix = rewrite(case.checkpoint, "--names", _IN_MEMORY, "--base", model.name)
+    yield Finding("family", names[0], message, fix, names)
 
 
 def named_as_on_hub(case: Case, model: Model, rows: int | None) -> Shapes | None:

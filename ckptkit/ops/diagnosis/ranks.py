@@ -22,7 +22,7 @@ def find_ranks(case: Case) -> Iterator[Finding]:
     for group, owners in states.items():
         ranks = 1 + max(owners.values())
         if wanted not in (ranks, case.layout.world_size):
-            message = f"it is the state of {ranks} ranks one by one: with {wanted} there is none for each"
+            message = f"it is the state of {count(ranks)} one by one, of no use to {wanted}"
             yield Finding("rank_state", group, message, reshard(case.checkpoint, wanted), tuple(owners))
 
 
@@ -30,17 +30,22 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
     """Yield the files that are one rank's each, if there are not as many as shall load them."""
     reader = case.checkpoint.model_part.reader
     ranks = case.layout.world_size or case.checkpoint.world_size
-    if reader.is_bound and ranks not in (None, wanted):
-        message = f"it was saved by {ranks} ranks, and its own library loads it with {ranks} only, not {wanted}"
+    if ranks not in (None, wanted) and reader.is_bound(case.checkpoint.model_part.path):
+        message = f"saved by {count(ranks)}, its own library loads it with as many only, and not with {wanted}"
         yield Finding("world_size", None, message, resize(case, wanted, reader.resized_as))
     path = case.checkpoint.path
     owners = (
         {name: rank for name in names_in(path) if (rank := owner_of_file(name)) is not None} if path.is_dir() else {}
     )
-    count = 1 + max(owners.values(), default=-1)
-    if owners and count != wanted:
-        message = f"each of {count} ranks has a file with its random state: {wanted} cannot share them out"
+    saved = 1 + max(owners.values(), default=-1)
+    if owners and saved != wanted:
+        message = f"the random states of {count(saved)}, a file for each, of no use to {wanted}"
         yield Finding("rank_state", min(owners), message, reshard(case.checkpoint, wanted), tuple(sorted(owners)))
+
+
+def count(ranks: int | None) -> str:
+    """Return a number of ranks in words."""
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def resize(case: Case, wanted: int, target: str) -> str:
