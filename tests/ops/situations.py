@@ -147,3 +147,21 @@ def load_idle(root: Path, said: Path) -> None:
         text = "loaded"
     if torch.distributed.get_rank() == 0:
         said.write_text(text)
+
+
+# -- ZeRO with another number of ranks ---------------------------------------------------------------------------------
+
+
+def load_zero(root: Path, said: Path, universal: bool) -> None:
+    """Load a checkpoint of ZeRO 1 with DeepSpeed, and leave in a file what it says."""
+    from tests.trainers.produced_zero import KINDS, Model, be_cpu, start
+
+    be_cpu()
+    stage, flags = KINDS["zero1"]
+    engine = start(Model(flags), stage, flags, **({"checkpoint": {"load_universal": True}} if universal else {}))
+    try:
+        path, _ = engine.load_checkpoint(str(root))
+    except Exception as error:  # noqa: BLE001 - whatever DeepSpeed raises is what is asked for
+        said.write_text(f"{type(error).__name__}: {error}")
+    else:
+        said.write_text("loaded" if path else "nothing")

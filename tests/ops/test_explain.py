@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptkit
-from ckptkit import Finding, explain
+from ckptkit import Finding, doctor, explain
 from ckptkit.errors import NotACheckpoint
 from ckptkit.ops.diagnosis.messages import MESSAGES
 from tests import producers
@@ -20,7 +20,7 @@ from tests.conftest import Produce
 from tests.ops import situations
 from tests.ops.situations import blank, from_pretrained, llama, load_into, run
 from tests.ops.test_doctor import groups_of
-from tests.producers import save_alone
+from tests.producers import save_alone, spawn
 
 
 def error_of(function: Any, *arguments: Any) -> BaseException:
@@ -100,6 +100,25 @@ def test_files_that_are_not_there(produce: Produce, tmp_path: Path) -> None:
     (root / ".metadata").unlink()
     error = error_of(load_into, {"model": {"up.weight": torch.zeros(7, 6)}}, root)
     assert "did not finish" in explain(error, root)[0].message
+
+
+def test_another_number_of_ranks(produce: Produce, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    from tests.trainers.produced_zero import on_two
+
+    root, said = tmp_path / "zero1", tmp_path / "said"
+    shutil.copytree(produce(on_two).root / "zero1", root)
+    spawn(1, situations.load_zero, root, said, False)
+    assert "DP world size of 2 but the current world size is 1" in said.read_text()
+    (one,) = explain(said.read_text(), root)
+    assert one.code == "world_size"
+    (found,) = doctor(root, world_size=1).findings
+    assert (found.code, found.fix) == ("world_size", one.fix)
+    assert doctor(produce(on_two).root / "zero0", world_size=1).is_ok
+    mended = run(one.fix)
+    assert doctor(mended, world_size=1).is_ok
+    spawn(1, situations.load_zero, mended, said, True)
+    assert said.read_text() == "loaded"
 
 
 def test_no_model_yet(produce: Produce, tmp_path: Path) -> None:
