@@ -23,8 +23,10 @@ from tests.checkpoints.families.tiny_models import make_model
 from tests.conftest import Produce
 from tests.ops import situations
 from tests.ops.situations import blank, config_alone, from_pretrained, llama, load_into, run, saved, write_hf
+from tests.ops.test_bad_input import DAMAGES
 from tests.producers import Producer, save_alone
 
+OF_BYTES = {"shard all zeros", "shard of another rank"}  # which only `verify` sees
 Refused = (dcp.api.CheckpointException, RuntimeError, ValueError)
 
 
@@ -170,6 +172,20 @@ def test_no_model_or_two(tmp_path: Path) -> None:
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_another_head(tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    save_alone({"model": llama().state_dict()}, tmp_path / "ckpt-1")
+    other = LlamaForSequenceClassification(llama().config)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict(llama().state_dict())
+    found = doctor(tmp_path / "ckpt-1", model=tmp_path / "other").findings
+    assert [(one.code, one.tensor) for one in found] == [("missing", "score.weight"), ("unexpected", "lm_head.weight")]
+    assert is_ok(tmp_path / "other")
+    assert is_ok(tmp_path / "other", model=tmp_path / "other")
 
 
 def test_a_padded_vocabulary(tmp_path: Path) -> None:
@@ -379,6 +395,17 @@ def test_shards_of_another_node(produce: Produce, tmp_path: Path) -> None:
         load_into(weights, root)
     found = the_one(root, "incomplete")
     assert "__1_0.distcp" in found.message
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - OF_BYTES))
+def test_damage_is_found(produce: Produce, tmp_path: Path, damage: str) -> None:
+    root = tmp_path / "ckpt-9"
+    shutil.copytree(produce(producers.fsdp2).root, root)
+    make, _, words = DAMAGES[damage]
+    make(root)
+    found = doctor(root)
+    assert any(words in one.message for one in found.findings), found
+    assert {one.code for one in found.findings} <= {"incomplete", "corrupt", "unsafe", "unsupported"}
 
 
 def test_a_save_that_did_not_finish(produce: Produce, tmp_path: Path) -> None:
