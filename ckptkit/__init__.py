@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from ckptkit.ops.conversion.options import ConvertOptions
     from ckptkit.ops.conversion.report import Converted
     from ckptkit.ops.convert import convert
+    from ckptkit.ops.diagnosis.finding import Finding
     from ckptkit.ops.diff import diff
+    from ckptkit.ops.doctor import Diagnosis, doctor
+    from ckptkit.ops.explain import explain
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
     from ckptkit.ops.ls import Listing, ls
@@ -46,8 +49,10 @@ __all__ = [
     "CkptError",
     "ConvertOptions",
     "Converted",
+    "Diagnosis",
     "Diff",
     "Estimated",
+    "Finding",
     "Inspected",
     "LazyCheckpoint",
     "LazyTensor",
@@ -67,7 +72,9 @@ __all__ = [
     "consolidate",
     "convert",
     "diff",
+    "doctor",
     "estimate",
+    "explain",
     "finalize",
     "inspect",
     "ls",
@@ -95,8 +102,10 @@ _HOMES = {
     "CkptError": "ckptkit.errors",
     "ConvertOptions": "ckptkit.ops.conversion.options",
     "Converted": "ckptkit.ops.conversion.report",
+    "Diagnosis": "ckptkit.ops.doctor",
     "Diff": "ckptkit.ops.comparison.differences",
     "Estimated": "ckptkit.estimates.estimate",
+    "Finding": "ckptkit.ops.diagnosis.finding",
     "Inspected": "ckptkit.ops.inspect",
     "LazyCheckpoint": "ckptkit.ops.open",
     "LazyTensor": "ckptkit.ops.open",
@@ -115,7 +124,9 @@ _HOMES = {
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
     "diff": "ckptkit.ops.diff",
+    "doctor": "ckptkit.ops.doctor",
     "estimate": "ckptkit.estimates.estimate",
+    "explain": "ckptkit.ops.explain",
     "finalize": "ckptkit.ops.finalize",
     "inspect": "ckptkit.ops.inspect",
     "list_run": "ckptkit.ops.ls",

@@ -1,7 +1,7 @@
-"""Write what the documentation takes from the program: the help of every command, the public functions.
+"""Write what the documentation takes from the program: the help of every command, functions, messages of others.
 
-`scripts/docs --write` writes docs/options.md and the functions in docs/python.md; without it they are only compared,
-and the exit status is 1 if either is stale.
+`scripts/docs --write` writes docs/options.md, the functions in docs/python.md and the messages of failed loads in
+docs/messages.md; without it they are only compared, and the exit status is 1 if one is stale.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from functools import cache
 from pathlib import Path
 
 import ckptkit
+from ckptkit.ops.diagnosis.messages import MESSAGES
 from scripts.markdown import ROOT, WIDTH, fill_part, paragraph
 
 DOCS = ROOT / "docs"
-OPTIONS, PYTHON = DOCS / "options.md", DOCS / "python.md"
+OPTIONS, PYTHON, LOADS = DOCS / "options.md", DOCS / "python.md", DOCS / "messages.md"
 HEAD = """# Options
 
 The help of every command, as its `--help` prints it. Written by `scripts/docs --write`.
@@ -123,15 +124,24 @@ def spell(parameter: inspect.Parameter) -> str:
     return f"{text} = {json.dumps(default) if isinstance(default, str) else default if is_plain else '...'}"
 
 
+def write_messages() -> str:
+    """Return the messages that failed loads end with, each with who says it and what it means."""
+    return "\n".join(f"### {one.words}\n\n{paragraph(f'*{one.whose}.* {one.means}')}" for one in MESSAGES)
+
+
 @cache
 def pages() -> dict[Path, str]:
     """Return what each page should be, by its path."""
-    return {OPTIONS: write_options(), PYTHON: fill_part(PYTHON.read_text(), "functions", write_functions())}
+    return {
+        OPTIONS: write_options(),
+        PYTHON: fill_part(PYTHON.read_text(), "functions", write_functions()),
+        LOADS: fill_part(LOADS.read_text(), "loads", write_messages()),
+    }
 
 
 def main() -> None:
     """Parse the command line; write the pages, or say which are stale."""
-    parser = argparse.ArgumentParser(prog="scripts/docs", description="Write docs/options.md and docs/python.md anew.")
+    parser = argparse.ArgumentParser(prog="scripts/docs", description="Write what docs/ takes from the program anew.")
     parser.add_argument("--write", action="store_true", help="write them; without it they are only compared")
     write = parser.parse_args().write
     stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}

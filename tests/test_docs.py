@@ -82,7 +82,7 @@ def test_every_page_is_listed() -> None:
     assert sorted(listed) == [page.name for page in GUIDE if page.name != "README.md"]
 
 
-@pytest.mark.parametrize("page", [docs.OPTIONS, docs.PYTHON], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [docs.OPTIONS, docs.PYTHON, docs.LOADS], ids=lambda page: page.name)
 def test_what_comes_from_the_program_is_up_to_date(page: Path) -> None:
     assert page.read_text() == docs.pages()[page], "stale: run `scripts/docs --write`"
 

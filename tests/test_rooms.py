@@ -158,6 +158,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "ops.merge": {"peft"},
     "checkpoints.quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},
+    "ops.diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 
 # The words with which docstrings begin: of modules and functions a verb, of classes a noun, of properties either.
@@ -168,15 +169,15 @@ VERBS = frozenset(
         Account Add Answer Append Arrange Arrive Ask Average Be Begin Bridge Build Call Carry Cast Change Check Choose
         Clear Clip Close Collect Combine Commit Compare Compile Complete Compose Compute Configure Consolidate Convert
         Copy Count Create Cut Deal Decide Decode Decompress Define Delete Demote Derive Describe Detect Diff Divide Do
-        Draft Draw Drop Edit End Enter Estimate Execute Export Extend Fetch Fill Finalize Find Finish Flatten Fold
-        Follow Force Forget Format Free Freeze Gather Give Group Guard Handle Hide Hold Import Index Initialise Inspect
-        Join Keep Know Launch Lay Leave Let Link List Load Locate Lock Look Lose Make Map Mark Match Materialise Measure
-        Meet Mend Merge Mirror Move Name Note Number Open Pack Parse Pass Pause Pin Place Plan Prepare Print Prove Prune
-        Publish Pull Push Put Quantize Raise Read Rearrange Recompute Record Reduce Refuse Release Remember Remove
-        Rename Render Replace Report Reserve Reshard Resolve Restore Resume Return Round Run Salvage Save Say Scale Scan
-        Seal See Select Send Set Shard Share Show Silence Sort Spread Stage Start Stop Store Sum Survey Swap Sync Take
-        Tell Think Tie Train Translate Try Turn Unflatten Unpin Update Verify Visit Wait Walk Warn Watch Work Write
-        Yield
+        Draft Draw Drop Edit End Enter Estimate Execute Explain Export Extend Fetch Fill Finalize Find Finish Flatten
+        Fold Follow Force Forget Format Free Freeze Gather Give Group Guard Handle Hide Hold Import Index Initialise
+        Inspect Join Keep Know Launch Lay Leave Let Link List Load Locate Lock Look Lose Make Map Mark Match Materialise
+        Measure Meet Mend Merge Mirror Move Name Note Number Open Pack Parse Pass Pause Pin Place Plan Prepare Print
+        Prove Prune Publish Pull Push Put Quantize Raise Read Rearrange Recompute Record Reduce Refuse Release Remember
+        Remove Rename Render Replace Report Reserve Reshard Resolve Restore Resume Return Round Run Salvage Save Say
+        Scale Scan Seal See Select Send Set Shard Share Show Silence Sort Spell Spread Stage Start Stop Store Sum Survey
+        Swap Sync Take Tell Think Tie Train Translate Try Turn Unflatten Unpin Update Verify Visit Wait Walk Warn Watch
+        Work Write Yield
         """,
     )
 )

@@ -22,6 +22,7 @@ COMMANDS = {
     "verify": "verify",
     "diff": "diff",
     "prove": "prove",
+    "doctor": "doctor",
     "manifest": "verify",
     "prune": "prune",
     "pin": "pin",

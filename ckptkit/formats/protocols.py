@@ -14,13 +14,15 @@ class Reader(Protocol):
     """A format that can be read.
 
     `name` is the word that users type, `known_by` says what `detect` looks for. `is_sharded` if each rank of a job has
-    a file of its own; `is_model_only` if nothing but tensors has a place in it.
+    a file of its own; `is_model_only` if nothing but tensors has a place in it. Of one that can be bound to as many
+    ranks as have written it, `resized_as` is the format that its library loads with any number, "" for none.
     """
 
     name: str
     known_by: str
     is_sharded: bool = False
     is_model_only: bool = False
+    resized_as: str = ""
 
     def owns(self, name: str) -> bool:
         """Return True if a file of this name, in a checkpoint's directory, is part of it or of an older one."""
@@ -62,6 +64,14 @@ class Reader(Protocol):
 
         Reports whatever is missing, too short or contradicts itself; raises what makes it unreadable.
         """
+
+    def is_bound(self, path: Path) -> bool:  # noqa: ARG002 - most are loaded by any number
+        """Return True if its own library loads the checkpoint at `path` with as many ranks only as have written it."""
+        return False
+
+    def least_torch(self, path: Path) -> str | None:  # noqa: ARG002 - most are read by every version
+        """Return the version of torch before which its own reader fails on the checkpoint at `path`, None for any."""
+        return None
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return the bytes of what `read` gave, each run with the CRC-32 that was recorded for it.

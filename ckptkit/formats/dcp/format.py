@@ -18,7 +18,7 @@ from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import Opened, file_size, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.dcp.model_space import unfold
-from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
+from ckptkit.formats.dcp.read_metadata import Reading, has_strides, read_metadata
 from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.formats.protocols import Writer
@@ -81,6 +81,10 @@ class Dcp(Writer):
                     raise
                 report(error.blame(path=file))
         return replace(gathered.layout(self.name), descriptions=tuple(file.name for file in described_by))
+
+    def least_torch(self, path: Path) -> str | None:
+        """Return the version of torch that began to describe tensors as this checkpoint does; None for the old way."""
+        return "2.15" if any(map(has_strides, map(read_metadata, find_metadata(path)))) else None
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return the large entries of every item's archive, and whole what is none; the small ones are compared."""

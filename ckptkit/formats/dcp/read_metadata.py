@@ -231,3 +231,13 @@ def key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
         name = next(iter(recorded.keys() ^ names.keys()))
         raise Corrupt("`planner_data` and `state_dict_metadata` do not name the same entries", path=file, tensor=name)
     return recorded
+
+
+def has_strides(metadata: Attributes) -> bool:
+    """Return whether the properties of a tensor have a sixth item, its strides, as torch 2.15 writes them."""
+    for entry in metadata["state_dict_metadata"].values():
+        of = type(entry)
+        if isinstance(of, Global) and of.name == "TensorStorageMetadata":
+            state = entry.attributes()["properties"][0]
+            return isinstance(state, tuple) and len(state) > 5
+    return False

@@ -28,6 +28,7 @@ class DeepSpeed(Reader):
     name = NAME
     known_by = "DeepSpeed's `*_model_states.pt`"
     is_sharded = True
+    resized_as = "universal"
 
     def owns(self, name: str) -> bool:
         """Return True for the names that DeepSpeed gives."""
@@ -40,6 +41,10 @@ class DeepSpeed(Reader):
     def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
         """Return the ranks with files: of a pipeline each stage has its own of data parallelism."""
         return set(filter(None, map(rank_and_part, names)))
+
+    def is_bound(self, path: Path) -> bool:
+        """Return True if there are parts of an optimizer, of which each rank reads its own."""
+        return any("zero_pp_rank_" in name for name in names_in(path))
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with a file of DeepSpeed's, or a file that is of no use without others."""

@@ -41,6 +41,10 @@ class Fairscale(Reader):
         match = _SHARD.fullmatch(name)
         return int(match["rank"]) if match else None
 
+    def is_bound(self, path: Path) -> bool:  # noqa: ARG002
+        """Return True: each rank reads its own shard."""
+        return True
+
     def detect(self, path: Path) -> bool:
         """Return True for a directory with shards."""
         return path.is_dir() and any(map(_SHARD.fullmatch, names_in(path)))

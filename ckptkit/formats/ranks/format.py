@@ -46,6 +46,10 @@ class Ranks(Writer):
         """Return the rank that wrote a file."""
         return rank_in(name)
 
+    def is_bound(self, path: Path) -> bool:  # noqa: ARG002
+        """Return True: each rank reads a file of its own, some by a name that says how many there are."""
+        return True
+
     def detect(self, path: Path) -> bool:
         """Return True for a directory with files of ranks that hold a model."""
         return path.is_dir() and is_there(names_in(path))

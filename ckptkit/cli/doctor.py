@@ -1,0 +1,93 @@
+"""Run `ckptkit doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
+from ckptkit.files.path import to_path
+
+if TYPE_CHECKING:
+    from ckptkit.ops.diagnosis.finding import Finding
+    from ckptkit.ops.doctor import Diagnosis
+
+_ROWS = 20  # of the table, unless all are asked for
+
+
+def doctor(
+    ckpt: Annotated[
+        Path,
+        typer.Argument(parser=to_path, metavar="CKPT", help="A checkpoint, or a run: then its latest complete one."),
+    ],
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Load it into this: a directory, a config.json, a Hub id.")
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(parser=to_path, metavar="OTHER", help="Load it where this checkpoint is loaded.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Load it with so many ranks.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="List every finding.")] = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Say what will break when a checkpoint is loaded, and how to mend it.
+
+    Names, shapes, the optimizer's states and groups, and what belongs to single ranks are held against the model, the
+    ranks or the other checkpoint that is given. Only metadata are read.
+
+    Example: ckptkit doctor run/ckpt-500 --model org/model --world-size 16
+
+    Exit codes: 0 nothing will break; 1 findings, each with the command that mends it, where there is one; 2 usage;
+    3 not a checkpoint; 4 an I/O failure.
+    """
+    from ckptkit.ops.doctor import doctor as examine
+
+    found = examine(ckpt, model=model, like=like, world_size=world_size)
+    if json:
+        print_json(to_json(found))
+    else:
+        report(found, every=every)
+    if not found.is_ok:
+        raise typer.Exit(1)
+
+
+def to_json(found: Diagnosis) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    findings = [pick(one, "code", "tensor", "message", "fix", "count", "names") for one in found.findings]
+    return {"ok": found.is_ok, "path": found.path, "findings": findings, "notes": found.notes}
+
+
+def report(found: Diagnosis, *, every: bool) -> None:
+    """Print the findings as a table, and below it the commands that mend them, by the numbers in it."""
+    for text in found.notes:
+        note(f"note: {text}")
+    shown = found.findings if every else found.findings[:_ROWS]
+    if shown:
+        rows = [(number, one.code, describe(one)) for number, one in enumerate(shown, 1)]
+        print_table(rows, ("", "finding", "tensor: what is wrong"))
+    if len(shown) < len(found.findings):
+        say(f"... {len(found.findings) - len(shown):,} more: --all lists them")
+    fixes = dict.fromkeys(one.fix for one in shown if one.fix)
+    for fix in fixes:
+        numbers = ",".join(str(number) for number, one in enumerate(shown, 1) if one.fix == fix)
+        say(f"mends {numbers}: {fix}")
+    if len(fixes) > 1:
+        note("hint: run one of them, and `ckptkit doctor` on what it made, or give their options to one command")
+    say(conclude(found))
+
+
+def describe(one: Finding) -> str:
+    """Return what a finding is about, how many that are, and the sentence."""
+    if one.tensor is None:
+        return one.message
+    return f"{one.tensor}{f' ({one.count:,})' if one.count > 1 else ''}: {one.message}"
+
+
+def conclude(found: Diagnosis) -> str:
+    """Return the result in one line."""
+    if found.is_ok:
+        return f"{found.path}: nothing found that would break"
+    return f"{found.path}: {count(len(found.findings), 'finding')}"

@@ -1,0 +1,186 @@
+"""Find the tensors that a model looks for and that are not there by those names, and those that it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptkit.checkpoints.expected import HEAD
+from ckptkit.checkpoints.families import HUB
+from ckptkit.checkpoints.fit import abridge, without_extra_state
+from ckptkit.checkpoints.form import Form, closest
+from ckptkit.checkpoints.naming import name_weights
+from ckptkit.checkpoints.vocabulary import rows_of, vocabulary_of
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
+from ckptkit.ops.comparison.renames import by_rule, fold
+from ckptkit.ops.diagnosis.case import Case
+from ckptkit.ops.diagnosis.commands import export, rewrite
+from ckptkit.ops.diagnosis.finding import Finding
+from ckptkit.ops.diagnosis.model import Model
+from ckptkit.ops.diagnosis.rename_rules import by_change, rules_for
+from ckptkit.tensors.box import Shape
+
+_IN_MEMORY = "transformers"  # the family of names that its models have there
+_MOST_GLOBS = 8
+Shapes = Mapping[str, Shape]
+
+
+def find_names(case: Case) -> Iterator[Finding]:
+    """Yield the tensors that the model calls for and that are missing, and those that it does not call for.
+
+    With the rule, family or prefix that would mend it, where there is one.
+    """
+    model = case.model
+    if model is None or case.form is None or case.weights is None or not case.is_plain:
+        return
+    misfits = Misfits.of(plain_shapes(case), case.form, model)
+    if not misfits:
+        yield from find_names_on_disk(case, model)
+        return
+    turned = None if misfits.is_small else turn_to_hub(case, model)
+    if turned is not None:
+        if not model.asked:
+            return  # the names are its trainer's, which loads it
+        yield turned.finding
+        misfits = Misfits.of(turned.shapes, closest(model.forms, turned.shapes.keys()), model)
+    pairs = by_rule({name: misfits.extra[name] for name in misfits.extra}, dict(misfits.missing))
+    yield from find_renamed(case, pairs)
+    missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
+    extra = [name for name in misfits.extra if name not in pairs]
+    if missing and len(missing) == misfits.needed:
+        yield another_model(case, model, len(missing))
+        return
+    yield from (missing_one(model, name) for name in missing)
+    if model.asked:
+        yield from find_unexpected(case, model, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Misfits:
+    """The tensors that a model calls for and that are missing, and those that it does not call for."""
+
+    missing: Shapes
+    extra: Shapes
+    needed: int  # how many, in all
+
+    @classmethod
+    def of(cls, shapes: Shapes, form: Form, model: Model) -> Misfits:
+        """Hold tensors against a form of the model. What lies beside its own weights is no misfit."""
+        missing = {name: form.shapes[name] for name in form.shapes if name in form.needed and name not in shapes}
+        extra = {name: shape for name, shape in shapes.items() if name not in form.shapes and name not in model.specs}
+        return cls(missing, extra, len(form.needed))
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra)
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether nothing is missing, so that names of another family cannot be the reason."""
+        return not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """The tensors of a checkpoint by the names of the Hub, and what there is to say of it."""
+
+    shapes: Shapes
+    finding: Finding
+
+
+def plain_shapes(case: Case) -> Shapes:
+    """Return the shapes of the model's weights, without what modules keep beside them."""
+    assert case.weights is not None
+    layout, _ = without_extra_state(case.weights.layout)
+    return layout.shapes
+
+
+def turn_to_hub(case: Case, model: Model) -> Turned | None:
+    """Return the tensors by the Hub's names, if they have another family's and it is known how these turn."""
+    shapes = named_as_on_hub(case, model, None)
+    rows = vocabulary_of(model.config)
+    options: tuple[object, ...] = ()
+    if shapes is None and rows is not None:
+        shapes = named_as_on_hub(case, model, rows)
+        options = ("--vocab-size", rows)
+    if shapes is None or shapes.keys() == case.shapes.keys():
+        return None
+    family = case.checkpoint.family
+    whose = f"{family.name}'s" if family else "those of the model in memory"
+    names = tuple(name for name in case.shapes if name not in shapes)
+    message = f"the names are {whose}, and {model.name} has the Hub's"
+    if options:
+        message += f"; the vocabulary is padded to {padded_rows(case)} rows, its own is {rows}"
+    if case.checkpoint.model_part.reader.is_model_only or not has_optimizer(case):
+        fix = export(case.checkpoint, *options, base=model.name)
+    else:
+        fix = rewrite(case.checkpoint, "--names", HUB, *options, "--base", model.name)
+    return Turned(shapes, Finding("family", names[0] if names else None, message, fix, names))
+
+
+def find_names_on_disk(case: Case, model: Model) -> Iterator[Finding]:
+    """Yield that shards have the names of files, where a model in memory has others since transformers 5."""
+    memory = model.forms[-1]
+    names = tuple(name for name in case.shapes if name not in memory.shapes)
+    if case.checkpoint.model_part.reader.is_model_only or not (model.asked and names):
+        return
+    message = f"it is called so in files: in memory {model.name} has other names, and torch's load asks for these"
+    fix = rewrite(case.checkpoint, "--names", _IN_MEMORY, "--base", model.name)
+    yield Finding("family", names[0], message, fix, names)
+
+
+def named_as_on_hub(case: Case, model: Model, rows: int | None) -> Shapes | None:
+    """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
+    assert case.weights is not None
+    try:
+        found, _ = name_weights(case.weights, model.config or None, HUB, case.checkpoint.trainer, rows=rows)
+    except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
+        return None
+    return found.layout.shapes
+
+
+def padded_rows(case: Case) -> int:
+    """Return the rows that the embedding has."""
+    assert case.weights is not None
+    return max(rows_of(case.weights.layout.tensors).values(), default=0)
+
+
+def has_optimizer(case: Case) -> bool:
+    """Return whether anything but a model is in the checkpoint."""
+    return bool(case.layout.blobs) or (case.weights is not None and bool(case.weights.left_out))
+
+
+def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the tensors that are called otherwise, a finding for each rule."""
+    if not pairs or case.model is None:
+        return
+    rules = rules_for(pairs, case.shapes.keys())
+    options = [word for rule in rules or () for word in ("--rename", rule)]
+    base = case.model.name if case.model.asked else None
+    fix = rewrite(case.checkpoint, *options, base=base) if rules else None
+    for line, members in by_change(pairs):
+        yield Finding("renamed", line.old, f"{case.model.name} calls it `{line.new}`", fix, members)
+
+
+def another_model(case: Case, model: Model, count: int) -> Finding:
+    """Return the finding that nothing of a model is there."""
+    there = abridge(sorted(case.shapes, key=len))
+    message = f"none of the {count} tensors that {model.name} calls for is here, under any name; here are {there}"
+    return Finding("other_model", None, message)
+
+
+def missing_one(model: Model, name: str) -> Finding:
+    """Return the finding that a tensor is missing."""
+    message = f"{model.name} calls for it, and it is not here"
+    if name == HEAD:
+        message += ": was the head tied to the embedding in training? Then its config has tie_word_embeddings true"
+    return Finding("missing", name, message)
+
+
+def find_unexpected(case: Case, model: Model, extra: list[str]) -> Iterator[Finding]:
+    """Yield the tensors that a model does not call for."""
+    assert case.weights is not None
+    globs = list(dict.fromkeys(fold(case.weights.came_from.get(name, name)) for name in extra))
+    options = [word for glob in globs for word in ("--exclude", glob)]
+    fix = rewrite(case.checkpoint, *options, base=model.name) if 0 < len(globs) <= _MOST_GLOBS else None
+    message = f"{model.name} does not call for it: `load_state_dict` refuses it, other loaders leave it out"
+    yield from (Finding("unexpected", name, message, fix) for name in extra)

@@ -1,0 +1,53 @@
+"""Find names with the words that torch's wrappers put into them, which a model that is not wrapped does not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckptkit.checkpoints.weights import find_prefix, model_name
+from ckptkit.ops.diagnosis.case import Case
+from ckptkit.ops.diagnosis.commands import export, rewrite
+from ckptkit.ops.diagnosis.finding import Finding
+
+_WORDS = {
+    "_orig_mod": "torch.compile",
+    "module": "DistributedDataParallel",
+    "_fsdp_wrapped_module": "FSDP1",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+
+
+def find_wrappers(case: Case) -> Iterator[Finding]:
+    """Yield the words of wrappers in names, where a model without them is to be loaded."""
+    if case.weights is None or not (case.is_asked or case.checkpoint.model_part.reader.is_model_only):
+        return
+    raw = raw_names(case)
+    for word, whose in _WORDS.items():
+        names = tuple(name for name, own in raw.items() if word in name.split(".") and word not in own.split("."))
+        if names:
+            message = f"`{word}.` is {whose}'s: a model that is not wrapped has other names, and finds none of these"
+            yield Finding("wrapper", names[0], message, mend(case, word), names)
+
+
+def raw_names(case: Case) -> dict[str, str]:
+    """Return by the names that the model's tensors have below its key those without wrappers."""
+    weights = case.weights
+    if weights is None:
+        return {}
+    prefix = find_prefix(weights.whole)
+    keys = {own: weights.whole.key(name) for own, name in weights.came_from.items()}
+    return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
+
+
+def mend(case: Case, word: str) -> str:
+    """Return the command that takes a word out of all names; a model alone is made without such words anyway."""
+    if case.checkpoint.model_part.reader.is_model_only:
+        base = case.model.name if case.model and case.model.asked else None
+        return export(case.checkpoint, base=base)
+    return rewrite(case.checkpoint, "--rename", rf"(^|\.){re.escape(word)}\.=>\1")
+
+
+def has_wrappers(case: Case) -> bool:
+    """Return whether wrappers have words in the names."""
+    return any(model_name((raw,), ()) != raw or raw != own for raw, own in raw_names(case).items())

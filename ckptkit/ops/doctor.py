@@ -1,0 +1,104 @@
+"""Say what will break when a checkpoint is loaded somewhere, and the command that mends it. Reads metadata only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
+from ckptkit.checkpoints.companions import CONFIG
+from ckptkit.collector import collector_paused
+from ckptkit.errors import Usage
+from ckptkit.ops.diagnosis import KINDS
+from ckptkit.ops.diagnosis.case import Case
+from ckptkit.ops.diagnosis.damage import find_damage, look_for_damage
+from ckptkit.ops.diagnosis.finding import Finding, group
+from ckptkit.ops.diagnosis.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The checkpoint at `path`, and what will break when it is loaded. `notes` say what else there is to know."""
+
+    path: Path
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether nothing will break."""
+        return not self.findings
+
+
+@collector_paused()
+def doctor(
+    ckpt: Source, *, model: str | Path | None = None, like: Source | None = None, world_size: int | None = None
+) -> Diagnosis:
+    """Find what will break when the checkpoint at `ckpt`, or the latest of the run there, is loaded.
+
+    By itself, into the `model` in a directory, a config.json or a Hub repository, in a job of `world_size` ranks, or
+    where the checkpoint `like` is loaded. Reads no tensor, but for two that are said to be the same.
+
+    Raises `NotACheckpoint` if there is none, `Usage` for a model that is not there.
+    """
+    if world_size is not None and world_size < 1:
+        raise Usage(f"world_size is {world_size}; it must be at least 1")
+    case, findings = open_case(ckpt, model, like, world_size)
+    if case is None:
+        path = Checkpoint.open(ckpt).path
+        return Diagnosis(path, group(findings), ("nothing else was looked at",))
+    findings += [found for kind in KINDS for found in kind(case)]
+    notes = (*unfinished_in(path_of(ckpt), case.checkpoint), *notes_on(case))
+    return Diagnosis(case.checkpoint.path, group(findings), notes)
+
+
+def open_case(
+    ckpt: Source, model: str | Path | None = None, like: Source | None = None, world_size: int | None = None
+) -> tuple[Case | None, list[Finding]]:
+    """Open a checkpoint, and all that it is to be held against; None if its model cannot be read.
+
+    Returns what is damaged too.
+    """
+    checkpoint = Checkpoint.open(ckpt)
+    damage = look_for_damage(checkpoint)
+    findings = list(find_damage(checkpoint, damage))
+    if checkpoint.model_part.path in damage:
+        return None, findings
+    whole = replace(checkpoint, parts=tuple(part for part in checkpoint.parts if part.path not in damage))
+    other = None if like is None else Checkpoint.open(like)
+    return Case(whole, open_model(whole, model), other, world_size), findings
+
+
+def open_model(checkpoint: Checkpoint, model: str | Path | None) -> Model | None:
+    """Return the model that was named, or else that of the checkpoint's own config; None where there is none."""
+    if model is not None:
+        return Model.open(str(model))
+    own = checkpoint.companions
+    if own.config is None or own.found_in is None:
+        return None
+    return Model.of(str(own.found_in / CONFIG), own.config, {}, asked=False)
+
+
+def notes_on(case: Case) -> Iterator[str]:
+    """Yield what was not looked at, and what happens on purpose."""
+    if case.model is None:
+        if case.like is None:
+            yield "no config.json is here: names and shapes were held against nothing (--model or --like gives a model)"
+        return
+    if case.model.reason is not None:
+        yield f"names and shapes were not held against {case.model.name}: {case.model.reason}"
+    there = {spec.dtype for name, spec in case.model.specs.items() if name in case.shapes}
+    here = {spec.dtype for name, spec in case.weights.layout.specs.items()} if case.weights else set()
+    if there and here and there != here:
+        one, two = (", ".join(sorted(dtype.name for dtype in dtypes)) for dtypes in (here, there))
+        yield f"the weights are {one}, those of {case.model.name} {two}: a load converts them without a word"
+
+
+def unfinished_in(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield that the run that was asked for has a later checkpoint that is not complete."""
+    if asked == checkpoint.path or not asked.is_dir():
+        return
+    later = [one.name for one in named_in(asked) if (one.own_step or 0) > (checkpoint.own_step or 0)]
+    if later:
+        yield f"later, and unfinished: {', '.join(later)}"

@@ -1,0 +1,50 @@
+"""Explain the error of a load that has just failed, by what is in the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.ops.diagnosis.finding import Finding, group
+from ckptkit.ops.diagnosis.messages import MESSAGES, Message
+from ckptkit.ops.diagnosis.said import Said
+from ckptkit.ops.doctor import open_case
+
+_MOST = 1 << 20  # characters of a text that is searched: rank by rank it says the same
+_SOURCE = re.compile(
+    r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE
+)  # lines of code, in which messages stand as they are made
+
+
+def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
+    """Return what the error of a failed load means, and what of the checkpoint it is about, with commands that mend it.
+
+    Known are the messages of torch, transformers and others, in the `error` and in what led to it; () for any other.
+    Raises a `CkptError` if there is no checkpoint at `ckpt`.
+    """
+    text = error if isinstance(error, str) else "\n".join(words_of(error))
+    text = _SOURCE.sub("", text[:_MOST])
+    case, findings = open_case(ckpt)
+    meanings: list[Finding] = []
+    for message in MESSAGES:
+        for parts in dict.fromkeys(found.groups() for found in message.pattern.finditer(text)):
+            findings += message.look(Said(parts, text), case) if message.look and case else ()
+            meanings.append(meaning(message))
+    return group(findings or meanings)
+
+
+def meaning(message: Message) -> Finding:
+    """Return what a message means, where the checkpoint shows no more."""
+    return Finding(message.code, None, message.means)
+
+
+def words_of(error: BaseException) -> Iterator[str]:
+    """Yield what an error says, and what those say that led to it."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield f"{type(one).__name__}: {one}"
+        yield from getattr(one, "__notes__", ())
+        one = one.__cause__ or one.__context__

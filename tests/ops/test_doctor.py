@@ -1,0 +1,470 @@
+"""Checkpoints that do not load: the real load fails, `doctor` says why, and the command that it names mends it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from ckptkit import Finding, doctor
+from ckptkit.errors import NotACheckpoint, Usage
+from tests import producers
+from tests.checkpoints.families.tiny_models import make_model
+from tests.conftest import Produce
+from tests.ops import situations
+from tests.ops.situations import blank, config_alone, from_pretrained, llama, load_into, run, saved, write_hf
+from tests.ops.test_bad_input import DAMAGES
+from tests.producers import Producer, save_alone
+
+UNSEEN = {"shard all zeros", "shard of another rank", "everything missing", "shard a socket"}  # or errors as such
+Refused = (dcp.api.CheckpointException, RuntimeError, ValueError)
+
+
+def the_one(path: Path, code: str, **where: Any) -> Finding:
+    """The only finding of a kind, of a checkpoint of which nothing else is found."""
+    found = doctor(path, **where)
+    assert {one.code for one in found.findings} == {code}, found
+    return found.findings[0]
+
+
+def is_ok(path: Path, **where: Any) -> bool:
+    found = doctor(path, **where)
+    assert found.findings == ()
+    return found.is_ok
+
+
+@pytest.mark.parametrize("producer", producers.READABLE, ids=lambda producer: producer.__name__)
+def test_nothing_is_found_in_what_loads(produce: Produce, producer: Producer) -> None:
+    root = produce(producer).root
+    assert is_ok(root)
+    assert is_ok(root, like=root)
+
+
+def test_a_model_of_transformers_is_one(tmp_path: Path) -> None:
+    for tied in (False, True):
+        model = saved(tmp_path / f"{tied}", tie_word_embeddings=tied)
+        assert is_ok(model)
+        assert is_ok(model, model=model)
+        assert is_ok(model, model=model / "config.json", world_size=8)
+        state = {"model": llama(tie_word_embeddings=tied).state_dict()}
+        save_alone(state, tmp_path / "run" / f"ckpt-{int(tied)}")
+        assert is_ok(tmp_path / "run" / f"ckpt-{int(tied)}", model=model, world_size=4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "qwen3_moe", "mixtral", "qwen2_5_vl"])
+def test_models_of_other_types_are_whole(tmp_path: Path, kind: str) -> None:
+    model = make_model(kind)
+    model.save_pretrained(tmp_path / "hf")
+    save_alone({"model": model.state_dict()}, tmp_path / "ckpt-1")
+    assert is_ok(tmp_path / "hf")
+    assert is_ok(tmp_path / "hf", model=tmp_path / "hf" / "config.json")
+    assert is_ok(tmp_path / "ckpt-1", model=tmp_path / "hf")
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["_orig_mod", "module"])
+def test_words_of_wrappers(tmp_path: Path, word: str) -> None:
+    wrapped = {f"{word}.{name}": tensor for name, tensor in llama().state_dict().items()}
+    root = tmp_path / "ckpt-3"
+    save_alone({"model": wrapped}, root)
+    model = config_alone(tmp_path / "model")
+    with pytest.raises(Refused, match=r"Missing key in checkpoint state_dict: model\.model\.embed_tokens"):
+        load_into({"model": blank(llama().state_dict())}, root)
+    assert is_ok(root)
+    found = the_one(root, "wrapper", model=model)
+    assert found.count == len(wrapped)
+    mended = run(found.fix)
+    load_into({"model": blank(llama().state_dict())}, mended)
+    assert is_ok(mended, model=model)
+
+
+def test_a_prefix_of_its_trainer(tmp_path: Path) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = llama()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    root = tmp_path / "ckpt-3"
+    save_alone({"model": Wrapped().state_dict()}, root)
+    model = config_alone(tmp_path / "model")
+    with pytest.raises(Refused, match="Unexpected key"):
+        llama().load_state_dict(Wrapped().state_dict())
+    found = {one.code: one for one in doctor(root, model=model).findings}
+    assert found.keys() == {"renamed", "unexpected"}
+    assert found["renamed"].tensor == "net.*"
+    assert found["renamed"].message.endswith("calls it `*`")
+    assert found["unexpected"].tensor == "scale"
+    once = run(found["renamed"].fix)
+    twice = run(the_one(once, "unexpected", model=model).fix)
+    state = load_into({"model": blank(llama().state_dict())}, twice)
+    llama().load_state_dict(state["model"])
+    assert is_ok(twice, model=model)
+
+
+def test_names_of_another_family(tmp_path: Path) -> None:
+    from tests.checkpoints.families.titan_model import Titan, Widths
+
+    root = tmp_path / "step-20"
+    save_alone(dict(Titan(Widths()).state_dict()), root)
+    model = config_alone(tmp_path / "model")
+    shutil.copy(model / "config.json", root)
+    with pytest.raises(Refused, match="Missing key"):
+        load_into(blank(llama().state_dict()), root)
+    assert is_ok(root)
+    found = the_one(root, "family", model=model)
+    assert "torchtitan" in found.message
+    mended = run(found.fix)
+    _, info = from_pretrained(mended)
+    assert not info["missing_keys"]
+    assert is_ok(mended, model=model)
+
+
+def test_names_of_files_where_those_in_memory_are_wanted(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "hf")
+    save_alone({"model": load_file(tmp_path / "hf" / "model.safetensors")}, tmp_path / "ckpt-1")
+    with pytest.raises(Refused, match=r"Missing key in checkpoint state_dict: model\..*experts"):
+        load_into({"model": blank(model.state_dict())}, tmp_path / "ckpt-1")
+    mended = run(the_one(tmp_path / "ckpt-1", "family", model=tmp_path / "hf").fix)
+    found = load_into({"model": blank(model.state_dict())}, mended)["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    assert is_ok(mended, model=tmp_path / "hf")
+
+
+def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
+    state = llama().state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"], state["model.layers.0.mlp.up_proj.weight"]
+    root = write_hf(tmp_path / "hf", state, llama().config.to_dict())
+    _, info = from_pretrained(root)
+    assert info["missing_keys"]
+    found = the_one(root, "missing")
+    assert found.tensor == "model.layers.*.mlp.up_proj.weight"
+    assert found.count == 2
+
+
+def test_another_model(tmp_path: Path) -> None:
+    save_alone({"model": nn.Linear(3, 4).state_dict()}, tmp_path / "ckpt-1")
+    found = the_one(tmp_path / "ckpt-1", "other_model", model=config_alone(tmp_path / "model"))
+    assert "none of the 21 tensors" in found.message
+
+
+def test_no_model_or_two(tmp_path: Path) -> None:
+    weights = llama().state_dict()
+    save_alone({"student": weights, "teacher": weights}, tmp_path / "ckpt-1")
+    model = config_alone(tmp_path / "model")
+    mended = run(the_one(tmp_path / "ckpt-1", "no_model", model=model).fix)
+    assert is_ok(mended, model=model)
+    save_alone({"optim": {"state": {"w": {"exp_avg": torch.ones(2)}}}}, tmp_path / "ckpt-2")
+    assert the_one(tmp_path / "ckpt-2", "no_model", model=model).fix is None
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_another_head(tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    save_alone({"model": llama().state_dict()}, tmp_path / "ckpt-1")
+    other = LlamaForSequenceClassification(llama().config)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict(llama().state_dict())
+    found = doctor(tmp_path / "ckpt-1", model=tmp_path / "other").findings
+    assert [(one.code, one.tensor) for one in found] == [("missing", "score.weight"), ("unexpected", "lm_head.weight")]
+    assert is_ok(tmp_path / "other")
+    assert is_ok(tmp_path / "other", model=tmp_path / "other")
+
+
+def test_a_padded_vocabulary(tmp_path: Path) -> None:
+    model = config_alone(tmp_path / "model")
+    root = write_hf(tmp_path / "hf", llama(vocab_size=64).state_dict(), llama().config.to_dict())
+    with pytest.raises(RuntimeError, match="size"):
+        from_pretrained(root)
+    found = doctor(root, model=model)
+    assert [(one.code, one.tensor) for one in found.findings] == [
+        ("vocabulary", "lm_head.weight"),
+        ("vocabulary", "model.embed_tokens.weight"),
+    ]
+    mended = run(found.findings[0].fix)
+    loaded, _ = from_pretrained(mended)
+    assert torch.equal(loaded.lm_head.weight, llama(vocab_size=64).lm_head.weight[:40])
+    save_alone({"model": llama(vocab_size=64).state_dict()}, tmp_path / "ckpt-1")
+    with pytest.raises(Refused, match="Size mismatch between saved"):
+        load_into({"model": blank(llama().state_dict())}, tmp_path / "ckpt-1")
+    mended = run(doctor(tmp_path / "ckpt-1", model=model).findings[0].fix)
+    load_into({"model": blank(llama().state_dict())}, mended)
+
+
+def test_a_config_of_another_model(tmp_path: Path) -> None:
+    root, other = saved(tmp_path / "hf"), config_alone(tmp_path / "other", intermediate_size=48)
+    shutil.copy(other / "config.json", tmp_path / "kept.json")
+    found = doctor(root, model=other)
+    assert [one.code for one in found.findings] == ["config", "shape", "shape", "shape"]
+    assert "intermediate_size 48, here 24" in found.findings[0].message
+    assert found.findings[1].tensor == "model.layers.*.mlp.down_proj.weight"
+    mended = run(found.findings[0].fix)
+    from_pretrained(mended)
+    assert is_ok(mended)
+
+
+# -- what is no plain model --------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    base, adapted = saved(tmp_path / "base"), situations.adapted()
+    save_alone({"model": adapted.state_dict()}, tmp_path / "ckpt-3")
+    adapted.peft_config["default"].save_pretrained(tmp_path / "ckpt-3")
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = adapted.merge_and_unload()
+    with pytest.raises(Refused, match="Missing key"):
+        load_into({"model": blank(llama().state_dict())}, tmp_path / "ckpt-3")
+    for place in ("ckpt-3", "adapter"):
+        assert is_ok(tmp_path / place)
+        mended = run(the_one(tmp_path / place, "adapter", model=base).fix)
+        loaded, info = from_pretrained(mended)
+        assert not info["missing_keys"]
+        key = "model.layers.0.self_attn.q_proj.weight"
+        torch.testing.assert_close(loaded.state_dict()[key], merged.state_dict()[key])
+
+
+def test_quantized_weights(tmp_path: Path) -> None:
+    from tests.quantized_models import deepseek
+
+    root, _ = deepseek(tmp_path / "quantized")
+    assert is_ok(root)
+    said = json.loads((root / "config.json").read_text())
+    del said["quantization_config"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(said))
+    found = the_one(root, "quantized", model=tmp_path / "model")
+    assert is_ok(run(found.fix), model=tmp_path / "model")
+
+
+def test_state_of_modules(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.ones(3)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            pass
+
+    bare = llama()
+    bare.lm_head = Scaled(32, 40, bias=False)
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"lm_head._extra_state\""):
+        llama().load_state_dict(bare.state_dict())
+    root, model = tmp_path / "ckpt-2", config_alone(tmp_path / "model")
+    save_alone({"model": bare.state_dict()}, root)
+    found = the_one(root, "extra_state", model=model)
+    assert found.tensor == "model.lm_head._extra_state"
+    assert is_ok(run(found.fix), model=model)
+
+
+# -- ties --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_that_was_trained_apart(tmp_path: Path) -> None:
+    config = llama(tie_word_embeddings=True).config.to_dict()
+    root = write_hf(tmp_path / "hf", llama().state_dict(), config)
+    found = the_one(root, "tie")
+    assert found.tensor == "lm_head.weight"
+
+
+def test_a_head_that_shards_lack(tmp_path: Path) -> None:
+    model = config_alone(tmp_path / "model", tie_word_embeddings=True)
+    state = llama(tie_word_embeddings=True).state_dict()
+    del state["lm_head.weight"]
+    save_alone({"model": state}, tmp_path / "ckpt-1")
+    with pytest.raises(Refused, match=r"Missing key in checkpoint state_dict: model.lm_head.weight"):
+        load_into({"model": blank(llama(tie_word_embeddings=True).state_dict())}, tmp_path / "ckpt-1")
+    mended = run(the_one(tmp_path / "ckpt-1", "tie", model=model).fix)
+    _, info = from_pretrained(mended)
+    assert not info["missing_keys"]
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_never_had_a_gradient(produce: Produce) -> None:
+    made = produce(situations.never_trained).root
+    assert "Missing key in checkpoint state_dict: optim.state.idle.0.weight." in (made / "said").read_text()
+    findings = doctor(made / "ckpt-1").findings
+    assert [(one.code, one.tensor, one.count) for one in findings] == [
+        ("optimizer_state", "optim.state.idle.*.weight", 2),
+        ("optimizer_state", "optim.state.idle.*.bias", 2),
+    ]
+
+
+def groups_of(*lists: list[str]) -> dict[str, Any]:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    optimizer = torch.optim.AdamW([{"params": [model[name].weight for name in names]} for names in lists])
+    sum(layer(torch.ones(2)).sum() for layer in model.values()).backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [((["a", "b", "c"],), "different number of parameter groups"), ((["a"], ["b", "c"]), "doesn't match the size")],
+)
+def test_groups_of_another_optimizer(tmp_path: Path, other: tuple[list[str], ...], words: str) -> None:
+    torch.save(groups_of(["a", "b"], ["c"]), tmp_path / "one.pt")
+    torch.save(groups_of(*other), tmp_path / "two.pt")
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    optimizer = torch.optim.AdamW([{"params": [model[name].weight for name in names]} for names in other])
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(torch.load(tmp_path / "one.pt")["optimizer"])
+    found = the_one(tmp_path / "one.pt", "groups", like=tmp_path / "two.pt")
+    assert words in found.message
+    assert is_ok(tmp_path / "two.pt", like=tmp_path / "two.pt")
+
+
+# -- another checkpoint that loads -------------------------------------------------------------------------------------
+
+
+def test_dtypes_that_a_load_converts_in_silence(tmp_path: Path) -> None:
+    wide = {f"layers.{i}.w": torch.randn(3, 2) for i in range(3)}
+    narrow = {name: tensor.bfloat16() for name, tensor in wide.items()}
+    save_alone({"model": wide, "optim": {"lr": 0.1}}, tmp_path / "ckpt-1")
+    save_alone({"model": narrow, "optim": {"lr": 0.1}}, tmp_path / "ckpt-2")
+    loaded = load_into({"model": blank(narrow)}, tmp_path / "ckpt-1")
+    assert torch.equal(loaded["model"]["layers.0.w"], narrow["layers.0.w"])  # rounded, and nothing was said
+    found = the_one(tmp_path / "ckpt-1", "dtype", like=tmp_path / "ckpt-2")
+    assert (found.tensor, found.count) == ("model.layers.*.w", 3)
+    assert is_ok(run(found.fix), like=tmp_path / "ckpt-2")
+
+
+def test_what_another_checkpoint_has_more_of(tmp_path: Path) -> None:
+    a, b = ({"model": {"w": torch.ones(2)}, "optim": {"lr": 1, **more}} for more in ({}, {"amsgrad": False}))
+    save_alone(a, tmp_path / "ckpt-1")
+    save_alone(b, tmp_path / "ckpt-2")
+    with pytest.raises(Refused, match=r"Missing key in checkpoint state_dict: optim\.amsgrad"):
+        load_into({"optim": {"lr": 0, "amsgrad": True}}, tmp_path / "ckpt-1")
+    assert the_one(tmp_path / "ckpt-1", "missing", like=tmp_path / "ckpt-2").tensor == "optim.amsgrad"
+    assert is_ok(tmp_path / "ckpt-2", like=tmp_path / "ckpt-1")
+
+
+def test_another_key_and_other_names(tmp_path: Path) -> None:
+    layers = {f"layers.{i}.{kind}": torch.randn(2, 2) for i in range(3) for kind in ("up", "down")}
+    save_alone({f"net.{name}": tensor for name, tensor in layers.items()}, tmp_path / "ckpt-1")
+    save_alone({"model": layers}, tmp_path / "ckpt-2")
+    found = {one.code: one for one in doctor(tmp_path / "ckpt-1", like=tmp_path / "ckpt-2").findings}
+    assert found.keys() == {"key", "renamed"}
+    once = run(found["renamed"].fix)
+    twice = run(the_one(once, "key", like=tmp_path / "ckpt-2").fix)
+    load_into({"model": blank(layers)}, twice)
+    assert is_ok(twice, like=tmp_path / "ckpt-2")
+
+
+# -- ranks and files ---------------------------------------------------------------------------------------------------
+
+
+def test_files_of_another_number_of_ranks(produce: Produce, tmp_path: Path) -> None:
+    from tests.trainers.produced_ranks import three_ranks
+
+    made = produce(three_ranks).root
+    source = next(path.parent for path in sorted(made.rglob("model_world_size_3_rank_0.pt")))
+    root = tmp_path / "global_step_3"
+    shutil.copytree(source, root)
+    assert is_ok(root, world_size=3)
+    found = doctor(root, world_size=2)
+    assert {one.code for one in found.findings} <= {"world_size", "rank_state"}
+    mended = run(found.findings[0].fix)
+    assert (mended / "model_world_size_2_rank_1.pt").exists()
+    assert is_ok(mended, world_size=2)
+
+
+def test_shards_of_another_node(produce: Produce, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt-9"
+    shutil.copytree(produce(producers.fsdp2).root, root)
+    (root / "__1_0.distcp").unlink()
+    weights = {"model": {"up.weight": torch.zeros(7, 6)}}
+    with pytest.raises((*Refused, FileNotFoundError), match=r"__1_0\.distcp"):
+        load_into(weights, root)
+    found = the_one(root, "incomplete")
+    assert "__1_0.distcp" in found.message
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - UNSEEN))
+def test_damage_is_found(produce: Produce, tmp_path: Path, damage: str) -> None:
+    root = tmp_path / "ckpt-9"
+    shutil.copytree(produce(producers.fsdp2).root, root)
+    make, _, words = DAMAGES[damage]
+    make(root)
+    found = doctor(root)
+    assert any(words in one.message for one in found.findings), found
+    assert {one.code for one in found.findings} <= {"incomplete", "corrupt", "unsafe", "unsupported"}
+
+
+def test_a_save_that_did_not_finish(produce: Produce, tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(produce(producers.fsdp2).root, tmp_path / "run" / f"ckpt-{step}")
+    (tmp_path / "run" / "ckpt-2" / ".metadata").unlink()
+    with pytest.raises((*Refused, FileNotFoundError)):
+        load_into({"model": {"up.weight": torch.zeros(7, 6)}}, tmp_path / "run" / "ckpt-2")
+    found = doctor(tmp_path / "run" / "ckpt-2")
+    assert [one.code for one in found.findings] == ["incomplete"]
+    assert "did not finish" in found.findings[0].message
+    assert found.findings[0].fix == f"ckptkit doctor {tmp_path / 'run' / 'ckpt-1'}"
+    assert "ckpt-2" in doctor(tmp_path / "run").notes[0]
+    assert is_ok(tmp_path / "run")
+
+
+def test_metadata_of_a_later_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.15 writes them: a sixth item, the strides."""
+    get_state = TensorProperties.__getstate__
+    weights = {"model": {"w": torch.arange(6.0)}}
+    with monkeypatch.context() as later:
+        later.setattr(TensorProperties, "__getstate__", lambda properties: (*get_state(properties), None))
+        save_alone(weights, tmp_path / "ckpt-1")
+    try:
+        load_into({"model": {"w": torch.zeros(6)}}, tmp_path / "ckpt-1")
+    except Refused:
+        found = the_one(tmp_path / "ckpt-1", "torch_version")
+        state = load_into({"model": {"w": torch.zeros(6)}}, run(found.fix))
+        assert torch.equal(state["model"]["w"], weights["model"]["w"])
+    else:  # the torch that runs this test is as late as that
+        assert is_ok(tmp_path / "ckpt-1")
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint):
+        doctor(tmp_path / "nothing")
+    save_alone({"model": {"w": torch.ones(2)}}, tmp_path / "ckpt-1")
+    with pytest.raises((NotACheckpoint, Usage)):
+        doctor(tmp_path / "ckpt-1", model=tmp_path / "nothing")
+    with pytest.raises(Usage):
+        doctor(tmp_path / "ckpt-1", world_size=0)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    model = config_alone(tmp_path / "model", num_hidden_layers=4)
+    save_alone({"model": llama(vocab_size=64).state_dict()}, tmp_path / "ckpt-1")
+    words = [sys.executable, "-m", "ckptkit", "doctor", str(tmp_path / "ckpt-1"), "--model", str(model)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["finding", "tensor:", "what", "is", "wrong"]
+    assert any("missing" in line and "model.layers.*.mlp.up_proj.weight (2): " in line for line in lines)
+    assert any(line.startswith("mends ") and "--vocab-size 40" in line for line in lines)
+    assert lines[-1].endswith("findings")
+    found = json.loads(subprocess.run([*words, "--json"], capture_output=True, text=True, check=False).stdout)
+    assert found["ok"] is False
+    assert {"code", "tensor", "message", "fix"} <= found["findings"][0].keys()
+    healthy = subprocess.run([*words[:5]], capture_output=True, text=True, check=False)
+    assert (healthy.returncode, healthy.stdout) == (0, f"{tmp_path / 'ckpt-1'}: nothing found that would break\n")
