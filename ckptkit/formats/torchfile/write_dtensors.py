@@ -60,6 +60,7 @@ def describe_mesh(grid: Grid, rank: int, ranks: Record) -> Record:
         "_rank_map": ranks,
         "_mesh_dim_names": grid.names,
         "_root_mesh": None,
+        "_preserve_rank_order": False,  # torch 2.15 asks for it when it compares meshes
         "_flatten_rank_map": world,
         "_thread_id": None,
         "_flatten_mapping": {},
