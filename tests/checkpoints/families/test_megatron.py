@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import ckptkit
 from ckptkit.errors import CkptError, Mismatch, Unsupported
@@ -295,6 +296,10 @@ def started(made: Produced, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.skipif(
+    "strides" in TensorProperties.__dataclass_fields__,
+    reason="megatron-core 0.16.1 reads no metadata under this torch, not even its own: it has no place for strides",
+)
 def test_the_library_loads_what_is_made_of_models_of_the_hub(made: Produced, started: Path) -> None:
     expected = {name: value.clone() for name, value in made.truth.items() if not name.endswith(":logits")}
     for name, value in expected.items():
