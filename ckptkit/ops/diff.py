@@ -153,8 +153,8 @@ def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side
 def is_one_packed(one: Side, two: Side) -> bool:
     """Return whether a tensor is of plain floats on one side, and of floats of 8 bits or fewer on the other."""
     specs = two.layout.specs
-    kinds = ({spec.dtype.kind, specs[name].dtype.kind} for name, spec in one.layout.specs.items() if name in specs)
-    return {"float", "small_float"} in kinds
+    pairs = ((spec.dtype, specs[name].dtype) for name, spec in one.layout.specs.items() if name in specs)
+    return any({a.kind, b.kind} == {"float", "small_float"} for a, b in pairs)
 
 
 def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
