@@ -47,7 +47,8 @@ class Merge:
 
     def __init__(self, base: Operand | Recipe, steps: Sequence[Step], reach: Region = same) -> None:
         self._steps, self._reach = steps, reach
-        self._base, self._dtype = (Taken(base), base.dtype) if isinstance(base, Operand) else (base, FLOAT32)
+        self._base: Recipe = Taken(base) if isinstance(base, Operand) else base
+        self._dtype = base.dtype if isinstance(base, Operand) else FLOAT32
         operands = (*self._base.operands, *(operand for step in steps for operand in step.operands))
         self.operands = tuple(reaching(operand, reach) for operand in operands)
 

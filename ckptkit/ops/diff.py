@@ -50,6 +50,8 @@ def diff(
     notes: list[str] = []
     parts = [with_names_of_hub(one, two, pair, notes) for pair in pair_parts(one, two, notes)]
     pairs = [match(part.layout, other.layout, notes) for part, other in parts]
+    if any(is_one_packed(*pair) for pair in pairs):
+        notes.append("numbers of 8 bits were compared without their scales: `ckptkit stats A B` takes these along")
     asked.check_globs([side.layout for pair in pairs for side in pair])
     found = Diff(one.path, two.path, notes=tuple(notes))
     for pair in pairs:
@@ -146,6 +148,13 @@ def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side
         keys = {name: (others.get(name, name),) for name in ours.layout.names}
         ours = replace(ours, layout=edits.rekey(ours.layout, keys))
     return ours, theirs, {old: new for old, new in zip(before, ours.layout.names, strict=True) if old != new}
+
+
+def is_one_packed(one: Side, two: Side) -> bool:
+    """Return whether a tensor is of plain floats on one side, and of floats of 8 bits or fewer on the other."""
+    specs = two.layout.specs
+    pairs = ((spec.dtype, specs[name].dtype) for name, spec in one.layout.specs.items() if name in specs)
+    return any({a.kind, b.kind} == {"float", "small_float"} for a, b in pairs)
 
 
 def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:

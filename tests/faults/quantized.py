@@ -87,6 +87,8 @@ def sound(name: str, damage: Damage, subject: Subject = PLAIN) -> Bad:
 
 SIZES: tuple[Any, ...] = ([0, 128], [128, -1], [2**40, 2**40], "128", [128], [1.5, 2], [True, "x"], {}, [[]], 2**70)
 
+METHODS: tuple[Any, ...] = ("quark", 7, [], {}, "")
+
 CASES = (
     case(
         *("65", "hostile", "quantized weights with configs that say what cannot be"),
@@ -102,7 +104,7 @@ CASES = (
                 said(config_groups={"g": {"weights": {"strategy": "group", "group_size": "x"}}}),
                 "x",
             ),
-            *(bad(f"method {method}", said(quant_method=method), "config.json") for method in ("quark", 7, [], {}, "")),
+            *(bad(f"method {method}", said(quant_method=method), "config.json") for method in METHODS),
             sound("the first group is none", said(config_groups={"g": [], "h": None, "i": {"weights": 3}})),
             sound("groups are a list", said(config_groups=[{"weights": {"block_structure": [0, 0]}}])),
             sound("no words", said(weight_block_size=None)),

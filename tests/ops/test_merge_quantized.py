@@ -41,7 +41,7 @@ def adapter(model: Path, out: Path, **more: Any) -> Any:
     config = LoraConfig(r=4, lora_alpha=7, target_modules=["q_proj", "down_proj"], **more)
     live = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config)
     fill(live)
-    live.save_pretrained(out)
+    live.save_pretrained(str(out))
     return live.merge_and_unload().state_dict()
 
 

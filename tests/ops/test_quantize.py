@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit import average, consolidate, convert, finalize, inspect, merge
+from ckptkit import average, consolidate, convert, diff, finalize, inspect, merge, stats
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.quantized.choose import ALONE, ASKED, HEADS, RAGGED, choose, modules_of
 from ckptkit.checkpoints.quantized.schemes import SCHEMES
-from ckptkit.errors import Corrupt, Unsupported, Usage
+from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
+from ckptkit.ops.comparison.moved import Moved
 from ckptkit.tensors.dtypes import DTYPES
 from tests.quantized_models import E4M3, deepseek
 
@@ -274,3 +275,39 @@ def test_what_cannot_be_quantized_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "in" / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(Unsupported, match="not known which of its layers are linear"):
         consolidate(tmp_path / "in", tmp_path / "out", quantize="fp8-channel")
+
+
+@pytest.mark.usefixtures("sizes")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stats_see_what_quantized_weights_stand_for(tmp_path: Path, scheme: str) -> None:
+    live = llama(tmp_path / "plain")
+    consolidate(tmp_path / "plain", tmp_path / "in", names="keep")
+    consolidate(tmp_path / "in", tmp_path / "out", quantize=scheme)
+    consolidate(tmp_path / "out", tmp_path / "wide", dtype="fp32")
+    found, wide = stats(tmp_path / "in", tmp_path / "out"), model(tmp_path / "wide")
+    assert isinstance(found, Moved)
+    assert {one.name for one in found.tensors} == live.state_dict().keys()
+    for one in found.tensors:
+        truth = live.state_dict()[one.name].double()
+        gap = truth - wide[one.name].double()
+        assert one.distance.max_abs == gap.abs().max().item()
+        assert one.change == pytest.approx((gap.norm() / truth.norm()).item(), rel=1e-9)
+        assert one.distance.elements == truth.numel()
+    assert any("14 weights of" in note and "are quantized" in note for note in found.notes)
+    again = stats(tmp_path / "out", tmp_path / "out")
+    assert isinstance(again, Moved)
+    assert again.whole.change == 0
+    assert any("stats A B" in note for note in diff(tmp_path / "in", tmp_path / "out").notes)
+
+
+def test_stats_find_damage_in_what_is_quantized(tmp_path: Path) -> None:
+    llama(tmp_path / "in")
+    consolidate(tmp_path / "in", tmp_path / "out", quantize="fp8-block")
+    dropped = {
+        name: tensor
+        for name, tensor in model(tmp_path / "out").items()
+        if not name.endswith("0.mlp.up_proj.weight_scale_inv")
+    }
+    save_file(dropped, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(CkptError, match="no scales of it"):
+        stats(tmp_path / "in", tmp_path / "out")
