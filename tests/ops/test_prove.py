@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=96, n_positions=128, n_embd=32, n_layer=2, n_head=4),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+# with buffers, or uses of weights, of their own
+OTHERS: dict[str, Callable[[], Any]] = {
+    "llama yarn": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES),
+    "mamba": lambda: transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "falcon": lambda: transformers.FalconConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+    ),
 }
 
 
@@ -71,22 +83,25 @@ def test_an_export_is_proved(kind: str, tmp_path: Path) -> None:
     assert found.logits.max_abs > 0
 
 
-def test_the_logits_are_those_of_transformers_itself(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*MODELS, *OTHERS])
+def test_the_logits_are_those_of_transformers_itself(kind: str, tmp_path: Path) -> None:
     from ckptkit.checkpoints.checkpoint import Checkpoint
     from ckptkit.ops.proving.forward import Forward
     from ckptkit.ops.proving.model import Model
 
-    consolidate(llama, tmp_path / "out")
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config((MODELS | OTHERS)[kind](), dtype=torch.float32)
+    made.save_pretrained(tmp_path)
     ids = torch.arange(40)[None]
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    ours = Forward(Model.of(Checkpoint.open(tmp_path / "out"), config, [])).run(ids)
+    config = json.loads((tmp_path / "config.json").read_text())
+    ours = Forward(Model.of(Checkpoint.open(tmp_path), config, [])).run(ids)
     with torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         theirs = model(input_ids=ids).logits[0]
     torch.testing.assert_close(ours.logits, theirs)
-    assert list(ours.outputs) == [
-        *("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"),
-    ]
+    if kind == "llama":
+        layers = [f"model.layers.{number}" for number in range(3)]
+        assert list(ours.outputs) == ["model.embed_tokens", *layers, "model.norm", "lm_head"]
 
 
 def test_names_of_another_family_are_followed(llama: Path, tmp_path: Path) -> None:
@@ -216,3 +231,9 @@ def test_no_more_than_a_block_is_in_memory(llama: Path, tmp_path: Path, monkeypa
     block = sum(tensor.numel() for name, tensor in tensors.items() if ".layers.0." in name)
     assert max(most) == block
     assert there == {}
+
+
+def test_without_transformers_there_is_a_hint(llama: Path) -> None:
+    code = "import sys; sys.modules['transformers'] = None; from ckptkit import prove; prove('.', against='.')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=llama, capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("only transformers can compute what a model does, and it is not installed\n")

@@ -362,8 +362,18 @@ def test_commands_that_make_no_sense_are_refused(run: Path, do: str, program: st
     assert message in str(raised.value)
 
 
+def test_checkpoints_that_are_files_are_handled_too(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    torch.save({"state_dict": {"w": torch.ones(3)}, "global_step": 5}, tmp_path / "run" / "epoch=0-step=5.ckpt")
+    done = watch(tmp_path / "run", do="consolidate {ckpt} {out} -q", every=SOON, once=True)
+    assert [path.name for path in done.handled] == ["epoch=0-step=5.ckpt"]
+    assert (tmp_path / "run" / "exported" / "epoch=0-step=5" / "model.safetensors").is_file()
+
+
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="no such directory"):
         watch(tmp_path / "none", exec="true", once=True)
     with pytest.raises(NotACheckpoint, match="a checkpoint, and no run"):
         watch(run / "ckpt-9", exec="true", once=True)
+    with pytest.raises(Usage, match="remote"):
+        watch("s3://bucket/run", exec="true", once=True)

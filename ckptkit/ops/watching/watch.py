@@ -157,6 +157,8 @@ class Watcher:
             if not self._due and (looks > 1 or not is_restless):
                 break
             time.sleep(self.pause())
+        for name in sorted(self._waiting):
+            self._tell(Event(self.root / name, None, "still being written: left for the next time"))
         return Watched(
             self.root,
             self.those("handled"),
