@@ -25,7 +25,7 @@ def report_salvage(found: Account, output: Path, *, dry_run: bool) -> None:
     if found.filled:
         report_filled(found.filled)
     if found.is_whole:
-        note("note: nothing is lost")
+        note(f"note: nothing is lost of what goes into {output}")
     if found.lost:
         report_lost(found, output, dry_run=dry_run)
     if found.lost and not found.filled:

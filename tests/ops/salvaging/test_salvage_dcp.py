@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from ckptkit.errors import CkptError, Corrupt, Occupied, Usage
 from ckptkit.formats import locate
 from tests import producers
 from tests.conftest import Produce, Produced
+from tests.faults.shim import build
 from tests.ops.salvaging.damage import (
     assert_truth,
     bytes_of_tensors,
@@ -259,3 +263,41 @@ def test_a_salvaged_checkpoint_is_told(produce: Produce, tmp_path: Path) -> None
     assert again.salvaged is None
     assert lost_names(tmp_path / "again") == lost_names(tmp_path / "out")
     assert inspect(tmp_path / "again").salvaged
+
+
+READ = """
+import errno, sys
+from tests.faults.shim import Fault, arm, count_fired
+from ckptkit import reshard
+arm(Fault(sys.argv[1], kind="error", number=errno.EIO, at=int(sys.argv[4]), forever=True, calls=("read",)))
+done = reshard(sys.argv[2], sys.argv[3], to=2, salvage=True)
+assert count_fired()
+print("\\n".join(sorted({one.name for one in done.salvaged.lost if "input/output error" in one.why})))
+"""
+
+
+def with_fault(root: Path, out: Path, at: int) -> subprocess.CompletedProcess[str]:
+    """Salvage where reads of one file fail from a number on."""
+    env = {**os.environ, "LD_PRELOAD": str(build())}
+    line = [sys.executable, "-c", READ, str(root / "__1_0.distcp"), str(root), str(out), str(at)]
+    return subprocess.run(line, capture_output=True, text=True, env=env, check=False)
+
+
+def test_a_disk_that_cannot_be_read(produce: Produce, tmp_path: Path) -> None:
+    made = produce(producers.fsdp2)
+    root = copy_of(made, tmp_path)
+    done = with_fault(root, tmp_path / "out", 1)
+    assert done.returncode == 0, done.stderr
+    lost = set(done.stdout.split())
+    assert lost >= names_in(bytes_of_tensors(root), "__1_0.distcp", 0, 1 << 40)
+    found = load_dcp(tmp_path / "out")
+    assert found.keys() == made.truth.keys() - lost
+    assert_truth(found, made.truth)
+
+
+def test_a_disk_that_fails_after_it_was_surveyed(produce: Produce, tmp_path: Path) -> None:
+    """The copy is as strict as ever: it ends, and nothing is there."""
+    done = with_fault(copy_of(produce(producers.fsdp2), tmp_path), tmp_path / "out", 60)
+    assert done.returncode != 0
+    assert "IOFailure" in done.stderr
+    assert not (tmp_path / "out").exists()
