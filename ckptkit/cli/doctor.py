@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def doctor(
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Load it with so many ranks.")] = None,
     every: Annotated[bool, typer.Option("--all", help="List every finding.")] = False,
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -45,7 +47,7 @@ def doctor(
     """
     from ckptkit.ops.doctor import doctor as examine
 
-    found = examine(ckpt, model=model, like=like, world_size=world_size)
+    found = examine(with_others(ckpt, also), model=model, like=like, world_size=world_size)
     if json:
         print_json(to_json(found))
     else:

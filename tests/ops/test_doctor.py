@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from ckptkit import Finding, doctor
+import ckptkit
+from ckptkit import Checkpoint, Finding, doctor
 from ckptkit.errors import NotACheckpoint, Usage
 from tests import producers
 from tests.checkpoints.families.tiny_models import make_model
@@ -24,7 +25,7 @@ from tests.conftest import Produce
 from tests.ops import situations
 from tests.ops.situations import blank, config_alone, from_pretrained, llama, load_into, run, saved, write_hf
 from tests.ops.test_bad_input import DAMAGES
-from tests.producers import Producer, save_alone
+from tests.producers import Producer, save_alone, spawn
 
 UNSEEN = {"shard all zeros", "shard of another rank", "everything missing", "shard a socket"}  # or errors as such
 Refused = (dcp.api.CheckpointException, RuntimeError, ValueError)
@@ -37,7 +38,7 @@ def the_one(path: Path, code: str, **where: Any) -> Finding:
     return found.findings[0]
 
 
-def is_ok(path: Path, **where: Any) -> bool:
+def is_ok(path: Path | Checkpoint, **where: Any) -> bool:
     found = doctor(path, **where)
     assert found.findings == ()
     return found.is_ok
@@ -297,14 +298,19 @@ def test_a_head_that_shards_lack(tmp_path: Path) -> None:
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def test_parameters_that_never_had_a_gradient(produce: Produce) -> None:
+def test_parameters_that_never_had_a_gradient(produce: Produce, tmp_path: Path) -> None:
     made = produce(situations.never_trained).root
     assert "Missing key in checkpoint state_dict: optim.state.idle.0.weight." in (made / "said").read_text()
-    findings = doctor(made / "ckpt-1").findings
+    shutil.copytree(made / "ckpt-1", tmp_path / "ckpt-1")
+    findings = doctor(tmp_path / "ckpt-1").findings
     assert [(one.code, one.tensor, one.count) for one in findings] == [
         ("optimizer_state", "optim.state.idle.*.weight", 2),
         ("optimizer_state", "optim.state.idle.*.bias", 2),
     ]
+    mended = run(findings[0].fix)
+    assert is_ok(mended, world_size=2)
+    spawn(2, situations.load_idle, mended, tmp_path / "said")
+    assert (tmp_path / "said").read_text() == "loaded"
 
 
 def groups_of(*lists: list[str]) -> dict[str, Any]:
@@ -395,6 +401,15 @@ def test_shards_of_another_node(produce: Produce, tmp_path: Path) -> None:
         load_into(weights, root)
     found = the_one(root, "incomplete")
     assert "__1_0.distcp" in found.message
+    assert "--also" in found.message
+    other = tmp_path / "other" / "ckpt-9"
+    other.mkdir(parents=True)
+    shutil.copy(produce(producers.fsdp2).root / "__1_0.distcp", other)
+    assert is_ok(Checkpoint.open(root, also=[other]))
+    words = [sys.executable, "-m", "ckptkit", "doctor", str(root), "--also", str(other)]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 0
+    ckptkit.reshard(Checkpoint.open(root, also=[other]), tmp_path / "whole", to=2)
+    load_into(weights, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - UNSEEN))

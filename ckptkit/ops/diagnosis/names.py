@@ -120,7 +120,7 @@ def turn_to_hub(case: Case, model: Model) -> Turned | None:
 def find_names_on_disk(case: Case, model: Model) -> Iterator[Finding]:
     """Yield that shards have the names of files, where a model in memory has others since transformers 5."""
     memory = model.forms[-1]
-    names = tuple(name for name in case.shapes if name not in memory.shapes)
+    names = tuple(name for name in plain_shapes(case) if name not in memory.shapes)
     if case.checkpoint.model_part.reader.is_model_only or not (model.asked and names):
         return
     message = f"it is called so in files: in memory {model.name} has other names, and torch's load asks for these"
