@@ -7,8 +7,7 @@ several parts: model and optimizer in directories of their own, or the rest of a
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,24 +17,34 @@ from ckptkit.checkpoints import trainers
 from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.families import family_of
+from ckptkit.checkpoints.find_parts import (
+    OF_TRAINING,
+    inner_folders,
+    is_run,
+    names_near,
+    part_in,
+    parts_beside,
+    ranks_in,
+    ranks_of,
+    wholes_in,
+    words_for_unread,
+)
 from ckptkit.checkpoints.part import Part, join
+from ckptkit.checkpoints.several_disks import Others, join_places
+from ckptkit.checkpoints.steps import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
 from ckptkit.checkpoints.weights import Weights, find_weights
 from ckptkit.edits import select
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import names_in
-from ckptkit.files.folders import children, entry_of, folders
+from ckptkit.files.folders import children, entry_of
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import list_ahead, to_local, to_path
-from ckptkit.formats import Reader, describe_formats, detect_format, is_known_file, unpack
+from ckptkit.formats import describe_formats, detect_format, unpack
 from ckptkit.formats.torchfile.values import load_value
 from ckptkit.layout import KeyPath, Layout
 
 if TYPE_CHECKING:
     from ckptkit.checkpoints.families.family import Family
-
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
-_OF_TRAINING = (".pt", ".pth", ".bin")  # optimizers, schedulers and random states
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Checkpoint:
         """
         if isinstance(source, Checkpoint) and not also:
             return source
-        path = join_places(source, also)
+        path = join_places(path_of(source), also)
         here = cls.at(path)
         if here.is_direct:
             return here
@@ -111,9 +120,9 @@ class Checkpoint:
 
         A mere number is the step of a directory with a checkpoint in it.
         """
-        name = self.path.stem if self.path.suffix in _ONE_FILE and not self.path.is_dir() else self.name
+        name = self.path.stem if self.path.suffix in ONE_FILE and not self.path.is_dir() else self.name
         step = step_of(Path(name))
-        return int(name) if step is None and self.parts and _NUMBER.fullmatch(name) else step
+        return int(name) if step is None and self.parts and NUMBER.fullmatch(name) else step
 
     @cached_property
     def step(self) -> int | None:
@@ -270,7 +279,7 @@ class Checkpoint:
         """Return whether it is a model and, by its files' names, nothing else of a training, such as an optimizer."""
         if not (self.path.is_dir() and self.is_direct and self.parts[0].reader.is_model_only):
             return False
-        return not any(child.is_dir() or child.suffix in _OF_TRAINING for child in children(self.path))
+        return not any(child.is_dir() or child.suffix in OF_TRAINING for child in children(self.path))
 
     def require_resumable(self) -> None:
         """Raise `NotACheckpoint` for a checkpoint of which nothing is left but the weights."""
@@ -290,38 +299,11 @@ class Checkpoint:
 
 
 Source = str | os.PathLike[str] | Checkpoint  # whatever a checkpoint is asked for by
-Others = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def path_of(source: Source) -> Path:
     """Return the path or URL that was named, be there a checkpoint or not."""
     return source.path if isinstance(source, Checkpoint) else to_path(source)
-
-
-def join_places(source: Source, also: Others = ()) -> Path:
-    """Return the path that was named, or if `also` others are, all of these directories as one.
-
-    Raises `Usage` for what is no directory, `Corrupt` where names say that they are of different steps.
-    """
-    path = path_of(source)
-    others = [also] if isinstance(also, str | os.PathLike) else also
-    places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
-    for place in places if others else []:
-        if not place.is_dir():
-            what = "it is no directory" if place.exists() else "there is no such directory"
-            raise Usage(f"{what}, and several directories are to be one checkpoint", path=place)
-        steps = [step for one in (places[0], place) if (step := step_of_place(one)) is not None]
-        if len(set(steps)) > 1:
-            message = f"it is of step {steps[1]}, and {places[0]} of step {steps[0]}"
-            raise Corrupt(message, path=place, hint="name directories of one checkpoint")
-    return joined(places) if others else path
-
-
-def step_of_place(path: Path) -> int | None:
-    """Return the step in the name of a directory, or of the one that it lies in; None if neither has one."""
-    path = path.absolute()
-    own = step_of(path)
-    return step_of(path.parent) if own is None else own
 
 
 def local_path_of(source: Source) -> Path:
@@ -336,16 +318,6 @@ def local_path_of(source: Source) -> Path:
 def open_layout(source: Source) -> Layout:
     """Return where every chunk of a checkpoint lies, of all its parts; for what may be named see `Checkpoint.open`."""
     return Checkpoint.open(source).layout
-
-
-def step_of(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint's directory, or the epoch if that is all it says; None otherwise."""
-    return trainers.step_or_epoch_in(path.name)
-
-
-def is_epoch(path: Path) -> bool:
-    """Return whether a checkpoint's name says an epoch only, which cannot be compared with steps."""
-    return trainers.step_in(path.name) is None and trainers.epoch_in(path.name) is not None
 
 
 def named_in(root: Path) -> list[Checkpoint]:
@@ -377,120 +349,6 @@ def entries_in(root: Path) -> Iterator[Path]:
             yield path
 
 
-def may_be_step_name(name: str) -> bool:
-    """Return whether a directory's name is like a checkpoint's, or a mere number, as some trainers have it."""
-    return step_of(Path(name)) is not None or bool(_NUMBER.fullmatch(name))
-
-
-def may_be_step(path: Path) -> bool:
-    """Return whether an entry of a run is named like a checkpoint."""
-    if path.is_dir():
-        return may_be_step_name(path.name)
-    return path.suffix in _ONE_FILE and step_of(Path(path.stem)) is not None
-
-
-def inner_folders(path: Path) -> list[Path]:
-    """Return the directories in a directory that are no checkpoints of their own by their names; [] for a file."""
-    if not path.is_dir():
-        return []
-    found = folders(path)
-    names = {folder.name for folder in found}
-    return [folder for folder in found if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
-
-
-def part_in(folder: Path) -> Part | None:
-    """Return the part of a checkpoint in a directory of it; of an optimizer that may be the only file there."""
-    reader = detect_format(folder)
-    if reader is not None:
-        return Part(folder.name, folder, reader)
-    names = names_in(folder) if trainers.is_other_part(folder.name) else []
-    only = folder / next(iter(names)) if len(names) == 1 else None
-    reader = detect_format(only) if only is not None and only.suffix in _OF_TRAINING and only.is_file() else None
-    return Part(folder.name, only, reader) if only is not None and reader is not None else None
-
-
-def is_run(path: Path) -> bool:
-    """Return whether a directory, of no step itself, is a run although there is a file in it that could be a model.
-
-    Its checkpoints are files named by their steps, or there is a file that says which directory is meant. With a file
-    in it that a format knows by its name it is a checkpoint, whatever else lies there.
-    """
-    if not path.is_dir() or step_of(path) is not None:
-        return False
-    names = [name for name in names_in(path) if not trainers.is_beside_file(name)]
-    has_steps = any(name.endswith(_ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
-    is_tracked = any(map(trainers.is_tracker, names)) and any(map(may_be_step_name, names))
-    return (has_steps or is_tracked) and not is_known_file(names)
-
-
-def parts_beside(path: Path) -> dict[Path, Part | None]:
-    """Return what lies beside a model and belongs to it, by where: None for what no format claims.
-
-    That lies in the model's directory, or is of the same step as a model that is a file.
-    """
-    step = None if path.is_dir() else step_of(Path(path.stem))
-    if not path.is_dir() and step is None:
-        return {}
-    folder = path if path.is_dir() else path.parent
-    found: dict[Path, Part | None] = {}
-    for name in sorted(names_in(folder)):
-        place, key = folder / name, trainers.key_beside(name, step)
-        if place.is_file() if key is not None else step is None and trainers.is_beside_model(name) and place.is_dir():
-            reader = detect_format(place)
-            found[place] = Part(name, place, reader, key) if reader else None
-    return found
-
-
-def wholes_in(path: Path) -> tuple[Part, ...] | None:
-    """Return the directories in a checkpoint's that hold all of it, but for what lies beside them; None without any.
-
-    The step in the name of the directory that they lie in tells them from the checkpoints of a run.
-    """
-    if step_of(path) is None or not path.is_dir():
-        return None
-    found = [(folder, detect_format(folder)) for folder in folders(path) if trainers.is_whole(folder.name)]
-    return tuple(Part(folder.name, folder, reader) for folder, reader in found if reader) or None
-
-
-def words_for_unread(path: Path, reader: Reader | None) -> str | None:
-    """Return what lies at a path if that is a trainer's files that no format here puts together, else None.
-
-    `reader` is the format that would claim it: if it knows a file there by its name, and no trainer has that name for
-    what cannot be read, it reads that, whatever else lies there.
-    """
-    names = names_in(path) if path.is_dir() else [path.name]
-    owned = [name for name in names if reader is not None and reader.owns(name)]
-    if not path.is_dir() and reader is not None and not owned:
-        return None  # a file of torch.save that was asked for
-    if any(trainers.say_unread([name]) is None for name in owned):
-        return None
-    return trainers.say_unread(names_near(path))
-
-
-def names_near(path: Path) -> Iterator[str]:
-    """Return the names in a directory, and in its directories that are no checkpoints of their own; that of a file."""
-    if not path.is_dir():
-        return iter([path.name])
-    return (name for place in (path, *inner_folders(path)) for name in names_in(place))
-
-
-def ranks_in(place: Path) -> Iterator[Hashable]:
-    """Return the ranks that have files of their own in a directory, by the names of these."""
-    names, reader = names_in(place), detect_format(place)
-    if reader and (ranks := reader.ranks_in(names)):
-        yield from ranks
-    else:
-        yield from ranks_of(names)
-
-
-def ranks_of(names: Iterable[str]) -> Iterator[int]:
-    """Return the ranks that are told by the names of files of trainers."""
-    for name in names:
-        rank, owner = trainers.rank_in(name), trainers.owner_of_file(name)
-        if rank is not None or owner is not None:
-            yield rank if rank is not None else owner or 0
-
-
 def unknown(path: Path) -> NotACheckpoint:
     """Return the error for a path at which no format finds a checkpoint, in few words."""
     if path.is_dir():
@@ -501,9 +359,10 @@ def unknown(path: Path) -> NotACheckpoint:
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
     hint = f"looked for: {describe_formats()}, and directories like ckpt-500"
+    if not path.exists():
+        return NotACheckpoint("no such file or directory", path=path)
     if not path.is_dir():
-        what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
-        return NotACheckpoint(what, path=path, hint=hint)
+        return NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
     unfinished = named_in(path)
     if unfinished:
         unread = next((one.unreadable for one in reversed(unfinished) if one.unreadable), None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import may_be_step_name
+from ckptkit.checkpoints.steps import may_be_step_name
 from ckptkit.errors import Occupied, translate_os_errors
 from ckptkit.files.folders import children
 from ckptkit.files.hidden import lock_path

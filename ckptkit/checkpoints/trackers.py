@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints import trainers
-from ckptkit.checkpoints.checkpoint import step_of
+from ckptkit.checkpoints.steps import step_of
 from ckptkit.errors import Corrupt, Unsafe, translate_os_errors
 from ckptkit.files.file import read_small
 from ckptkit.files.folders import children, entry_of

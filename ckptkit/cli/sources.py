@@ -26,7 +26,7 @@ def with_others(src: Path, also: Sequence[Path] | None) -> Path:
     """Return a source, or all directories that are given as one, which is said."""
     if not also:
         return src
-    from ckptkit.checkpoints.checkpoint import join_places
+    from ckptkit.checkpoints.several_disks import join_places
 
     note(f"together with what lies in {', '.join(map(str, also))}")
     return join_places(src, also)

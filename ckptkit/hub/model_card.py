@@ -8,8 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ckptkit.checkpoints.checkpoint import step_of
 from ckptkit.checkpoints.manifest import Manifest
+from ckptkit.checkpoints.steps import step_of
 from ckptkit.formats import title_of
 from ckptkit.ops.inspect import Inspected
 from ckptkit.version import __version__

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import join_places
+from ckptkit.checkpoints.several_disks import join_places
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.files.hidden import staging_path
-from ckptkit.files.path import to_local
+from ckptkit.files.path import to_local, to_path
 from ckptkit.files.staging import read_key
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.pipeline import finish_shares, report_on
@@ -42,7 +42,7 @@ def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]
     """
     try:
         words = json.loads(text)
-        sources = [join_places(str(first), list(map(str, others))) for first, *others in words["sources"]]
+        sources = [join_places(to_path(first), others) for first, *others in words["sources"]]
         return sources, ConvertOptions.of({}, **words["options"]), int(words["parts"])
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt("what is being made there cannot be told", path=path, hint="remove it, and begin anew") from error

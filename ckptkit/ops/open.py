@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Others, Source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.several_disks import Others
 from ckptkit.edits import select
 from ckptkit.engine.read import read
 from ckptkit.errors import CkptError

@@ -10,9 +10,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, is_epoch, local_path_of, named_in, no_checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of, named_in, no_checkpoint
 from ckptkit.checkpoints.deletion import delete, deleting, is_being_written
 from ckptkit.checkpoints.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
+from ckptkit.checkpoints.steps import is_epoch
 from ckptkit.errors import (
     CkptError,
     Corrupt,

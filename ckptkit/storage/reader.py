@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptkit import edits
-from ckptkit.checkpoints.checkpoint import Checkpoint, Others, join_places
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.families import KEEP, check_names
 from ckptkit.checkpoints.fit import restore_tied
 from ckptkit.checkpoints.naming import name_training
+from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources

@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 import ckptkit
-from ckptkit.checkpoints.checkpoint import Checkpoint, join_places
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.several_disks import join_places
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError, Corrupt, Occupied, Unsafe, Usage
 from ckptkit.storage import Reader

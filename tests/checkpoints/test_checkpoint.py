@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, is_epoch, step_of
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import Run
+from ckptkit.checkpoints.steps import is_epoch, step_of
 from ckptkit.errors import NotACheckpoint, Unsupported
 from tests import producers
 from tests.conftest import Produce

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints import checkpoint, companions, expected, manifest, retention
+from ckptkit.checkpoints import companions, expected, manifest, retention, steps
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
@@ -209,7 +209,7 @@ def parse_journal(place: Path) -> object:
 
 def parse_name(data: bytes, _: Path) -> object:
     """The name of a checkpoint's directory."""
-    return checkpoint.step_of(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
+    return steps.step_of(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
 
 
 # -- sound input -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.checkpoints.checkpoint import Checkpoint, step_of
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.families import HUB, KEEP, step_before_family
@@ -20,6 +20,7 @@ from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.quantized.find import Quantized
+from ckptkit.checkpoints.steps import step_of
 from ckptkit.checkpoints.tokens import check_tokens
 from ckptkit.checkpoints.trainers import who_wrote
 from ckptkit.checkpoints.vocabulary import with_vocabulary

@@ -1,0 +1,120 @@
+"""Find the parts of a checkpoint in its directory: model and optimizer apart, or the rest of a training beside a model.
+
+Looks at names, and at the formats that they call for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+
+from ckptkit.checkpoints import trainers
+from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.steps import ONE_FILE, may_be_step_name, step_of
+from ckptkit.files.file import names_in
+from ckptkit.files.folders import folders
+from ckptkit.formats import Reader, detect_format, is_known_file
+
+OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory, of no step itself, is a run although there is a file in it that could be a model.
+
+    Its checkpoints are files named by their steps, or there is a file that says which directory is meant. With a file
+    in it that a format knows by its name it is a checkpoint, whatever else lies there.
+    """
+    if not path.is_dir() or step_of(path) is not None:
+        return False
+    names = [name for name in names_in(path) if not trainers.is_beside_file(name)]
+    has_steps = any(name.endswith(ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
+    is_tracked = any(map(trainers.is_tracker, names)) and any(map(may_be_step_name, names))
+    return (has_steps or is_tracked) and not is_known_file(names)
+
+
+def wholes_in(path: Path) -> tuple[Part, ...] | None:
+    """Return the directories in a checkpoint's that hold all of it, but for what lies beside them; None without any.
+
+    The step in the name of the directory that they lie in tells them from the checkpoints of a run.
+    """
+    if step_of(path) is None or not path.is_dir():
+        return None
+    found = [(folder, detect_format(folder)) for folder in folders(path) if trainers.is_whole(folder.name)]
+    return tuple(Part(folder.name, folder, reader) for folder, reader in found if reader) or None
+
+
+def part_in(folder: Path) -> Part | None:
+    """Return the part of a checkpoint in a directory of it; of an optimizer that may be the only file there."""
+    reader = detect_format(folder)
+    if reader is not None:
+        return Part(folder.name, folder, reader)
+    names = names_in(folder) if trainers.is_other_part(folder.name) else []
+    only = folder / next(iter(names)) if len(names) == 1 else None
+    reader = detect_format(only) if only is not None and only.suffix in OF_TRAINING and only.is_file() else None
+    return Part(folder.name, only, reader) if only is not None and reader is not None else None
+
+
+def parts_beside(path: Path) -> dict[Path, Part | None]:
+    """Return what lies beside a model and belongs to it, by where: None for what no format claims.
+
+    That lies in the model's directory, or is of the same step as a model that is a file.
+    """
+    step = None if path.is_dir() else step_of(Path(path.stem))
+    if not path.is_dir() and step is None:
+        return {}
+    folder = path if path.is_dir() else path.parent
+    found: dict[Path, Part | None] = {}
+    for name in sorted(names_in(folder)):
+        place, key = folder / name, trainers.key_beside(name, step)
+        if place.is_file() if key is not None else step is None and trainers.is_beside_model(name) and place.is_dir():
+            reader = detect_format(place)
+            found[place] = Part(name, place, reader, key) if reader else None
+    return found
+
+
+def inner_folders(path: Path) -> list[Path]:
+    """Return the directories in a directory that are no checkpoints of their own by their names; [] for a file."""
+    if not path.is_dir():
+        return []
+    found = folders(path)
+    names = {folder.name for folder in found}
+    return [folder for folder in found if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
+
+
+def words_for_unread(path: Path, reader: Reader | None) -> str | None:
+    """Return what lies at a path if that is a trainer's files that no format here puts together, else None.
+
+    `reader` is the format that would claim it: if it knows a file there by its name, and no trainer has that name for
+    what cannot be read, it reads that, whatever else lies there.
+    """
+    names = names_in(path) if path.is_dir() else [path.name]
+    owned = [name for name in names if reader is not None and reader.owns(name)]
+    if not path.is_dir() and reader is not None and not owned:
+        return None  # a file of torch.save that was asked for
+    if any(trainers.say_unread([name]) is None for name in owned):
+        return None
+    return trainers.say_unread(names_near(path))
+
+
+def names_near(path: Path) -> Iterator[str]:
+    """Return the names in a directory, and in its directories that are no checkpoints of their own; that of a file."""
+    if not path.is_dir():
+        return iter([path.name])
+    return (name for place in (path, *inner_folders(path)) for name in names_in(place))
+
+
+def ranks_in(place: Path) -> Iterator[Hashable]:
+    """Return the ranks that have files of their own in a directory, by the names of these."""
+    names, reader = names_in(place), detect_format(place)
+    if reader and (ranks := reader.ranks_in(names)):
+        yield from ranks
+    else:
+        yield from ranks_of(names)
+
+
+def ranks_of(names: Iterable[str]) -> Iterator[int]:
+    """Return the ranks that are told by the names of files of trainers."""
+    for name in names:
+        rank, owner = trainers.rank_in(name), trainers.owner_of_file(name)
+        if rank is not None or owner is not None:
+            yield rank if rank is not None else owner or 0

@@ -1,0 +1,32 @@
+"""Join the directories of a checkpoint whose files lie on several disks, as each node of a job may have one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckptkit.checkpoints.steps import step_of_place
+from ckptkit.errors import Corrupt, Usage
+from ckptkit.files.joined import joined, roots_of
+from ckptkit.files.path import to_path
+
+Others = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def join_places(path: Path, also: Others = ()) -> Path:
+    """Return a path, or if `also` others are, all of these directories as one.
+
+    Raises `Usage` for what is no directory, `Corrupt` where names say that they are of different steps.
+    """
+    others = [also] if isinstance(also, str | os.PathLike) else also
+    places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
+    for place in places if others else []:
+        if not place.is_dir():
+            what = "it is no directory" if place.exists() else "there is no such directory"
+            raise Usage(f"{what}, and several directories are to be one checkpoint", path=place)
+        steps = [step for one in (places[0], place) if (step := step_of_place(one)) is not None]
+        if len(set(steps)) > 1:
+            message = f"it is of step {steps[1]}, and {places[0]} of step {steps[0]}"
+            raise Corrupt(message, path=place, hint="name directories of one checkpoint")
+    return joined(places) if others else path
