@@ -61,6 +61,12 @@ class JoinedPath(PosixPath):
         """Return what it lies in: of all directories, what the first lies in."""
         return self.roots[0].parent if self._is_whole and len(self.parts) == 1 else super().parent
 
+    def __truediv__(self, key: str | os.PathLike[str]) -> Self:
+        """Return what lies in it; a path from the root of the file system is that, as it is of any other."""
+        if isinstance(key, str) and key.startswith("/"):
+            return Path(key)  # type: ignore[return-value]
+        return super().__truediv__(key)
+
     def with_name(self, name: str) -> Path:  # type: ignore[override]
         """Return what lies beside it under another name."""
         return self.parent / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import add
@@ -73,7 +74,12 @@ def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
 
 def elsewhere(chunk: Chunk, root: Path) -> Chunk:
     """Return a chunk of a file in directory `root` as one that can be put among those of other directories."""
-    return chunk._replace(path=str((root / chunk.path).absolute())) if chunk.path else chunk
+    return chunk._replace(path=absolute(root, chunk.path)) if chunk.path else chunk
+
+
+def absolute(root: Path, name: str) -> str:
+    """Return where a file of directory `root`, which may be several, lies as seen from that of the file system."""
+    return os.path.abspath(root / name)
 
 
 def names_repaired(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]) -> list[str]:

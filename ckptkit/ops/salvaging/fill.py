@@ -15,7 +15,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.files.path import RemotePath
 from ckptkit.layout import Blob, Layout, StoredTensor
 from ckptkit.ops.comparison.matching import find_model, own_keys
-from ckptkit.ops.salvaging.copies import elsewhere, fits
+from ckptkit.ops.salvaging.copies import absolute, elsewhere, fits
 from ckptkit.ops.salvaging.faults import Faults
 
 
@@ -41,7 +41,7 @@ class Filler:
     def entry(self, own: str) -> Blob | None:
         """Return the entry of a name that is no tensor, likewise."""
         found = self.layout.blobs.get(self.names.get(own, ""))
-        return found and found._replace(path=str((self.layout.root / found.path).absolute()))
+        return found and found._replace(path=absolute(self.layout.root, found.path))
 
 
 def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, notes: list[str]) -> Checkpoint:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ckptkit import consolidate, convert, inspect, open_layout, reshard, verify
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Corrupt, Occupied, Usage
 from ckptkit.formats import locate
 from tests import producers
@@ -301,3 +302,22 @@ def test_a_disk_that_fails_after_it_was_surveyed(produce: Produce, tmp_path: Pat
     assert done.returncode != 0
     assert "IOFailure" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_several_directories_are_salvaged_and_filled_as_one(produce: Produce, tmp_path: Path) -> None:
+    made = produce(producers.fsdp2)
+    root = copy_of(made, tmp_path)
+    other = tmp_path / "node1"
+    other.mkdir()
+    shutil.move(root / "__1_0.distcp", other)
+    cut(other / "__1_0.distcp", 3000)
+    both = Checkpoint.open(root, also=[other])
+    done = reshard(both, tmp_path / "out", to=2, salvage=True)
+    assert done.salvaged is not None
+    assert done.salvaged.lost
+    found = load_dcp(tmp_path / "out")
+    assert found.keys() == made.truth.keys() - {one.name for one in done.salvaged.lost}
+    assert_truth(found, made.truth)
+    reshard(both, tmp_path / "whole", to=2, salvage=True, fill_from=made.root)
+    assert_truth(load_dcp(tmp_path / "whole"), made.truth)
+    assert load_dcp(tmp_path / "whole").keys() == made.truth.keys()
