@@ -181,7 +181,7 @@ def test_a_shell_completes_paths_where_paths_are_asked_for(command: str) -> None
 
 
 def test_a_shell_completes_commands_and_options() -> None:
-    assert complete(COMP_WORDS="ckptkit pr", COMP_CWORD="1", _CKPTKIT_COMPLETE="complete_bash") == ["prune"]
+    assert complete(COMP_WORDS="ckptkit pru", COMP_CWORD="1", _CKPTKIT_COMPLETE="complete_bash") == ["prune"]
     offered = complete(COMP_WORDS="ckptkit prune --keep", COMP_CWORD="2", _CKPTKIT_COMPLETE="complete_bash")
     assert offered == ["--keep-last", "--keep-every", "--keep-best"]
     command = [sys.executable, "-m", "ckptkit", "--show-completion", "bash"]

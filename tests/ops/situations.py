@@ -84,13 +84,13 @@ def write_hf(root: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any
     return root
 
 
-def run(fix: str | None) -> Path:
-    """Run the command that a finding gives, as a user would, and return what it made."""
+def run(fix: str | None, code: int = 0) -> Path:
+    """Run the command that a finding gives, as a user would, and return what it made; `code` is how it ends."""
     assert fix is not None
     first, *words = shlex.split(fix)
     assert first == "ckptkit"
     done = subprocess.run([sys.executable, "-m", "ckptkit", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{fix}\n{done.stdout}{done.stderr}"
+    assert done.returncode == code, f"{fix}\n{done.stdout}{done.stderr}"
     return [Path(word) for word in words if re.search(r"-(mended|model|universal)(\.\w+)?$", word)][-1]
 
 

@@ -412,6 +412,19 @@ def test_shards_of_another_node(produce: Produce, tmp_path: Path) -> None:
     load_into(weights, tmp_path / "whole")
 
 
+def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: Path) -> None:
+    root, earlier = tmp_path / "ckpt-9", tmp_path / "ckpt-8"
+    for path in (root, earlier):
+        shutil.copytree(produce(producers.fsdp2).root, path)
+    (root / "__1_0.distcp").unlink()
+    found = the_one(root, "incomplete")
+    assert "ckpt-8 beside it is whole" in found.message
+    mended = run(found.fix, code=1)
+    assert (mended / "salvage.json").is_file()
+    assert is_ok(mended, like=earlier)
+    load_into({"model": {"up.weight": torch.zeros(7, 6)}}, mended)
+
+
 @pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - UNSEEN))
 def test_damage_is_found(produce: Produce, tmp_path: Path, damage: str) -> None:
     root = tmp_path / "ckpt-9"

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, latest_in
+from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.checkpoints.part import Part
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.ops.diagnosis.commands import command
+from ckptkit.ops.diagnosis.commands import rewrite
 from ckptkit.ops.diagnosis.finding import Finding
 
 _GONE = re.compile(r"(files?|ranks?|`) (\S+ )?(is|are) missing|did not finish|no such file|there is no `|unfinished")
@@ -40,22 +40,27 @@ def problems_of(part: Part) -> list[CkptError]:
 
 
 def find_damage(checkpoint: Checkpoint, damage: Damage) -> Iterator[Finding]:
-    """Yield what is damaged or missing, with another checkpoint of the run that is whole, if there is one."""
-    older = find_whole(checkpoint) if damage else None
-    fix = command("doctor", older) if older else None
+    """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one.
+
+    What mends it keeps the rest, and takes what is lost from that other.
+    """
+    whole = find_whole(checkpoint) if damage else None
+    fix = rewrite(checkpoint, "--salvage", *(("--fill-from", whole) if whole else ())) if damage else None
+    other = f"; {whole.name} beside it is whole" if whole else ""
     for problem in (problem for problems in damage.values() for problem in problems):
         where = "" if problem.path is None else f"{name_in(checkpoint.path, problem.path)}: "
         hint = f" ({problem.hint})" if problem.hint else ""
-        yield Finding(code_of(problem), problem.tensor, f"{where}{problem.message}{hint}", fix)
+        message = f"{where}{problem.message}{hint}{other}"
+        yield Finding(code_of(problem), problem.tensor, message, fix if isinstance(problem, Corrupt) else None)
 
 
 def find_whole(checkpoint: Checkpoint) -> Path | None:
     """Return the latest checkpoint beside this one that is complete, None if there is none."""
     try:
-        found = latest_in(checkpoint.path.absolute().parent)
+        others = reversed(named_in(checkpoint.path.absolute().parent))
+        return next((one.path for one in others if one.name != checkpoint.name and one.is_complete), None)
     except IOFailure:
         return None
-    return None if found is None or found.path.name == checkpoint.path.name else found.path
 
 
 def code_of(problem: CkptError) -> str:
