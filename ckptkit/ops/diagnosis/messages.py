@@ -70,6 +70,13 @@ MESSAGES: tuple[Message, ...] = (
         said.find_unexpected,
     ),
     Message(
+        "'DeviceMesh' object has no attribute '_preserve_rank_order'",
+        "torch 2.15, `load_state_dict`",
+        "torch_version",
+        "A file of a rank holds DTensors that an older torch pickled (2.13 did): meshes lack what 2.15 compares. "
+        "`ckptkit reshard CKPT OUT --to N`, with as many ranks as it has, writes files that both load.",
+    ),
+    Message(
         "size mismatch for …: copying a param with shape … from checkpoint, the shape in current model is …",
         "torch and transformers",
         "shape",
