@@ -24,7 +24,8 @@ from ckptkit.ops.conversion.adapters import Fitted, describe, open_adapters
 from ckptkit.ops.conversion.destination import check_apart
 from ckptkit.ops.conversion.draft import Conversion, Draft
 from ckptkit.ops.conversion.in_memory import in_memory, to_files
-from ckptkit.ops.conversion.model import companion_files, form_for, name_one, without_prefix
+from ckptkit.ops.conversion.model import companion_files, form_for
+from ckptkit.ops.conversion.named_weights import name_one, without_prefix
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.quantized import Dequantizing, look_for_quantized, make_all_plain
 from ckptkit.ops.conversion.recipes import Merging, Source

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 
 from ckptkit import edits
-from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import CONFIG, Companions, find_companions, mend_config
-from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.families import HUB, KEEP, step_before_family
+from ckptkit.checkpoints.families import HUB, KEEP
 from ckptkit.checkpoints.find_form import AskBase, form_or_reason
-from ckptkit.checkpoints.fit import find_prefix, fit, restore_tied
+from ckptkit.checkpoints.fit import fit
 from ckptkit.checkpoints.form import Form
-from ckptkit.checkpoints.manifest import source_of
-from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.parameters import rename_parameters
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.quantized.find import Quantized
-from ckptkit.checkpoints.steps import step_of
 from ckptkit.checkpoints.tokens import check_tokens
-from ckptkit.checkpoints.trainers import who_wrote
 from ckptkit.checkpoints.vocabulary import with_vocabulary
-from ckptkit.checkpoints.weights import Weights, find_weights
-from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.checkpoints.weights import Weights
+from ckptkit.errors import Unsupported, Usage
 from ckptkit.files.origin import Origin
-from ckptkit.layout import Layout, Spec
+from ckptkit.layout import Layout
 from ckptkit.ops.conversion.draft import Conversion, Draft
+from ckptkit.ops.conversion.mean import align, average, cast_to, describe
+from ckptkit.ops.conversion.named_weights import asker, name_one, open_weights, without_prefix
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.quantize import Quantizing, find_quantizing, refuse_quantized, without_words
 from ckptkit.ops.conversion.quantized import (
@@ -40,7 +35,7 @@ from ckptkit.ops.conversion.quantized import (
 )
 from ckptkit.ops.selection import Edits
 from ckptkit.plan import Recipe
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.tensors.dtypes import DTYPES
 
 
 def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, options: ConvertOptions) -> Conversion:
@@ -162,116 +157,11 @@ def arrange(
     return [weights.layout for weights in found]
 
 
-def average(layout: Layout, weights: Sequence[float]) -> Mapping[str, Recipe]:
-    """Return the recipe of each tensor of the mean by `weights`; none without any."""
-    if not weights:
-        return {}
-    from ckptkit.engine.mean import means  # imports numpy, which no copy needs
-
-    return means(layout.specs, weights)
-
-
-def open_weights(part: Part, asked: Edits) -> Weights:
-    """Return the weights of a checkpoint as far as they are asked for, under their new names."""
-    asked.check_globs([part.layout])
-    found = find_weights(edits.select(part.layout, asked.admit))
-    new_name = asked.renaming()
-    came_from = {new_name(name): old for name, old in found.came_from.items()}
-    return replace(found, layout=edits.rename(found.layout, new_name), came_from=came_from)
-
-
-def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> Weights:
-    """Return the weights without what a trainer's module puts before all names, if config.json or a family tells so."""
-    step = step_before_family(found.layout.shapes)
-    prefix = step or find_prefix(found.layout, companions.config or {})
-    if not prefix:
-        return found
-    whose = "of a family that is known" if step else "that config.json calls for"
-    note = f"`{prefix}` was taken off all names: without it they are those {whose}"
-    notes += [] if note in notes else [note]
-    came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
-    return replace(
-        found, layout=edits.rename(found.layout, lambda name: name.removeprefix(prefix)), came_from=came_from
-    )
-
-
-def asker(base: str | None) -> AskBase:
-    """Return a function that gives the names of the tensors in the base, None if it has none; asked when needed.
-
-    What cannot be reached counts as none: the Hub, where only the config of a base is in the cache.
-    """
-
-    @cache
-    def ask() -> frozenset[str] | None:
-        try:
-            return None if base is None else frozenset(Checkpoint.open(base).weights.layout.tensors)
-        except (IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
-            return None
-
-    return ask
-
-
-def name_one(
-    weights: Weights,
-    part: Part,
-    names: str,
-    companions: Companions,
-    options: ConvertOptions,
-    ask_base: AskBase,
-    notes: list[str],
-) -> Weights:
-    """Return the weights of one checkpoint under the names asked for, and add to `notes` what there is to say."""
-    trainer = who_wrote(gather(part.path, (part.layout,)))
-    weights, remarks = name_weights(
-        weights,
-        companions.config,
-        names,
-        trainer,
-        table=options.table,
-        rows=options.vocab_size,
-        ask_base=ask_base,
-    )
-    notes += [remark for remark in remarks if remark not in notes]
-    return weights
-
-
 def with_tokens(companions: Companions, rows: int, notes: list[str]) -> Companions:
     """Return the companions with another size of the vocabulary, and add to `notes` what there is to say."""
     notes += check_tokens(companions, rows)
     config = None if companions.config is None else with_vocabulary(companions.config, rows)
     return replace(companions, config=config)
-
-
-def align(parts: Sequence[Part], found: Sequence[Weights]) -> Sequence[Weights]:
-    """Return the weights with the same names, tied ones in all or in none.
-
-    Raises `Mismatch` where they are not those of one model.
-    """
-    names = {name for weights in found for name in weights.layout.tensors}
-    if any(weights.layout.tensors.keys() != names for weights in found):
-        found = [with_tied(part, weights) for part, weights in zip(parts, found, strict=True)]
-    for part, weights in zip(parts[1:], found[1:], strict=True):
-        check_same(parts[0].path, found[0].layout, part.path, weights.layout)
-    return found
-
-
-def with_tied(part: Part, weights: Weights) -> Weights:
-    """Return the weights of a model with the one that was left out because it is tied to another."""
-    return replace(weights, layout=restore_tied(weights.layout, find_companions(part.path, None).config or {}))
-
-
-def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> None:
-    """Raise `Mismatch` for a tensor that only one model has, or that has another shape or kind in the other."""
-    for here, names, there, others in ((path, layout, other_path, other), (other_path, other, path, layout)):
-        missing = sorted(names.tensors.keys() - others.tensors.keys())
-        if missing:
-            message = f"{here} has it and {len(missing) - 1} more that are not here"
-            hint = "choose what both have with --include and --exclude"
-            raise Mismatch(message, path=there, tensor=missing[0], hint=hint)
-    for name, spec in layout.specs.items():
-        found = other.tensors[name].spec
-        if found.shape != spec.shape or not (found.dtype == spec.dtype or found.dtype.can_become(spec.dtype)):
-            raise Mismatch(f"{found} here, {spec} in {path}", path=other_path, tensor=name)
 
 
 def form_for(layout: Layout, companions: Companions, ask_base: AskBase) -> Form | Unsupported | None:
@@ -329,30 +219,8 @@ def renamed_in(weights: Weights, layout: Layout) -> dict[str, str]:
     return {old: news[0] + (f" and {len(news) - 1} more" if news[1:] else "") for old, news in became.items()}
 
 
-def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
-    """Return the layout with the names and in the dtypes of `specs`."""
-
-    def choose(name: str, _: Spec) -> DType:
-        return specs[name].dtype
-
-    return edits.cast(edits.select(layout, specs.__contains__), choose)
-
-
 def companion_files(companions: Companions, layout: Layout) -> dict[str, bytes]:
     """Return the companions with a config.json that says what is true of these weights; nothing where none is."""
     if companions.config is None:
         return {}
     return companions.files | {CONFIG: mend_config(companions.config, layout.specs.values())}
-
-
-def describe(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:
-    """Return what a manifest says of the sources; of all but the first no path, so that none is pushed."""
-    if not weights:
-        return source_of(layouts[0])
-    terms = [f"{weight:.6g} x {name_of(layout.root)}" for layout, weight in zip(layouts, weights, strict=True)]
-    return source_of(layouts[0]) | {"mean": " + ".join(terms)}
-
-
-def name_of(root: Path) -> str:
-    """Return the name of a checkpoint: the one with its step, also where the model is a part of it."""
-    return root.parent.name if step_of(root.parent) is not None else root.absolute().name

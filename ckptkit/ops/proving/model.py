@@ -14,7 +14,7 @@ from ckptkit.checkpoints.families.transformers_model import Blueprint, find_blue
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.errors import Mismatch
 from ckptkit.layout import Layout
-from ckptkit.ops.conversion.model import without_prefix
+from ckptkit.ops.conversion.named_weights import without_prefix
 
 
 @dataclass(frozen=True, slots=True)
