@@ -105,9 +105,11 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "reshard": lambda source, out: ckptkit.reshard(source, out / "resharded", to=2),
     "average": lambda source, out: ckptkit.average([source, source], out / "mean"),
     "push": lambda source, _: refused(source),
+    "doctor": lambda source, _: ckptkit.doctor(source),
+    "explain": lambda source, _: ckptkit.explain("Missing key in checkpoint state_dict: w", source),
 }
 # tests/ops/test_merge.py names the model and the adapters of `merge` in several ways
-SOURCELESS = {"estimate", "finalize", "merge", "pull", "prune", "smoke", "train", "unpin"}
+SOURCELESS = {"estimate", "finalize", "merge", "prove", "pull", "prune", "smoke", "train", "unpin", "watch"}
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -91,7 +91,7 @@ class Ranks(Writer):
     def remarks(self, wanted: Layout) -> Iterator[str]:
         """Return in words that DTensors will be what ShardedTensors were."""
         if example_of(wanted).was_sharded:
-            yield "FSDP1's ShardedTensors become DTensors, as FSDP2 has them: a run with FSDP2 loads these files"
+            yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
 
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
         """Return the copies of what several ranks have alike, and the CRC-32 of each storage."""

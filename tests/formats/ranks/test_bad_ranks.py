@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_files_of_two_runs_are_refused(good: Path, produce: Produce) -> None:
 
 def test_a_renamed_file_is_refused(good: Path, produce: Produce) -> None:
     shutil.copy(good / "model_world_size_2_rank_0.pt", good / FILE)
-    assert "named for rank 1" in error_of(good).message
+    assert re.search("named for rank 1|the rank at .* should hold", error_of(good).message)
 
 
 def test_a_file_of_another_mesh_is_refused(good: Path, produce: Produce) -> None:
@@ -194,7 +195,8 @@ def test_reads_what_older_torch_pickled(good: Path, produce: Produce, with_list:
             if with_list:
                 record.state["_flatten_mesh_list"] = (0, 1)
         for record in records(value, "DTensorSpec"):
-            del record.state["shard_order"], record.state["use_strided_shard_as_shard_order"]
+            record.state.pop("shard_order", None)  # torch 2.10 has not both
+            record.state.pop("use_strided_shard_as_shard_order", None)
 
     new = open_layout(good)
     for path in good.glob("*_world_size_*.pt"):

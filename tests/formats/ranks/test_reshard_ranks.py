@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import _mesh_layout
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
@@ -28,6 +29,8 @@ JOURNEYS = [
 def test_ranks_resume_from_what_was_resharded(
     produce: Produce, tmp_path: Path, producer: Producer, place: str, path: str, ranks: int, like: str
 ) -> None:
+    if place == "units" and not hasattr(_mesh_layout, "_FlatLayout"):
+        pytest.skip("what was ShardedTensors is written as torch 2.13 does, and this torch is older")
     made = produce(producer)
     out = tmp_path / "out"
     ckptkit.reshard(made.root / path, out, to=ranks)
