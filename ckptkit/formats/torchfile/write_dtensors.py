@@ -92,9 +92,7 @@ def describe_layout(grid: Grid, like: Record | None) -> Record:
     """Return the shape and stride of each axis; those of size 1 are written as nothing, as torch does."""
     strides = row_major(grid.shape)
     if like is not None and "axes" not in like.attributes():
-        is_bare = isinstance(
-            like.attributes()["shape"], int
-        )  # torch 2.10 takes meshes for others that write it otherwise
+        is_bare = isinstance(like.attributes()["shape"], int)  # as it was, or torch 2.10 takes it for another mesh
         shape, stride = (grid.shape[0], strides[0]) if is_bare else (grid.shape, strides)
         return made(like.of if isinstance(like.of, Global) else _LAYOUT, {"shape": shape, "stride": stride})
     axes = [((n,), (step,)) if n > 1 else ((), ()) for n, step in zip(grid.shape, strides, strict=True)]
