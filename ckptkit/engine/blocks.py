@@ -66,7 +66,7 @@ def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
     """Yield the blocks of one target in the order of its bytes, small enough for elements of `itemsize` bytes too."""
     wanted = wanted_of(target, len(plan.sources))
     recipe, whole = target.recipe, target.chunk.box
-    if isinstance(recipe, ByRows):
+    if recipe is not None and isinstance(recipe, ByRows):  # to ask a protocol takes 25 microseconds; copies have none
         boxes = cut_rows(whole, recipe.rows)
     else:
         boxes = cut(whole, BLOCK_BYTES // max(itemsize, width(target)))
