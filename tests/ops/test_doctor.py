@@ -445,7 +445,7 @@ def test_a_save_that_did_not_finish(produce: Produce, tmp_path: Path) -> None:
     found = doctor(tmp_path / "run" / "ckpt-2")
     assert [one.code for one in found.findings] == ["incomplete"]
     assert "did not finish" in found.findings[0].message
-    assert found.findings[0].fix == f"ckptkit doctor {tmp_path / 'run' / 'ckpt-1'}"
+    assert found.findings[0].fix == f"ckptkit doctor {tmp_path / 'run' / 'ckpt-1'}"  # nothing says what the shards hold
     assert "ckpt-2" in doctor(tmp_path / "run").notes[0]
     assert is_ok(tmp_path / "run")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.checkpoints.part import Part
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.ops.diagnosis.commands import rewrite
+from ckptkit.ops.diagnosis.commands import command, rewrite
 from ckptkit.ops.diagnosis.finding import Finding
 
 _GONE = re.compile(r"(files?|ranks?|`) (\S+ )?(is|are) missing|did not finish|no such file|there is no `|unfinished")
@@ -40,18 +40,34 @@ def problems_of(part: Part) -> list[CkptError]:
 
 
 def find_damage(checkpoint: Checkpoint, damage: Damage) -> Iterator[Finding]:
-    """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one.
-
-    What mends it keeps the rest, and takes what is lost from that other.
-    """
+    """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one."""
     whole = find_whole(checkpoint) if damage else None
-    fix = rewrite(checkpoint, "--salvage", *(("--fill-from", whole) if whole else ())) if damage else None
+    fix = find_fix(checkpoint, whole) if damage else None
     other = f"; {whole.name} beside it is whole" if whole else ""
     for problem in (problem for problems in damage.values() for problem in problems):
         where = "" if problem.path is None else f"{name_in(checkpoint.path, problem.path)}: "
         hint = f" ({problem.hint})" if problem.hint else ""
         message = f"{where}{problem.message}{hint}{other}"
         yield Finding(code_of(problem), problem.tensor, message, fix if isinstance(problem, Corrupt) else None)
+
+
+def find_fix(checkpoint: Checkpoint, whole: Path | None) -> str | None:
+    """Return the command that keeps what can be read and takes the rest from a whole checkpoint, if there is one.
+
+    Where nothing says what lies in the files there is only that other to use, None without one.
+    """
+    if can_be_salvaged(checkpoint.model_part):
+        return rewrite(checkpoint, "--salvage", *(("--fill-from", whole) if whole else ()))
+    return command("doctor", whole) if whole else None
+
+
+def can_be_salvaged(part: Part) -> bool:
+    """Return whether a part can be read with what is wrong in it left out."""
+    try:
+        part.reader.read(part.path, lambda _: None)
+    except (Corrupt, IOFailure, Unsafe, Unsupported):
+        return False
+    return True
 
 
 def find_whole(checkpoint: Checkpoint) -> Path | None:
