@@ -7,18 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import OPTIONS, Out, To, asked, parse_weights, show
+from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, asked, parse_weights, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.files.path import to_path
 
-_OTHERS = (
-    *("world_size", "under", "optimizer_keys", "complete_optimizer", "merge", "adapter_config"),
-    *("quantize", "exclude_quantize", "salvage", "fill_from"),
-)
 
-
-@with_options(OPTIONS, leave_out=_OTHERS)
+@with_options(OPTIONS, leave_out=(*OF_ONE, "adapter_config"))
 def average(
     sources: Annotated[
         list[Path],
