@@ -38,9 +38,7 @@ class Spec:
 
 
 ZEROS = ""  # the path of a chunk that lies in no file: all its elements are zero
-LOST = (
-    "\0"  # begins the path of a chunk whose bytes are gone; behind it is the number of the fault, by whoever found it
-)
+LOST = "\0"  # begins the path of a chunk whose bytes are gone, before the number of the fault, by whoever found it
 
 
 class Chunk(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptkit.axes import resplit, unsplit
@@ -266,6 +267,16 @@ def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
 def itself(name: str, chunk: Chunk, source: int = 0) -> Target:
     """Return a chunk as a target that is made of nothing but itself."""
     return Target(name, chunk, (Copy(chunk.box, chunk, chunk, source),))
+
+
+def plan_bytes(root: Path, runs: Iterable[tuple[str, int, int]]) -> Plan:
+    """Return the plan by which bytes of files in directory `root` are read as they lie, run by run in this order.
+
+    A run is the name of a file, an offset and a length.
+    """
+    nothing, uint8 = Layout(root, "", {}), DTYPES["uint8"]
+    chunks = (Chunk(whole((length,)), path, offset, length, uint8) for path, offset, length in runs)
+    return Plan(nothing, nothing, tuple(itself("", chunk) for chunk in chunks))
 
 
 def as_bytes(stored: Blob | Chunk) -> Chunk:

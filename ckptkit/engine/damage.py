@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.errors import CkptError, Corrupt, IOFailure
-from ckptkit.files.crc32 import Checksums, crc32
+from ckptkit.files.crc32 import Checksums, crc32, tell_damage
 from ckptkit.layout import ZEROS, Chunk, Layout
-from ckptkit.plan import Plan, in_order, itself
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.plan import plan_bytes
 
 Run = tuple[str, int, int]  # a file, and the offset and length of bytes in it that have a checksum together
 
@@ -52,13 +50,11 @@ def find_damage(
         if progress:
             progress(block.nbytes)
 
-    visit(plan_runs(layout, runs), look, note, jobs)
+    visit(plan_bytes(layout.root, sorted(runs)), look, note, jobs)
     for run, recorded in runs.items():
         crc = sums.whole(run, run[2])
         if run not in found and recorded not in (None, crc):
-            found[run] = Corrupt(
-                f"the {run[2]} bytes at {run[1]} are damaged: their CRC-32 is {crc:08x}, recorded is {recorded:08x}"
-            )
+            found[run] = Corrupt(tell_damage(run[2], run[1], crc, recorded))
     return found
 
 
@@ -73,10 +69,3 @@ def runs_in(layout: Layout) -> Iterator[tuple[Run, int | None]]:
 def nbytes_of(layout: Layout) -> int:
     """Return how many bytes are read to find the damage in a layout."""
     return sum(length for _, _, length in dict(runs_in(layout)))
-
-
-def plan_runs(layout: Layout, runs: dict[Run, int | None]) -> Plan:
-    """Return the plan by which runs of bytes are read as they lie, in the order of their files."""
-    nothing, uint8 = Layout(layout.root, "", {}), DTYPES["uint8"]
-    chunks = (Chunk(whole((length,)), path, offset, length, uint8) for path, offset, length in runs)
-    return Plan(nothing, nothing, in_order(itself("", chunk) for chunk in chunks))

@@ -19,10 +19,8 @@ from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.errors import CkptError, Report
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import Opened, read_at
-from ckptkit.layout import Chunk, Extent, Layout, Place
-from ckptkit.plan import Plan, itself
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout import Extent, Place
+from ckptkit.plan import plan_bytes
 
 Progress = Callable[[int], None]
 _PAGE = 4096  # bytes
@@ -71,7 +69,8 @@ def scan(
         if progress:
             progress(block.nbytes)
 
-    visit(plan_files(root, sizes), look, note, jobs, report=report)
+    plan = plan_bytes(root, ((path, 0, size) for path, size in sizes.items()))
+    visit(plan, look, note, jobs, report=report)
     found = {
         (region.path, region.offset): crc
         for region in chain(*regions.values())
@@ -79,13 +78,6 @@ def scan(
     }
     files = {path: crc for path, size in sizes.items() if (crc := wholes.whole(path, size)) is not None}
     return Scanned(found, files)
-
-
-def plan_files(root: Path, sizes: Mapping[str, int]) -> Plan:
-    """Return the plan by which files, given with their sizes, are read byte by byte, in this order."""
-    layout, uint8 = Layout(root, "", {}), DTYPES["uint8"]
-    chunks = (Chunk(whole((size,)), path, 0, size, uint8) for path, size in sizes.items())
-    return Plan(layout, layout, tuple(itself("", chunk) for chunk in chunks))
 
 
 def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ckptkit.collector import collector_paused
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
+from ckptkit.files.crc32 import tell_damage
 from ckptkit.layout import ZEROS, Chunk, Piece, Place
 from ckptkit.plan import Copy, Plan, Target, in_order, itself
 from ckptkit.tensors.box import whole
@@ -63,8 +64,7 @@ class Sources:
             return
         if found != chunk.crc32:
             raise Corrupt(
-                f"the {length} bytes at {offset} are damaged: "
-                f"their CRC-32 is {found:08x}, recorded is {chunk.crc32:08x}",
+                tell_damage(length, offset, found, chunk.crc32),
                 path=self._plan.sources[place[0]].root / chunk.path,
                 tensor=name,
                 hint="the file changed after it was written: restore it from a copy, or use another checkpoint",

@@ -26,6 +26,11 @@ def combine(first: int, second: int, length: int) -> int:
     return isal_zlib.crc32_combine(first, second, length)
 
 
+def tell_damage(length: int, offset: int, found: int | None, recorded: int | None) -> str:
+    """Tell in words that bytes have another CRC-32 than they should have, both of which are known."""
+    return f"the {length} bytes at {offset} are damaged: their CRC-32 is {found:08x}, recorded is {recorded:08x}"
+
+
 class Checksums(Generic[Key]):
     """The CRC-32 of many byte ranges, each known by a key, gathered piece by piece.
 

@@ -18,6 +18,7 @@ from ckptkit.checkpoints.sums import sum_files
 from ckptkit.edits import twins_as_rounded
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
+from ckptkit.files.crc32 import tell_damage
 from ckptkit.files.file import file_size, is_there
 from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
@@ -288,11 +289,11 @@ def compare_extents(own: OwnFiles, extents: Iterable[Extent], found: Mapping[Pla
         if crc is None or wanted is None or crc == wanted:
             continue
         is_whole = crc == extent.crc32
-        what = "are not those in the manifest" if is_whole else "are damaged"
+        length, offset = extent.length, extent.offset
+        other = f"the {length} bytes at {offset} are not those in the manifest: it has their CRC-32 as {wanted:08x}"
         problems.add(
             Corrupt(
-                f"the {extent.length} bytes at {extent.offset} {what}: "
-                f"their CRC-32 is {crc:08x}, recorded is {wanted:08x}",
+                other if is_whole else tell_damage(length, offset, crc, wanted),
                 path=own.root / extent.path,
                 tensor=extent.name or None,
                 offset=extent.offset,
