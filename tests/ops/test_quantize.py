@@ -19,6 +19,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
 from ckptkit.ops.comparison.moved import Moved
 from ckptkit.tensors.dtypes import DTYPES
+from tests.formats.contract import assert_same
 from tests.quantized_models import E4M3, deepseek
 
 transformers = pytest.importorskip("transformers", reason="transformers is the judge")
@@ -58,13 +59,6 @@ def model(root: Path) -> dict[str, Tensor]:
 
 def config(root: Path) -> Any:
     return json.loads((root / "config.json").read_text())
-
-
-def assert_same(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    assert found.keys() == truth.keys()
-    for name, tensor in truth.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def by_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
