@@ -44,23 +44,25 @@ def doctor(
     """
     if world_size is not None and world_size < 1:
         raise Usage(f"world_size is {world_size}; it must be at least 1")
-    case, findings = open_case(ckpt, model, like, world_size)
+    checkpoint = Checkpoint.open(ckpt)
+    case, findings = open_case(checkpoint, model, like, world_size)
     if case is None:
-        path = Checkpoint.open(ckpt).path
-        return Diagnosis(path, group(findings), ("nothing else was looked at",))
+        return Diagnosis(checkpoint.path, group(findings), ("nothing else was looked at",))
     findings += [found for kind in KINDS for found in kind(case)]
-    notes = (*unfinished_in(path_of(ckpt), case.checkpoint), *notes_on(case))
-    return Diagnosis(case.checkpoint.path, group(findings), notes)
+    notes = (*unfinished_in(path_of(ckpt), checkpoint), *notes_on(case))
+    return Diagnosis(checkpoint.path, group(findings), notes)
 
 
 def open_case(
-    ckpt: Source, model: str | Path | None = None, like: Source | None = None, world_size: int | None = None
+    checkpoint: Checkpoint,
+    model: str | Path | None = None,
+    like: Source | None = None,
+    world_size: int | None = None,
 ) -> tuple[Case | None, list[Finding]]:
-    """Open a checkpoint, and all that it is to be held against; None if its model cannot be read.
+    """Open all that a checkpoint is to be held against; None if its model cannot be read.
 
     Returns what is damaged too.
     """
-    checkpoint = Checkpoint.open(ckpt)
     damage = look_for_damage(checkpoint)
     findings = list(find_damage(checkpoint, damage))
     if checkpoint.model_part.path in damage:

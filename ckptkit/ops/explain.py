@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.ops.diagnosis.finding import Finding, group
 from ckptkit.ops.diagnosis.messages import MESSAGES, Message
 from ckptkit.ops.diagnosis.said import Said
 from ckptkit.ops.doctor import open_case
 
 _MOST = 1 << 20  # characters of a text that is searched: rank by rank it says the same
-_SOURCE = re.compile(
-    r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE
-)  # lines of code, in which messages stand as they are made
+# lines of code, in which messages stand as they are made
+_SOURCE = re.compile(r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE)
 
 
 def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
@@ -25,7 +24,7 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     """
     text = error if isinstance(error, str) else "\n".join(words_of(error))
     text = _SOURCE.sub("", text[:_MOST])
-    case, findings = open_case(ckpt)
+    case, findings = open_case(Checkpoint.open(ckpt))
     meanings: list[Finding] = []
     for message in MESSAGES:
         for parts in dict.fromkeys(found.groups() for found in message.pattern.finditer(text)):

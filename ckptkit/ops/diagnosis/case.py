@@ -12,7 +12,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.form import Form, closest
 from ckptkit.checkpoints.quantized.find import find_quantized
 from ckptkit.checkpoints.weights import Weights, find_weights, has_weights
-from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Layout
 from ckptkit.ops.diagnosis.model import Model
 from ckptkit.tensors.box import Shape
@@ -22,15 +22,13 @@ from ckptkit.tensors.box import Shape
 class Case:
     """A checkpoint, the model that it is to be loaded into, another one that loads, and the ranks that load it.
 
-    What is not given is None. `damage` is what keeps the checkpoint, or a part of it, from being read; of one that
-    cannot be read at all nothing else is asked.
+    What is not given is None. The checkpoint has the parts that can be read, the model's among them.
     """
 
     checkpoint: Checkpoint
     model: Model | None = None
     like: Checkpoint | None = None
     world_size: int | None = None
-    damage: tuple[CkptError, ...] = ()
 
     @cached_property
     def layout(self) -> Layout:

@@ -15,8 +15,9 @@ from ckptkit.ops.comparison.renames import by_rule, fold, shapes_of
 from ckptkit.ops.diagnosis.case import Case
 from ckptkit.ops.diagnosis.commands import rewrite
 from ckptkit.ops.diagnosis.finding import Finding
-from ckptkit.ops.diagnosis.optimizer_states import place_of, states_in
-from ckptkit.ops.diagnosis.rename_rules import by_change, rules_for
+from ckptkit.ops.diagnosis.optimizer_states import named_states, without_state
+from ckptkit.ops.diagnosis.rename_rules import rules_for
+from ckptkit.ops.diagnosis.renamed import say_renamed
 
 _MOST_RULES = 8
 
@@ -57,12 +58,11 @@ def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Find
 
 def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield what the other has and this one lacks, and weights that only this one has."""
-    said = stateless(ours.layout) if case.checkpoint.model_part.reader.is_sharded else set()
+    said = said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_part.reader.is_sharded else set()
     missing = {
         name: shape
         for name, shape in shapes_of(theirs.layout).items()
-        if name not in ours.layout.names and not is_of_rank(theirs.layout, name)
-        if not ((place := place_of(theirs.layout.key(name))) and place.kind == "state" and place.parameter in said)
+        if name not in ours.layout.names and not is_of_rank(theirs.layout, name) and name not in said
     }
     extra = {
         name: shape
@@ -86,9 +86,7 @@ def find_renamed(case: Case, other: Path, pairs: Mapping[str, str], ours: Side) 
     """Yield what the other calls otherwise, a finding for each rule. Those for the model change its optimizer too."""
     own = {old: new for old, new in pairs.items() if old in ours.weights}
     rules = rules_for(own, ours.weights) if own else None
-    fix = rewrite(case.checkpoint, *(word for rule in rules for word in ("--rename", rule))) if rules else None
-    for line, members in by_change(pairs):
-        yield Finding("renamed", line.old, f"{other} calls it `{line.new}`", fix, members)
+    yield from say_renamed(case.checkpoint, pairs, rules, str(other))
 
 
 def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
@@ -117,9 +115,11 @@ def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, 
     return rewrite(case.checkpoint, *(word for rule in rules for word in ("--dtype", rule)))
 
 
-def stateless(layout: Layout) -> set[str]:
-    """Return the parameters that an optimizer lists and has no state of."""
-    return {name for states in states_in(layout).values() for name in states.without}
+def said_elsewhere(ours: Layout, theirs: Layout) -> set[str]:
+    """Return the entries of states that ours lists the parameters of and has not, which is a finding by itself."""
+    lacking = {name for states in named_states(ours) for name in without_state(states)}
+    there = (found for states in named_states(theirs) for name, found in states.of.items() if name in lacking)
+    return {entry for found in there for entry in found.values()}
 
 
 def is_of_rank(layout: Layout, name: str) -> bool:

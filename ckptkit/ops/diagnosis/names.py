@@ -17,7 +17,8 @@ from ckptkit.ops.diagnosis.case import Case
 from ckptkit.ops.diagnosis.commands import export, rewrite
 from ckptkit.ops.diagnosis.finding import Finding
 from ckptkit.ops.diagnosis.model import Model
-from ckptkit.ops.diagnosis.rename_rules import by_change, rules_for
+from ckptkit.ops.diagnosis.rename_rules import rules_for
+from ckptkit.ops.diagnosis.renamed import say_renamed
 from ckptkit.tensors.box import Shape
 
 _IN_MEMORY = "transformers"  # the family of names that its models have there
@@ -43,7 +44,7 @@ def find_names(case: Case) -> Iterator[Finding]:
             return  # the names are its trainer's, which loads it
         yield turned.finding
         misfits = Misfits.of(turned.shapes, closest(model.forms, turned.shapes.keys()), model)
-    pairs = by_rule({name: misfits.extra[name] for name in misfits.extra}, dict(misfits.missing))
+    pairs = by_rule(dict(misfits.extra), dict(misfits.missing))
     yield from find_renamed(case, pairs)
     missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
     extra = [name for name in misfits.extra if name not in pairs]
@@ -153,12 +154,8 @@ def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the tensors that are called otherwise, a finding for each rule."""
     if not pairs or case.model is None:
         return
-    rules = rules_for(pairs, case.shapes.keys())
-    options = [word for rule in rules or () for word in ("--rename", rule)]
     base = case.model.name if case.model.asked else None
-    fix = rewrite(case.checkpoint, *options, base=base) if rules else None
-    for line, members in by_change(pairs):
-        yield Finding("renamed", line.old, f"{case.model.name} calls it `{line.new}`", fix, members)
+    yield from say_renamed(case.checkpoint, pairs, rules_for(pairs, case.shapes.keys()), case.model.name, base)
 
 
 def another_model(case: Case, model: Model, count: int) -> Finding:

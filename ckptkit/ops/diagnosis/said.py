@@ -16,7 +16,8 @@ from ckptkit.ops.diagnosis.finding import Finding
 from ckptkit.ops.diagnosis.groups import optimizers_in
 from ckptkit.ops.diagnosis.optimizer_states import find_missing_states
 from ckptkit.ops.diagnosis.ranks import resize
-from ckptkit.ops.diagnosis.rename_rules import by_change, rules_for
+from ckptkit.ops.diagnosis.rename_rules import rules_for
+from ckptkit.ops.diagnosis.renamed import say_renamed
 from ckptkit.ops.diagnosis.torch_version import find_torch_version
 from ckptkit.ops.diagnosis.wrappers import raw_names
 
@@ -60,9 +61,7 @@ def find_keys(said: Said, case: Case) -> Iterator[Finding]:
 def said_otherwise(case: Case, pairs: Mapping[str, str], raw: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the tensors that the model calls otherwise, with the rule that renames them."""
     rules = rules_for({old: new for old, new in pairs.items() if old in raw}, raw.keys()) if raw else None
-    fix = rewrite(case.checkpoint, *(word for rule in rules for word in ("--rename", rule))) if rules else None
-    for line, members in by_change(pairs):
-        yield Finding("renamed", line.old, f"the model calls it `{line.new}`", fix, members)
+    yield from say_renamed(case.checkpoint, pairs, rules, "the model")
 
 
 def missing(case: Case, name: str) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptkit.checkpoints.weights import find_prefix, model_name
+from ckptkit.checkpoints.weights import find_prefix
 from ckptkit.ops.diagnosis.case import Case
 from ckptkit.ops.diagnosis.commands import export, rewrite
 from ckptkit.ops.diagnosis.finding import Finding
@@ -46,8 +46,3 @@ def mend(case: Case, word: str) -> str:
         base = case.model.name if case.model and case.model.asked else None
         return export(case.checkpoint, base=base)
     return rewrite(case.checkpoint, "--rename", rf"(^|\.){re.escape(word)}\.=>\1")
-
-
-def has_wrappers(case: Case) -> bool:
-    """Return whether wrappers have words in the names."""
-    return any(model_name((raw,), ()) != raw or raw != own for raw, own in raw_names(case).items())
