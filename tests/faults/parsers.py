@@ -31,7 +31,7 @@ from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
 from ckptkit.formats.deepspeed.zero import parameters_of
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.formats.pt.format import Pt
-from ckptkit.formats.torchfile import inert_pickle, legacy, read_archive
+from ckptkit.formats.torchfile import inert_pickle, legacy, read_archive, zip_entries
 from ckptkit.formats.torchfile.flatten import flatten
 from ckptkit.formats.torchfile.state_files import StateFile
 from ckptkit.formats.torchfile.unflatten import unflatten
@@ -73,7 +73,7 @@ def is_total(parser: Parser, data: bytes, place: Path) -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def reading(data: bytes) -> read_archive.ReadAt:
+def reading(data: bytes) -> zip_entries.ReadAt:
     """Reads in `data`, as in a file: what lies past its end is an error of ours."""
     return lambda offset, length: data[offset : offset + length]
 
@@ -91,7 +91,7 @@ def parse_archive(data: bytes, _: Path) -> object:
 
 def parse_contents(data: bytes, _: Path) -> object:
     """An archive of whatever."""
-    read_archive.check_contents(data)
+    zip_entries.check_contents(data)
     return None
 
 
@@ -104,16 +104,16 @@ def parse_legacy(data: bytes, _: Path) -> object:
 def parse_state(data: bytes, _: Path) -> object:
     """The pickle of a state dict, taken apart and put together again."""
     state, _end = inert_pickle.load(data, inert_pickle.ANY_NAME)
-    storages = {f"data/{i}": read_archive.Entry(64 * i, 1 << 20, 0) for i in range(16)}
-    flat = flatten(state, {"data.pkl": read_archive.Entry(0, len(data), 0), **storages}, "state.pt")
+    storages = {f"data/{i}": zip_entries.Entry(64 * i, 1 << 20, 0) for i in range(16)}
+    flat = flatten(state, {"data.pkl": zip_entries.Entry(0, len(data), 0), **storages}, "state.pt")
     return unflatten((*flat.tensors, *flat.blobs), flat.keys.__getitem__, lambda name: name)
 
 
 def as_file(data: bytes) -> StateFile:
     """A file of torch.save with a pickle, and storages as large as may be asked for."""
     value, _end = inert_pickle.load(data, inert_pickle.ANY_NAME)
-    storages = {f"data/{i}": read_archive.Entry(64 * i, 1 << 20, 0) for i in range(16)}
-    return StateFile("file.pt", value, {"data.pkl": read_archive.Entry(0, len(data), 0), **storages})
+    storages = {f"data/{i}": zip_entries.Entry(64 * i, 1 << 20, 0) for i in range(16)}
+    return StateFile("file.pt", value, {"data.pkl": zip_entries.Entry(0, len(data), 0), **storages})
 
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # what their names begin with

@@ -23,7 +23,7 @@ from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.torchfile.locate import ends_of
-from ckptkit.formats.torchfile.read_archive import large_entries
+from ckptkit.formats.torchfile.zip_entries import large_entries
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, Spec, check_cover
 
 METADATA = ".metadata"

@@ -15,7 +15,7 @@ from ckptkit.formats.dcp.flat_names import infer_keys
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Flat, Global
 from ckptkit.formats.torchfile.locate import ENVELOPE
-from ckptkit.formats.torchfile.read_archive import as_shape, as_shapes
+from ckptkit.formats.torchfile.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.dtypes import DTYPES, DType

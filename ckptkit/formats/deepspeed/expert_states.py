@@ -28,8 +28,8 @@ from ckptkit.formats.deepspeed.unpartitioned import (
 )
 from ckptkit.formats.deepspeed.values import as_dict
 from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.read_archive import as_tensor, is_tensor
 from ckptkit.formats.torchfile.state_files import read_state_file
+from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.deepspeed.values import without_classes
 from ckptkit.formats.torchfile.flatten import Flat, Flattening
-from ckptkit.formats.torchfile.read_archive import is_tensor
+from ckptkit.formats.torchfile.tensor_calls import is_tensor
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 

@@ -11,8 +11,8 @@ from ckptkit.formats.deepspeed.model_states import tensor_parallel
 from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.values import as_dict
 from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.read_archive import is_tensor
 from ckptkit.formats.torchfile.state_files import read_state_file
+from ckptkit.formats.torchfile.tensor_calls import is_tensor
 from ckptkit.layout import StoredTensor
 
 _SHARED = "tied_modules."  # and a key, and the name in the layer

@@ -14,7 +14,7 @@ from ckptkit.formats.deepspeed.parts import PartOfModel
 from ckptkit.formats.deepspeed.pieces import join, runs_of_each, share_of
 from ckptkit.formats.deepspeed.zero import Parameter
 from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.read_archive import as_tensor, is_tensor
+from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 

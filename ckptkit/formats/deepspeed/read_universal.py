@@ -17,8 +17,8 @@ from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.parts import blame
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
 from ckptkit.formats.torchfile.flatten import Flattening, pairs_of
-from ckptkit.formats.torchfile.read_archive import as_tensor, is_tensor
 from ckptkit.formats.torchfile.state_files import StateFile, read_state_file
+from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Shape, whole
 

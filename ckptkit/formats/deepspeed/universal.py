@@ -18,8 +18,8 @@ from ckptkit.formats.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, Z
 from ckptkit.formats.deepspeed.write_universal import files_for
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.read_archive import read_directory
 from ckptkit.formats.torchfile.state_files import opened
+from ckptkit.formats.torchfile.zip_entries import read_directory
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 _POINTER_LIMIT = 1 << 10  # bytes

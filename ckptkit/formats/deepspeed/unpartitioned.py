@@ -15,7 +15,7 @@ from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, without_classes
 from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.read_archive import as_tensor, is_tensor
+from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 

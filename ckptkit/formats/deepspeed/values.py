@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from ckptkit.errors import Corrupt
 from ckptkit.formats.torchfile.flatten import describe, pairs_of
 from ckptkit.formats.torchfile.inert_pickle import Record
-from ckptkit.formats.torchfile.read_archive import as_shape, is_tensor
+from ckptkit.formats.torchfile.tensor_calls import as_shape, is_tensor
 from ckptkit.tensors.box import Shape
 
 Kind = TypeVar("Kind")

@@ -16,7 +16,7 @@ from ckptkit.axes import boxes_of_run
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.flatten import pairs_of
 from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.read_archive import as_shape
+from ckptkit.formats.torchfile.tensor_calls import as_shape
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.tensors.box import Shape
 

@@ -17,12 +17,12 @@ from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import flatten
-from ckptkit.formats.torchfile.read_archive import read_directory
 from ckptkit.formats.torchfile.state_files import HEAD, entries_of, is_torch_save, opened, read_state_file
 from ckptkit.formats.torchfile.storages import Storages
 from ckptkit.formats.torchfile.unflatten import unflatten
 from ckptkit.formats.torchfile.write_archive import make_envelope
 from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.torchfile.zip_entries import read_directory
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 MAIN = "state.pt"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ckptkit.files.file import Opened, read_at
 from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.read_archive import Entry
 from ckptkit.formats.torchfile.state_files import entries_of, opened
+from ckptkit.formats.torchfile.zip_entries import Entry
 from ckptkit.layout import Chunk, Part, Place
 from ckptkit.tensors.box import Box
 

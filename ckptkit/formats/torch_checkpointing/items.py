@@ -15,7 +15,7 @@ from ckptkit.formats.torch_checkpointing.read_metadata import JSON, SAFETENSORS,
 from ckptkit.formats.torchfile.dtensors import Placed
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import Held, RankFile, read_rank_file
-from ckptkit.formats.torchfile.read_archive import TensorRecord
+from ckptkit.formats.torchfile.tensor_calls import TensorRecord
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, Spec
 from ckptkit.tensors.blocks import row_major

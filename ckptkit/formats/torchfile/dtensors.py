@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
 from ckptkit.formats.torchfile.meshes import Mesh, ReadIntegers, read_mesh
-from ckptkit.formats.torchfile.read_archive import Entry, TensorRecord, as_shape, as_tensor, place_tensor
+from ckptkit.formats.torchfile.read_archive import place_tensor
+from ckptkit.formats.torchfile.tensor_calls import TensorRecord, as_shape, as_tensor
+from ckptkit.formats.torchfile.zip_entries import Entry
 from ckptkit.layout import Chunk, Spec
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.placements import Piece, Placement, Shard, place

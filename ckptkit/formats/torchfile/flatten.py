@@ -13,8 +13,10 @@ from typing import Any
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import Global, PersistentId, Record
-from ckptkit.formats.torchfile.read_archive import Entry, as_tensor, is_tensor, place_tensor
+from ckptkit.formats.torchfile.read_archive import place_tensor
+from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
 from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.torchfile.zip_entries import Entry
 from ckptkit.layout import Blob, Chunk, KeyPath, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 

@@ -11,9 +11,11 @@ from ckptkit.errors import CkptError, Unsupported
 from ckptkit.files.file import opening, read_at
 from ckptkit.formats.torchfile.dtensors import Placed, Specs, chunks_of, is_dtensor
 from ckptkit.formats.torchfile.flatten import Flat, Flattening, describe, pairs_of
-from ckptkit.formats.torchfile.read_archive import Entry, as_tensor, place_tensor
+from ckptkit.formats.torchfile.read_archive import place_tensor
 from ckptkit.formats.torchfile.sharded_tensors import Sharded, chunks_of_shards, is_sharded_tensor, open_sharded
 from ckptkit.formats.torchfile.state_files import read_state_file
+from ckptkit.formats.torchfile.tensor_calls import as_tensor
+from ckptkit.formats.torchfile.zip_entries import Entry
 from ckptkit.layout import KeyPath, StoredTensor
 
 _MOST_INTEGERS = 1 << 20  # in the tensor that a mesh is

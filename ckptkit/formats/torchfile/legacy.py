@@ -12,7 +12,8 @@ from typing import Any
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import ANY_NAME, PersistentId
-from ckptkit.formats.torchfile.read_archive import STORAGES, Entry, ReadAt
+from ckptkit.formats.torchfile.tensor_calls import STORAGES
+from ckptkit.formats.torchfile.zip_entries import Entry, ReadAt
 from ckptkit.tensors.dtypes import DTYPES
 
 _MAGIC = 0x1950A86A20F9469CFC6C

@@ -12,7 +12,7 @@ from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import Opened, read_at
 from ckptkit.files.ranges import Range, read_ahead
 from ckptkit.formats.torchfile.moulds import Moulds
-from ckptkit.formats.torchfile.read_archive import GLANCE, check_contents
+from ckptkit.formats.torchfile.zip_entries import GLANCE, check_contents
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 
 ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
-from ckptkit.formats.torchfile.read_archive import as_shape, as_tensor
+from ckptkit.formats.torchfile.tensor_calls import as_shape, as_tensor
 from ckptkit.tensors.box import Shape
 
 DEVICE_MESH = Global("torch.distributed.device_mesh", "DeviceMesh")

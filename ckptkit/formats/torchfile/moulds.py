@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from struct import Struct
 
 from ckptkit.files.ahead import ReadAhead
-from ckptkit.formats.torchfile.read_archive import GLANCE, Entry, Located, ReadAt, open_archive
+from ckptkit.formats.torchfile.read_archive import Located, open_archive
+from ckptkit.formats.torchfile.zip_entries import GLANCE, Entry, ReadAt
 
 _crc32 = Struct("<I")
 _MOST = 4096  # moulds that are kept at once

@@ -13,7 +13,8 @@ from ckptkit.files.file import opening, read_at
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import ANY_NAME
 from ckptkit.formats.torchfile.legacy import is_legacy, read_legacy
-from ckptkit.formats.torchfile.read_archive import Entry, ReadAt, check_byte_order, glance, read_directory, read_entry
+from ckptkit.formats.torchfile.read_archive import check_byte_order
+from ckptkit.formats.torchfile.zip_entries import Entry, ReadAt, glance, read_directory, read_entry
 
 HEAD = 2048  # bytes, enough for the first entry's name
 _ZIP = b"PK\x03\x04"

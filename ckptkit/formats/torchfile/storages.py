@@ -13,8 +13,9 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import opening, read_at
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import ANY_NAME, PersistentId, Record
-from ckptkit.formats.torchfile.read_archive import Entry, ReadAt, check_byte_order, read_directory, read_entry
+from ckptkit.formats.torchfile.read_archive import check_byte_order
 from ckptkit.formats.torchfile.write_archive import describe_tensor
+from ckptkit.formats.torchfile.zip_entries import Entry, ReadAt, read_directory, read_entry
 from ckptkit.layout import Blob, Layout, StoredTensor
 
 _ENTRY_LIMIT = 1 << 28  # bytes of all entries that are no tensors; they are held in memory

@@ -8,9 +8,9 @@ from typing import Any
 from ckptkit.errors import CkptError
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import ANY_NAME
-from ckptkit.formats.torchfile.read_archive import read_directory, read_entry
 from ckptkit.formats.torchfile.storages import reading
 from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.torchfile.zip_entries import read_directory, read_entry
 from ckptkit.layout import Blob
 
 

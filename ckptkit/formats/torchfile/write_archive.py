@@ -13,7 +13,7 @@ from struct import Struct
 from ckptkit.errors import Unsupported
 from ckptkit.files.crc32 import crc32
 from ckptkit.formats.torchfile.inert_pickle import Global, PersistentId, Record
-from ckptkit.formats.torchfile.read_archive import STORAGES
+from ckptkit.formats.torchfile.tensor_calls import STORAGES
 from ckptkit.layout import Part, Spec
 from ckptkit.tensors.blocks import row_major
 

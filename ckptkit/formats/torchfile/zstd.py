@@ -19,7 +19,7 @@ from ckptkit.files.path import RemotePath
 from ckptkit.files.temporary import TemporaryFile
 from ckptkit.formats.torchfile.locate import ZSTD, open_envelope
 from ckptkit.formats.torchfile.moulds import Moulds
-from ckptkit.formats.torchfile.read_archive import check_archive
+from ckptkit.formats.torchfile.zip_entries import check_archive
 from ckptkit.layout import Blob, Chunk, Layout, Place
 
 if TYPE_CHECKING:

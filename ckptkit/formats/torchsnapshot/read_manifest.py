@@ -18,7 +18,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.files.file import check_name, file_size, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.torchfile.locate import ENVELOPE
-from ckptkit.formats.torchfile.read_archive import as_shape
+from ckptkit.formats.torchfile.tensor_calls import as_shape
 from ckptkit.layout import Chunk, KeyPath, Spec
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.dtypes import DTYPES, DType

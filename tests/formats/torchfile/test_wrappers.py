@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ckptkit import consolidate, verify
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
-from ckptkit.formats.torchfile.read_archive import as_tensor
+from ckptkit.formats.torchfile.tensor_calls import as_tensor
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 

@@ -1,0 +1,210 @@
+"""Read the zip that torch.save writes: which entries it has, where their content lies, whether it is as recorded.
+
+Source: caffe2/serialize/inline_container.cc; the fields are those of PKWARE's APPNOTE.TXT. Local headers carry no sizes
+(flag bit 3), so everything is found from the central directory. Reads a kilobyte or two per archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+from zlib import crc32
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.files.file import recognise
+
+ReadAt = Callable[[int, int], bytes]  # (offset in the archive, length) -> bytes
+_local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
+_central = Struct("<4sHHHHHHIIIHHHHHII")
+_end = Struct("<4sHHHHIIH")
+_end64_locator = Struct("<4sIQI")
+_end64 = Struct("<4sQHHIIQQQQ")
+_ALL_ONES = 0xFFFFFFFF
+_HAS_DESCRIPTOR = 8  # flag bit 3: CRC and sizes follow the content
+_DIRECTORY_LIMIT = 1 << 26  # bytes; half a million entries
+_CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
+_PIECE = 1 << 20  # bytes of an entry that are read at once to be compared
+GLANCE = 2048  # bytes read at each end; torch's own head and directory take about 800 and 600
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file in the archive: `length` bytes of content at `offset`, described at `record` of the archive's directory.
+
+    A `crc32` of 0 means that none was computed.
+    """
+
+    offset: int
+    length: int
+    crc32: int
+    record: int = 0
+
+    @property
+    def crc_at(self) -> tuple[int, int]:
+        """Return where its CRC-32 stands: in the description that follows the content, and in the directory."""
+        return self.offset + self.length + 4, self.record + 16
+
+
+def glance(read: ReadAt, length: int) -> ReadAt:
+    """Return `read`, answering from two reads of the archive's first and last bytes made in advance, where possible."""
+    head = read(0, min(length, GLANCE))
+    cut = max(0, length - GLANCE)
+    tail = read(cut, length - cut) if cut else head
+
+    def read_glanced(offset: int, size: int) -> bytes:
+        if offset + size <= len(head):
+            return head[offset : offset + size]
+        if offset >= cut:
+            return tail[offset - cut : offset - cut + size]
+        return read(offset, size)
+
+    return read_glanced
+
+
+def read_directory(read: ReadAt, length: int) -> dict[str, Entry]:
+    """Return every entry of the archive, by its name after the first slash (torch prefixes the archive's own name)."""
+    count, size, offset = find_directory(read, length)
+    if offset + size > length or size > _DIRECTORY_LIMIT:
+        raise Corrupt(f"the zip directory at {offset}:{offset + size} does not fit an archive of {length} bytes")
+    directory = read(offset, size)
+    entries: dict[str, Entry] = {}
+    at = 0
+    for _ in range(count):
+        if at + _central.size > size:
+            raise Corrupt("the zip directory is cut short")
+        fields = _central.unpack_from(directory, at)
+        record = offset + at
+        name_length, extra_length, comment_length = fields[10:13]
+        at += _central.size
+        raw_name = directory[at : at + name_length]
+        extra = directory[at + name_length : at + name_length + extra_length]
+        at += name_length + extra_length + comment_length
+        name = raw_name.decode("utf-8", "replace").partition("/")[2]
+        if name in entries:
+            raise Corrupt(f"the archive has two entries `{name}`")
+        entries[name] = Entry(*read_entry_place(read, fields, raw_name, extra, offset), fields[7], record)
+    return entries
+
+
+def read_entry_place(
+    read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, extra: bytes, limit: int
+) -> tuple[int, int]:
+    """Return offset and length of the content of a central-directory entry; `limit` is where the directory starts."""
+    signature, flags, method, checksum, packed, unpacked, header = (fields[i] for i in (0, 3, 4, 7, 8, 9, 16))
+    if signature != b"PK\x01\x02":
+        raise Corrupt("the zip directory is garbled")
+    packed, unpacked, header = widen(unpacked, packed, header, extra)
+    if method != 0 or packed != unpacked or flags & 1:
+        raise Unsupported(
+            f"entry `{raw_name.decode('utf-8', 'replace')}` is compressed or encrypted; torch stores plainly"
+        )
+    if header + _local.size > limit:
+        raise Corrupt(f"a zip entry starts at {header}, past the {limit} bytes of the archive's entries")
+    local = _local.unpack(read(header, _local.size))
+    start = header + _local.size
+    if local[0] != b"PK\x03\x04" or read(start, local[9]) != raw_name:
+        raise Corrupt(f"the zip directory says that an entry starts at byte {header}, and none does")
+    offset = start + local[9] + local[10]
+    if offset + unpacked > limit:
+        raise Corrupt(
+            f"a zip entry at {offset}:{offset + unpacked} does not fit the {limit} bytes of the archive's entries"
+        )
+    if flags & _HAS_DESCRIPTOR and read(offset + unpacked, 8) != b"PK\x07\x08" + checksum.to_bytes(4, "little"):
+        raise Corrupt(f"the zip entry at {offset}:{offset + unpacked} is not followed by its own description")
+    return offset, unpacked
+
+
+def widen(unpacked: int, packed: int, header: int, extra: bytes) -> tuple[int, int, int]:
+    """Return packed size, unpacked size and header offset, those that do not fit 32 bits from the zip64 field."""
+    values = [unpacked, packed, header]
+    while len(extra) >= 4:
+        kind, size = int.from_bytes(extra[:2], "little"), int.from_bytes(extra[2:4], "little")
+        field, extra = extra[4 : 4 + size], extra[4 + size :]
+        if kind == 1:
+            for i, value in enumerate(values):
+                if value == _ALL_ONES and len(field) >= 8:
+                    values[i], field = int.from_bytes(field[:8], "little"), field[8:]
+    return values[1], values[0], values[2]
+
+
+def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
+    """Return number of entries, size and offset of the central directory, from the archive's last bytes."""
+    if length < _end.size:
+        raise Corrupt(f"{length} bytes are too few for an archive")
+    end = _end.unpack(read(length - _end.size, _end.size))
+    if end[0] != b"PK\x05\x06":
+        head = read(0, min(length, 64))
+        if head[8:9] == b"{":
+            raise Unsupported(
+                "the bytes are safetensors, not torch.save's archive: saved with another serialization format"
+            )
+        raise Corrupt("not an archive of torch.save, or its end is missing", hint=recognise(head))
+    count, size, offset = end[4:7]
+    if count == 0xFFFF or _ALL_ONES in (size, offset):
+        at = length - _end.size - _end64_locator.size
+        locator = _end64_locator.unpack(read(at, _end64_locator.size)) if at >= 0 else (b"",)
+        if locator[0] != b"PK\x06\x07" or locator[2] + _end64.size > length:
+            raise Corrupt("the zip64 end of the archive is missing")
+        end64 = _end64.unpack(read(locator[2], _end64.size))
+        if end64[0] != b"PK\x06\x06":
+            raise Corrupt("the zip64 end of the archive is garbled")
+        count, size, offset = end64[7:10]
+    if count * _central.size > size:
+        raise Corrupt(f"a zip directory of {size} bytes cannot hold {count} entries")
+    return count, size, offset
+
+
+def read_entry(read: ReadAt, entries: Mapping[str, Entry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:
+    """Return the content of an entry of at most `limit` bytes, its CRC compared."""
+    entry = entries.get(name)
+    if entry is None:
+        raise Corrupt(f"the archive has no entry `{name}`")
+    if entry.length > limit:
+        raise Unsupported(f"entry `{name}` has {entry.length} bytes, more than the {limit} it should need")
+    content = read(entry.offset, entry.length)
+    if entry.crc32 and crc32(content) != entry.crc32:
+        raise damaged(name, entry, crc32(content))
+    return content
+
+
+def damaged(name: str, entry: Entry, found: int) -> Corrupt:
+    """Return the error for an entry of an archive that has another CRC-32 than is recorded for it."""
+    return Corrupt(f"entry `{name}` is damaged: CRC-32 is {found:08x}, recorded {entry.crc32:08x}")
+
+
+def check_contents(data: bytes) -> None:
+    """Raise `Corrupt` unless everything in an archive, given whole, has the CRC-32 that is recorded for it."""
+
+    def read(offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > len(data):
+            raise Corrupt(f"bytes {offset}:{offset + length} lie outside the entry's {len(data)}")
+        return data[offset : offset + length]
+
+    check_archive(read, len(data))
+
+
+def check_archive(read: ReadAt, length: int) -> None:
+    """Raise `Corrupt` unless everything in an archive of `length` bytes has the CRC-32 that is recorded for it."""
+    for name, entry in read_directory(glance(read, length), length).items():
+        pieces = range(entry.offset, entry.offset + entry.length, _PIECE)
+        found = 0
+        for start in pieces if entry.crc32 else ():
+            found = crc32(read(start, min(_PIECE, entry.offset + entry.length - start)), found)
+        if found != entry.crc32:
+            raise damaged(name, entry, found)
+
+
+def large_entries(read: ReadAt, length: int) -> Iterator[Entry]:
+    """Return the entries of an archive of `length` bytes that are too large to be looked at here.
+
+    Raises `Corrupt` unless every other entry has the CRC-32 that is recorded for it.
+    """
+    read = glance(read, length)
+    entries = read_directory(read, length)
+    for name, entry in entries.items():
+        if entry.length > _CONTENT_LIMIT or (entry.length and not entry.crc32):
+            yield entry
+        else:
+            read_entry(read, entries, name)
