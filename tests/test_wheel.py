@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 WHERE = "import ckptkit; print(ckptkit.__file__)"
 
 
-def run(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:
+def run(*command: object, cwd: Path) -> str:
+    """What a command prints that sees no tree by way of PYTHONPATH."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -43,15 +45,14 @@ def test_the_wheel_works_by_itself(tmp_path: Path) -> None:
     site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=work).strip())
     run(*pip, "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=work)
     see_packages_of_this_environment(site)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    found = Path(run(python, "-c", WHERE, cwd=work, env=env).strip())
+    found = Path(run(python, "-c", WHERE, cwd=work).strip())
     assert found.is_relative_to(site)
     assert (found.parent / "py.typed").exists()
     modules = [path.relative_to(ROOT) for path in (ROOT / "ckptkit").rglob("*.py")]
     assert [path for path in modules if not (site / path).exists()] == []
 
-    run(room / "bin" / "ckptkit", "smoke", "--quiet", cwd=work, env=env)
+    run(room / "bin" / "ckptkit", "smoke", "--quiet", cwd=work)
     assert (work / "out" / "model.safetensors").exists()
 
 
