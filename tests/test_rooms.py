@@ -126,7 +126,7 @@ FORBIDDEN = {
 NAMELESS = ("files.[!ps]*", "files.staging", "files.system", "axes", "edits", "engine*", "layout", "plan", "tensors*")
 
 # Strings by which a format is known, and the one file that may hold them, beside the table of formats.
-MARKERS = {".distcp": "formats.dcp.format", "weight_map": "formats.indices"}
+MARKERS = {".distcp": "formats.dcp.names", "weight_map": "formats.indices"}
 
 # The files of trainers of which nothing else in the package may speak, and the one module that has to: classes in a
 # pickle are told by the module that they are of.

@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ckptkit.checkpoints.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.companions import find_config
 from ckptkit.checkpoints.optimizer_keys import kind_of_keys
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.quantized.signs import may_be_quantized
 from ckptkit.checkpoints.weights import find_weights, has_weights
 from ckptkit.collector import collector_paused
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
-from ckptkit.ops.inspection.adapters import InspectedAdapter, inspect_adapters
 from ckptkit.ops.inspection.groups import Group, bytes_by_dtype, group
-from ckptkit.ops.inspection.quantized import InspectedQuantized, inspect_quantized
 from ckptkit.ops.inspection.ties import Tie, find_ties
 from ckptkit.ops.salvaging.account import read_account
+
+if TYPE_CHECKING:
+    from ckptkit.ops.inspection.adapters import InspectedAdapter
+    from ckptkit.ops.inspection.quantized import InspectedQuantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     checkpoint, unread = Checkpoint.open(source).readable()
     model = checkpoint.model_part
     weights = find_names(model)
-    quantized = inspect_quantized(model)
+    quantized = find_quantized(model)
     ties = find_ties(model.layout, find_config(model.path), weights)
     layout = locate(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
     return Inspected(
@@ -84,10 +88,28 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         model.has_manifest,
         unread,
         kind_of_keys(layout),
-        inspect_adapters(model),
+        find_adapters(model),
         quantized,
         read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
     )
+
+
+def find_adapters(model: Part) -> tuple[InspectedAdapter, ...]:
+    """Return the adapters of a model; () for almost all, which need none of what knows adapters."""
+    if not (model.is_model and may_be_adapted(model.layout.tensors)):
+        return ()
+    from ckptkit.ops.inspection.adapters import inspect_adapters
+
+    return inspect_adapters(model)
+
+
+def find_quantized(model: Part) -> InspectedQuantized | None:
+    """Return what is quantized of a model; None for almost all, which need none of what knows quantized weights."""
+    if not (model.is_model and may_be_quantized(model.layout.specs)):
+        return None
+    from ckptkit.ops.inspection.quantized import inspect_quantized
+
+    return inspect_quantized(model)
 
 
 def find_names(part: Part) -> dict[str, str]:

@@ -120,10 +120,3 @@ def other_method(names: Collection[str]) -> str | None:
         if found or (unknown and read_entry(name) is None):
             return found or unknown
     return None
-
-
-def may_be_adapted(names: Collection[str]) -> bool:
-    """Return whether tensors of these names may be an adapter's, at a glance."""
-    return any("lora_" in name or "base_model." in name or "trainable_tokens_delta" in name for name in names) or (
-        set(names) == {"prompt_embeddings"}
-    )

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptkit.checkpoints.quantized.config import Block, Said, read_said
 from ckptkit.checkpoints.quantized.foreign import find_foreign
+from ckptkit.checkpoints.quantized.signs import OF_WEIGHTS, may_be_packed, may_be_quantized
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
 from ckptkit.tensors.box import Shape
@@ -23,9 +24,7 @@ from ckptkit.tensors.box import Shape
 BLOCKS = "_blocks"
 _SCALES, _PACK = "_scales", 16  # bytes that have one scale
 _SUFFIXES = ("_scale_inv", "_scale")
-_OF_WEIGHTS = (".weight_scale_inv", ".weight_scale")
 _BESIDE = (".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".k_scale", ".v_scale")
-_BYTES = ("int8", "uint8", "int32")  # what packed numbers are stored as
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +71,9 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     Raises `Mismatch` for scales that are missing or do not fit, `Corrupt` for a config that cannot be so.
     """
     specs = layout.specs
-    orphans = [name for name in specs if name.endswith(_OF_WEIGHTS)]  # if they are: of no weight that is quantized
-    if not (orphans or any(map(may_be_packed, specs.values()))):
+    if not may_be_quantized(specs):
         return None
+    orphans = [name for name in specs if name.endswith(OF_WEIGHTS)]  # if they are: of no weight that is quantized
     foreign = find_foreign(specs)
     if foreign is not None:
         method, members = foreign
@@ -97,11 +96,6 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     beside = {name for name in specs if name.endswith(_BESIDE)}
     method = " and ".join(["fp8"] * bool(scaled) + ["mxfp4"] * bool(packed))
     return Quantized(layout, method, weights, frozenset({*weights, *scales, *beside}))
-
-
-def may_be_packed(spec: Spec) -> bool:
-    """Return whether a tensor may hold the numbers of quantized weights, by its dtype."""
-    return spec.dtype.kind == "small_float" or spec.dtype.name in _BYTES
 
 
 def is_eight_bits(spec: Spec) -> bool:
@@ -127,7 +121,7 @@ def check_partners(layout: Layout, numbers: set[str], scaled: Mapping[str, str],
     if alone is not None:
         message = f"it is {layout.specs[alone]}, and no scales of it are here"
         raise Mismatch(message, path=layout.root, tensor=alone, hint="is a file of the model missing?")
-    orphan = min((name for name in layout.tensors if name.endswith(_OF_WEIGHTS) and name not in scales), default=None)
+    orphan = min((name for name in layout.tensors if name.endswith(OF_WEIGHTS) and name not in scales), default=None)
     if orphan is not None:
         weight = orphan.rpartition("_scale")[0]
         found = f"is {layout.specs[weight]}" if weight in layout.tensors else "is not here"

@@ -7,7 +7,6 @@ the metadata alone: file names say who wrote, never what.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +17,12 @@ from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import Opened, file_size, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.dcp.model_space import unfold
+from ckptkit.formats.dcp.names import find_metadata, is_metadata, name_data, rank_of
 from ckptkit.formats.dcp.read_metadata import Reading, has_strides, read_metadata
-from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal
-from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.torchfile.locate import ends_of
 from ckptkit.formats.torchfile.zip_entries import large_entries
-from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, Spec, check_cover
-
-METADATA = ".metadata"
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-_DATA = re.compile(r"(?:.*?)__(\d+)_\d+\.distcp")
+from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
 
 
 class Dcp(Writer):
@@ -40,19 +34,15 @@ class Dcp(Writer):
 
     def owns(self, name: str) -> bool:
         """Return True for the metadata, and for data of whatever rank."""
-        return name == METADATA or bool(_RANK_METADATA.fullmatch(name) or _DATA.fullmatch(name))
+        return is_metadata(name) or rank_of(name) is not None
 
     def rank_of(self, name: str) -> int | None:
         """Return the rank that wrote a file of data."""
-        match = _DATA.fullmatch(name)
-        return int(match[1]) if match else None
+        return rank_of(name)
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory in which DCP has written, or has begun to."""
-        if not path.is_dir():
-            return False
-        names = names_in(path)
-        return METADATA in names or any(_RANK_METADATA.fullmatch(name) or _DATA.fullmatch(name) for name in names)
+        return path.is_dir() and any(map(self.owns, names_in(path)))
 
     def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
         """Raise `Corrupt` unless the metadata is there, which DCP writes last."""
@@ -111,59 +101,31 @@ class Dcp(Writer):
 
     def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
         """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
-        files = dict(enumerate_files(wanted, options))
-        metadata = record(wanted, files)
-        data = (NewFile(name, end_of(items), Known(items)) for name, items in files.items())
-        return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
+        from ckptkit.formats.dcp import write_files  # reading needs none of it
+
+        return write_files.arrange(wanted, options)
 
     def entries_file(self, rank: int) -> str:
         """Return the name of the second of a rank's files."""
-        return f"__{rank}_1.distcp"
+        return name_data(rank, 1)
 
     def embed(self, wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:
         """Return the metadata anew, which is longer now."""
-        files = dict(enumerate_files(replace(wanted, blobs={}), options))
-        for name, blob in wanted.blobs.items():
-            files.setdefault(blob.path, []).append(Item(name, None, blob.offset, blob.length, None))
-        yield METADATA, (0, record(wanted, files))
+        from ckptkit.formats.dcp import write_files  # reading needs none of it
+
+        return write_files.embed(wanted, options)
 
     def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
         """Return the CRC-32 of each item, in both of its places."""
-        for tensor in made.tensors.values():
-            for chunk in tensor.chunks:
-                checksum = checksums.get((chunk.path, chunk.offset))
-                if chunk.length and checksum is not None:
-                    parts = seal(Spec(chunk.dtype, chunk.size), chunk.offset, checksum)
-                    yield from ((chunk.path, part) for part in parts)
+        from ckptkit.formats.dcp import write_files  # reading needs none of it
 
-
-def enumerate_files(wanted: Layout, options: Options) -> Iterator[tuple[str, list[Item]]]:
-    """Yield each rank's file of a checkpoint to be written, with what lies in it."""
-    for rank, items in enumerate(deal(wanted, options.world_size)):
-        yield f"__{rank}_0.distcp", items
-
-
-def find_metadata(path: Path) -> list[Path]:
-    """Return the files that describe the checkpoint: `.metadata`, or else every rank's own, in order of rank.
-
-    Raises `Corrupt` if there is neither.
-    """
-    if (path / METADATA).exists():
-        return [path / METADATA]
-    ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
-    if not ranks:
-        raise Corrupt(
-            "no `.metadata`: the save did not finish",
-            path=path,
-            hint=f"`.metadata` is written last: use an older checkpoint; {ELSEWHERE}",
-        )
-    return [ranks[rank] for rank in sorted(ranks)]
+        return write_files.seal(made, checksums)
 
 
 def count_ranks(layout: Layout) -> int | None:
     """Return how many ranks wrote the checkpoint. A file that is neither empty nor of it is of an earlier save."""
     used = {place.path for _, place in layout.stored}
-    names = {name: match[1] for name in names_in(layout.root) if (match := _DATA.fullmatch(name))}
+    names = {name: rank for name in names_in(layout.root) if (rank := rank_of(name)) is not None}
     ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
     return len(ranks) or None
 

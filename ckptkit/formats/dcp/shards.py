@@ -113,7 +113,7 @@ def end_of(items: list[Item]) -> int:
     return items[-1].offset + items[-1].nbytes if items else 0
 
 
-def seal(spec: Spec, offset: int, checksum: int) -> Iterable[Part]:
+def seal_item(spec: Spec, offset: int, checksum: int) -> Iterable[Part]:
     """Return the CRC-32 of the data of a chunk at `offset`, with the places in its file where it belongs."""
     envelope = wrap(spec)
     start = offset - envelope.holes[_ONLY].offset

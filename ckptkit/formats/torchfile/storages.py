@@ -6,14 +6,13 @@ The bytes of most are still to come. Those of tensors that lie inside an entry t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files.file import opening, read_at
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import ANY_NAME, PersistentId, Record
 from ckptkit.formats.torchfile.read_archive import check_byte_order
+from ckptkit.formats.torchfile.values import reading
 from ckptkit.formats.torchfile.write_archive import describe_tensor
 from ckptkit.formats.torchfile.zip_entries import Entry, ReadAt, read_directory, read_entry
 from ckptkit.layout import Blob, Layout, StoredTensor
@@ -96,10 +95,3 @@ class Storages:
         self._room -= nbytes
         if self._room < 0:
             raise Unsupported(f"the entries that are no tensors need more than {_ENTRY_LIMIT} bytes")
-
-
-def reading(path: Path, blob: Blob) -> ReadAt:
-    """Return a function that reads in a blob, whose bytes are all read at once."""
-    with opening(path) as file:
-        data = read_at(file, blob.length, blob.offset)
-    return lambda offset, length: data[offset : offset + length]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError
+from ckptkit.files.file import opening, read_at
 from ckptkit.formats.torchfile import inert_pickle
 from ckptkit.formats.torchfile.inert_pickle import ANY_NAME
-from ckptkit.formats.torchfile.storages import reading
 from ckptkit.formats.torchfile.write_pickle import dump
-from ckptkit.formats.torchfile.zip_entries import read_directory, read_entry
+from ckptkit.formats.torchfile.zip_entries import ReadAt, read_directory, read_entry
 from ckptkit.layout import Blob
 
 
@@ -25,6 +25,13 @@ def load_value(root: Path, blob: Blob) -> Any:
         return inert_pickle.load(data, ANY_NAME)[0]
     except CkptError as error:
         raise error.blame(path=path) from None
+
+
+def reading(path: Path, blob: Blob) -> ReadAt:
+    """Return a function that reads in a blob, whose bytes are all read at once."""
+    with opening(path) as file:
+        data = read_at(file, blob.length, blob.offset)
+    return lambda offset, length: data[offset : offset + length]
 
 
 def with_value(blob: Blob, value: Any) -> Blob:

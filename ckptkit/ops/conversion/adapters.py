@@ -11,7 +11,8 @@ from ckptkit.checkpoints.adapters.changes import check, saved_base, trained_bias
 from ckptkit.checkpoints.adapters.config import NAME as CONFIG
 from ckptkit.checkpoints.adapters.config import AdapterConfig, find_adapter_config, without_training
 from ckptkit.checkpoints.adapters.find import Adapted, Adapter, find_adapters
-from ckptkit.checkpoints.adapters.names import DEFAULT, may_be_adapted
+from ckptkit.checkpoints.adapters.names import DEFAULT
+from ckptkit.checkpoints.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.companions import tokenizer_beside
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import LeftOut, Weights, find_weights

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptkit.checkpoints.adapters.find import Adapted, find_adapters
-from ckptkit.checkpoints.adapters.names import may_be_adapted
+from ckptkit.checkpoints.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.form import Form, closest
 from ckptkit.checkpoints.quantized.find import find_quantized

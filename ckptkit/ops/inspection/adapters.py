@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ckptkit.checkpoints.adapters.config import AdapterConfig, find_adapter_config, is_sound
 from ckptkit.checkpoints.adapters.find import Adapted, Adapter, find_adapters
-from ckptkit.checkpoints.adapters.names import may_be_adapted
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.weights import find_weights
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
@@ -36,9 +35,7 @@ class InspectedAdapter:
 
 
 def inspect_adapters(part: Part) -> tuple[InspectedAdapter, ...]:
-    """Return the adapters in a part of a checkpoint; () where there are none, or none that are known."""
-    if not part.is_model or not may_be_adapted(part.layout.tensors):
-        return ()
+    """Return the adapters in the part with the model; () where there are none, or none that are known."""
     try:
         adapted = find_adapters(find_weights(part.layout).layout)
     except (Corrupt, Mismatch, Unsupported):

@@ -31,9 +31,7 @@ class InspectedQuantized:
 
 
 def inspect_quantized(part: Part) -> InspectedQuantized | None:
-    """Return what is quantized in a part of a checkpoint; None where nothing is."""
-    if not part.is_model:
-        return None
+    """Return what is quantized in the part with the model; None where nothing is."""
     try:
         found = find_quantized(part.layout, find_config(part.path))
     except (Corrupt, Mismatch, Unsupported) as error:

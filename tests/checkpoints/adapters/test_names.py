@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.checkpoints.adapters.find import Adapted, find_adapters
-from ckptkit.checkpoints.adapters.names import WRAPPER, base_name, may_be_adapted, read_entry
+from ckptkit.checkpoints.adapters.names import WRAPPER, base_name, read_entry
+from ckptkit.checkpoints.adapters.signs import may_be_adapted
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Shape, whole

@@ -1,0 +1,20 @@
+"""Tell at a glance whether weights may be quantized, by names and dtypes alone; few are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptkit.layout import Spec
+
+OF_WEIGHTS = (".weight_scale_inv", ".weight_scale")
+_BYTES = ("int8", "uint8", "int32")  # what packed numbers are stored as
+
+
+def may_be_quantized(specs: Mapping[str, Spec]) -> bool:
+    """Return whether some of these tensors may be quantized weights, or the scales of such."""
+    return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_packed, specs.values()))
+
+
+def may_be_packed(spec: Spec) -> bool:
+    """Return whether a tensor may hold the numbers of quantized weights, by its dtype."""
+    return spec.dtype.kind == "small_float" or spec.dtype.name in _BYTES

@@ -1,0 +1,42 @@
+"""Write a DCP directory: a file of data for each rank, the metadata, and the checksums when the data is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ckptkit.formats.dcp.names import METADATA, name_data
+from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal_item
+from ckptkit.formats.dcp.write_metadata import record
+from ckptkit.layout import Layout, NewFile, Options, Part, Place, Spec
+
+
+def arrange(wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+    """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
+    files = items_by_file(wanted, options)
+    metadata = record(wanted, files)
+    data = (NewFile(name, end_of(items), Known(items)) for name, items in files.items())
+    return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
+
+
+def embed(wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:
+    """Yield the metadata with entries that lie elsewhere than they were arranged."""
+    files = items_by_file(replace(wanted, blobs={}), options)
+    for name, blob in wanted.blobs.items():
+        files.setdefault(blob.path, []).append(Item(name, None, blob.offset, blob.length, None))
+    yield METADATA, (0, record(wanted, files))
+
+
+def seal(made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+    """Yield the CRC-32 of each item, in both of its places."""
+    for tensor in made.tensors.values():
+        for chunk in tensor.chunks:
+            checksum = checksums.get((chunk.path, chunk.offset))
+            if chunk.length and checksum is not None:
+                parts = seal_item(Spec(chunk.dtype, chunk.size), chunk.offset, checksum)
+                yield from ((chunk.path, part) for part in parts)
+
+
+def items_by_file(wanted: Layout, options: Options) -> dict[str, list[Item]]:
+    """Return what lies in each rank's file of a checkpoint to be written."""
+    return {name_data(rank, 0): items for rank, items in enumerate(deal(wanted, options.world_size))}
