@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from ckptkit.checkpoints.run import Run
+from ckptkit.cli.commands import app
+from ckptkit.errors import CkptError
 from ckptkit.training.config import settings
 from ckptkit.training.smoke.checks import CHECKS
 
@@ -42,7 +45,8 @@ def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path
     assert "nothing to do" in third.stderr
 
 
-def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path) -> None:
+def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mixtral.json").write_text('{"model_type": "mixtral"}')
     (tmp_path / "wrong.toml").write_text("stepps = 1")
     for words, code, said in [
@@ -54,10 +58,14 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path) -> No
         (["--model", "mixtral.json", "--nproc", "1"], 3, "`model_type` is 'mixtral'"),
         (["--data", "absent.txt", "--nproc", "1"], 4, "absent.txt"),
     ]:
-        done = ckptkit(tmp_path, "train", *TINY, *words)
-        assert done.returncode == code, (words, done.stderr)
-        assert said in done.stderr, words
-        assert "Traceback" not in done.stderr
+        answer = CliRunner().invoke(app, ["train", *TINY, *words])
+        error = answer.exception
+        assert code == (error.exit_code if isinstance(error, CkptError) else answer.exit_code), (words, error)
+        assert said in f"{answer.output} {error} {vars(error)}", words
+    done = ckptkit(tmp_path, "train", *TINY, *words)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> None:
