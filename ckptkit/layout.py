@@ -38,6 +38,7 @@ class Spec:
 
 
 ZEROS = ""  # the path of a chunk that lies in no file: all its elements are zero
+NOWHERE = 1 << 62  # the offset of a chunk whose file cannot be read: no file is as long
 LOST = "\0"  # begins the path of a chunk whose bytes are gone, before the number of the fault, by whoever found it
 
 
@@ -107,6 +108,11 @@ class StoredTensor:
     def is_lost(self) -> bool:
         """Return whether any of its bytes are gone."""
         return any(chunk.is_lost for chunk in self.chunks)
+
+    @property
+    def is_nowhere(self) -> bool:
+        """Return whether any of it was in a file that cannot be read, as its reader knows."""
+        return any(chunk.offset >= NOWHERE for chunk in self.chunks)
 
     @property
     def shape_of_chunks(self) -> Shape:
@@ -179,9 +185,9 @@ class Layout:
     not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
     copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are.
 
-    Of what is damaged a reader may say more, where its problems are reported and not raised: `spares` are further
-    copies of chunks, by the names of their tensors, and `absent` the names of tensors that could not be read, each with
-    the file that it should lie in.
+    Of what is damaged a reader may say more, where its problems are reported and not raised: chunks of files that are
+    missing or cannot be read lie `nowhere`; `spares` are further copies of chunks, by the names of their tensors, and
+    `absent` the names of tensors that could not be read, each with the file that it should lie in.
     """
 
     root: Path
@@ -227,6 +233,11 @@ class Layout:
     def key(self, name: str) -> KeyPath:
         """Return the recorded way to `name` through the producer's nested dict."""
         return self.keys.get(name, (name,))
+
+
+def nowhere(box: Box, path: str, dtype: DType) -> Chunk:
+    """Return a chunk of a file that is missing or cannot be read, which its reader has reported."""
+    return Chunk(box, path, NOWHERE, box.numel * dtype.itemsize, dtype)
 
 
 def check_cover(layout: Layout, report: Report = refuse) -> None:

@@ -13,7 +13,6 @@ from ckptkit.pictures.numbers import format_bytes
 
 _MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
-_DAMAGED = "bytes changed after they were written: their CRC-32 is not that recorded"
 
 
 def report_salvage(found: Account, output: Path, *, dry_run: bool) -> None:
@@ -52,7 +51,7 @@ def report_lost(found: Account, output: Path, *, dry_run: bool) -> None:
     note(f"lost: {len(named):,} of {count(total, 'entry')}, {size}: {where}")
     faults: dict[str, list[Lost]] = defaultdict(list)
     for one in found.lost:
-        faults[describe(one)].append(one)
+        faults[one.describe(found.source)].append(one)
     for fault, lost in list(faults.items())[:_MOST_FAULTS]:
         note(f"  {fault}")
         for layer, inside in by_layer([one.label for one in lost if one.name]):
@@ -61,12 +60,6 @@ def report_lost(found: Account, output: Path, *, dry_run: bool) -> None:
             note("    nothing here says what was in it")
     if len(faults) > _MOST_FAULTS:
         note(f"  ... and for {len(faults) - _MOST_FAULTS} more reasons")
-
-
-def describe(lost: Lost) -> str:
-    """Return why something was lost, and the file it was in."""
-    why = _DAMAGED if "CRC-32" in lost.why else lost.why
-    return f"{lost.path.name}: {why}" if lost.path else why
 
 
 def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:

@@ -7,19 +7,21 @@ is in the file's name. Names stay Meta's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files.file import names_in
-from ckptkit.formats.consolidated.rules import PARAMS, join, read_params
+from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.consolidated.rules import PARAMS, count_ranks, join, read_params
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import Flat, flatten
+from ckptkit.formats.torchfile.join_ranks import as_lost, spares_of
 from ckptkit.formats.torchfile.state_files import entries_of, is_torch_save, opened, read_state_file
-from ckptkit.layout import Extent, Layout
+from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
 
 _RANK = re.compile(r"consolidated\.([0-9]{2})\.pth")
+_MOST = 100  # ranks, of two digits
 
 
 class Consolidated(Reader):
@@ -44,38 +46,63 @@ class Consolidated(Reader):
         return any(self.owns(file.name) and is_torch_save(file) for file in files)
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report each file that breaks off; raise if a rank's is missing."""
-        root, files = find_files(path)
-        for name in files:
+        """Report each file that breaks off or is missing."""
+        root, files = find_files(path, report)
+        for name in filter(lambda name: is_there(root / name), files):
             try:
                 with opened(root / name) as (read, length):
                     entries_of(read, length)
             except CkptError as error:
                 report(error.blame(path=root / name))
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - what does not fit is one error
-        """Return the layout of the whole model.
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of the whole model; report ranks whose files are missing or cannot be read.
 
-        Raises `Corrupt` if a rank is missing or the ranks do not make up the model of params.json, `Unsupported` for a
-        tensor of which no rule says how it is split.
+        Raises `Corrupt` if the ranks do not make up the model of params.json, `Unsupported` for a tensor of which no
+        rule says how it is split.
         """
-        root, files = find_files(path)
-        ranks = [read_rank(root, name) for name in files]
-        for name, rank in zip(files, ranks, strict=True):
-            missing = ranks[0].tensors.keys() ^ rank.tensors.keys()
-            if missing:
-                raise Corrupt(f"not in both this and `{files[0]}`", path=root / name, tensor=min(missing))
-        params = read_params(root)
-        try:
-            tensors = {name: join(name, [rank.tensors[name] for rank in ranks], params) for name in ranks[0].tensors}
-        except CkptError as error:
-            raise error.blame(path=root) from None
-        described = (*files, PARAMS) if params else tuple(files)
-        return Layout(root, self.name, tensors, ranks[0].blobs, ranks[0].keys, len(files), described)
+        root, files = find_files(path, report)
+        found, params = read_ranks(root, files, report), read_params(root)
+        first = next(iter(found.values()))
+        if params:
+            files = with_last(root, files, count_ranks(first.tensors, params), report)
+        ranks = [found.get(name) or as_lost(first, name) for name in files]
+        tensors: dict[str, StoredTensor] = {}
+        spares: dict[str, tuple[Chunk, ...]] = {}
+        for name in first.tensors:
+            parts = [rank.tensors[name] for rank in ranks]
+            try:
+                tensors[name] = join(name, parts, params)
+            except CkptError as error:
+                raise error.blame(path=root) from None
+            spares[name] = spares_of(tensors[name], parts)
+        described = (*found, PARAMS) if params else tuple(found)
+        return Layout(root, self.name, tensors, first.blobs, first.keys, len(files), described, spares=spares)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the files: storages, pickles and what torch puts beside them."""
         return extents_of(layout, filter(self.owns, layout.descriptions), report)
+
+
+def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, Flat]:
+    """Return what is in the files of ranks that are there; report those that cannot be read.
+
+    Raises `Corrupt` if none can, or two do not have the same tensors.
+    """
+    found: dict[str, Flat] = {}
+    for name in filter(lambda name: is_there(root / name), files):
+        try:
+            found[name] = read_rank(root, name)
+        except CkptError as error:
+            report(error)
+    if not found:
+        raise Corrupt("no rank's file can be read", path=root)
+    one, first = next(iter(found.items()))
+    for name, rank in found.items():
+        missing = first.tensors.keys() ^ rank.tensors.keys()
+        if missing:
+            raise Corrupt(f"not in both this and `{one}`", path=root / name, tensor=min(missing))
+    return found
 
 
 def read_rank(root: Path, name: str) -> Flat:
@@ -87,20 +114,36 @@ def read_rank(root: Path, name: str) -> Flat:
         raise error.blame(path=root / name) from None
 
 
-def find_files(path: Path) -> tuple[Path, list[str]]:
+def find_files(path: Path, report: Report) -> tuple[Path, list[str]]:
     """Return the directory of a model, and the names of all ranks' files, in order; of a file those beside it.
 
-    Raises `Corrupt` if one before the last is missing, `Unsupported` for one file of several.
+    Reports those before the last that are missing. Raises `Unsupported` for one file of several.
     """
     root = path if path.is_dir() else path.parent
     found = {int(match[1]): name for name in names_in(root) if (match := _RANK.fullmatch(name))}
-    missing = [f"consolidated.{rank:02d}.pth" for rank in range(max(found)) if rank not in found]
-    if missing:
-        hint = "a download that did not end? every rank has a part of every tensor"
-        raise Corrupt(
-            f"{len(missing)} of {1 + max(found)} files are missing: {', '.join(missing)}", path=root, hint=hint
-        )
     if path != root and len(found) > 1:
         message = f"this is one of {len(found)} ranks' files, of which each has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"name the directory {root}")
-    return root, [found[rank] for rank in sorted(found)]
+    files = [name_of(rank) for rank in range(1 + max(found))]
+    for name in (name_of(rank) for rank in range(max(found)) if rank not in found):
+        report(missing(root / name))
+    return root, files
+
+
+def with_last(root: Path, files: list[str], count: int, report: Report) -> list[str]:
+    """Return the names of the files of `count` ranks: of the last ones no name tells that they are missing."""
+    more = [name_of(rank) for rank in range(len(files), count)] if count <= _MOST else []
+    for name in more:
+        report(missing(root / name))
+    return [*files, *more]
+
+
+def name_of(rank: int) -> str:
+    """Return what a rank's file is called."""
+    return f"consolidated.{rank:02d}.pth"
+
+
+def missing(path: Path) -> Corrupt:
+    """Return the error for a rank's file that is not there."""
+    hint = "a download that did not end? every rank has a part of every tensor"
+    return Corrupt("the file is missing", path=path, hint=hint)

@@ -31,6 +31,7 @@ from ckptkit.layout import StoredTensor
 PARAMS = "params.json"
 _LIMIT = 1 << 20  # bytes
 _EMBEDDING = "tok_embeddings.weight"
+_QUERIES = ".attention.wq.weight"
 _KEYS = (".attention.wk.weight", ".attention.wv.weight")
 _RULES: Rules = (
     (r"layers\.[0-9]+\.attention\.w[qkv]\.weight", BY_ROWS),
@@ -72,6 +73,12 @@ def size_in(params: Mapping[str, Any], name: str) -> int | None:
     """Return a positive number by its name, None where there is none; older files have -1 for a size not known."""
     found = params.get(name)
     return found if type(found) is int and 0 < found < 1 << 40 else None
+
+
+def count_ranks(tensors: Mapping[str, StoredTensor], params: Params) -> int:
+    """Return how many ranks share the queries of a model, of which one has `tensors`; 0 if it has none of them."""
+    rows = (t.spec.shape[0] for name, t in tensors.items() if name.endswith(_QUERIES) and all(t.spec.shape))
+    return params.heads * params.head_dim // next(rows, 1 << 62)
 
 
 def join(name: str, parts: Sequence[StoredTensor], params: Params | None) -> StoredTensor:

@@ -13,10 +13,9 @@ from math import prod
 from ckptkit.errors import Unsupported
 from ckptkit.formats.deepspeed.names import name_of
 from ckptkit.formats.deepspeed.partitions import Group, Partition
-from ckptkit.layout import Chunk
+from ckptkit.layout import nowhere
 from ckptkit.tensors.box import Shape, whole
 
-_NOWHERE = 1 << 62  # an offset that no file has
 _ALIGNMENT = 2  # elements, times the number of ranks
 
 
@@ -45,8 +44,9 @@ def lost(
     for number, group in enumerate(like.groups):
         known = {of: one.groups[number].masters.box.numel for of, one in partitions.items()}
         size = known[min(known)] if like.cuts_each else size_in_row(known, rank, count, shapes[number], group)
-        moments = {what: nowhere(chunk, name, size) for what, chunk in group.moments.items()}
-        groups.append(replace(group, masters=nowhere(group.masters, name, size), moments=moments))
+        moments = {what: nowhere(whole((size,)), name, chunk.dtype) for what, chunk in group.moments.items()}
+        masters = nowhere(whole((size,)), name, group.masters.dtype)
+        groups.append(replace(group, masters=masters, moments=moments))
     return replace(like, path=name, groups=tuple(groups))
 
 
@@ -61,9 +61,3 @@ def size_in_row(known: Mapping[int, int], rank: int, count: int, named: Mapping[
         parts = ", ".join(map(str, sorted(known.values())))
         raise Unsupported(f"ranks have {parts} of {total} elements, and nothing says how many the others had")
     return rest if rank == last else size
-
-
-def nowhere(chunk: Chunk, path: str, numel: int) -> Chunk:
-    """Return a chunk like another one, of a file that cannot be read."""
-    nbytes = numel * chunk.dtype.itemsize
-    return Chunk(whole((numel,)), path, _NOWHERE, nbytes, chunk.dtype)

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path, PurePosixPath
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported
-from ckptkit.files.file import names_in
+from ckptkit.files.file import is_there, names_in
 from ckptkit.files.folders import folders
 from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering, Settings
@@ -19,8 +19,9 @@ from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or
 from ckptkit.formats.torchfile.flatten import Flattening, pairs_of
 from ckptkit.formats.torchfile.state_files import StateFile, read_state_file
 from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
-from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout import Blob, Layout, Spec, StoredTensor, nowhere
 from ckptkit.tensors.box import Shape, whole
+from ckptkit.tensors.dtypes import DTYPES
 
 NAME = "universal"
 ZERO = "zero"
@@ -28,6 +29,7 @@ MASTER = "fp32"
 STEP = "step"
 OPTIMIZER = "optimizer_state.pt"
 POINTER = "latest_universal"
+_KEPT = DTYPES["float32"]  # in which DeepSpeed keeps masters and moments
 _INNER = "optimizer_state_dict"  # from ZeRO 3
 _USED = frozenset(
     [
@@ -37,8 +39,11 @@ _USED = frozenset(
 )
 
 
-def read_universal(root: Path, tag: str) -> Layout:
-    """Return the layout of the directory `tag` in `root`, or of `root` itself if that is empty."""
+def read_universal(root: Path, tag: str, report: Report) -> Layout:
+    """Return the layout of the directory `tag` in `root`, or of `root` itself if that is empty.
+
+    Reports files that are missing or cannot be read. Nothing says that a moment had a file which is gone.
+    """
     models = [blame(root, name, read_model_states) for name in model_files(root, tag)]
     shapes = [dict(group) for group in models[0].shapes or ()]
     for model in models[1:]:
@@ -52,17 +57,19 @@ def read_universal(root: Path, tag: str) -> Layout:
     described = {model.path for model in models}
     trained: dict[str, StoredTensor] = {}
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        for what, path in files_of(root, tag, name):
-            described.add(path)
-            put_file(gathering, read_state_file(root, path), root, name, what, shape)
-        if f"{MODEL}.{name}" not in gathering.flat.tensors:
-            raise missing(root, tag, name)
+        files = dict(files_of(root, tag, name))
+        described |= set(files.values())
+        for what, path in {MASTER: join(tag, ZERO, name, f"{MASTER}.pt"), **files}.items():
+            put_file(gathering, root, path, name, what, shape, report)
         trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
     for model in models:
         put_rest(gathering, model, trained)
-    described |= set(put_untrained(gathering, root, tag, trained))
+    described |= set(put_untrained(gathering, root, tag, trained, report))
     path = join(tag, ZERO, OPTIMIZER)
-    put_optimizer(gathering, read_state_file(root, path), root, shapes)
+    try:
+        put_optimizer(gathering, read_state_file(root, path), root, shapes)
+    except CkptError as error:
+        report(error)
     for key, value in models[0].others.items():
         if key not in gathering.flat.keys:
             gathering.put_other(models[0].flattening, key, value)
@@ -89,31 +96,40 @@ def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
     folder = root / tag / ZERO / name
     if "/" in name or folder.is_symlink() or (root / tag / ZERO).is_symlink():
         raise Unsafe(f"the checkpoint has `{name!a}` outside of its directory", path=root / tag)
-    if not folder.is_dir():
-        raise missing(root, tag, name)
-    for file in sorted(names_in(folder)):
+    for file in sorted(names_in(folder)) if folder.is_dir() else ():
         if file.endswith(".pt"):
             yield file.removesuffix(".pt"), join(tag, ZERO, name, file)
 
 
-def missing(root: Path, tag: str, name: str) -> Corrupt:
+def missing(path: Path) -> Corrupt:
     """Return the error for a parameter of which there is no file."""
-    path = root / tag / ZERO / name / f"{MASTER}.pt"
-    return Corrupt("the file is missing", path=path, tensor=name, hint="a file was lost or never copied here")
+    return Corrupt("the file is missing", path=path, hint="a file was lost or never copied here")
 
 
-def put_file(gathering: Gathering, file: StateFile, root: Path, name: str, what: str, shape: Shape) -> None:
-    """Put the one tensor of a file: a parameter's master, moment or step."""
+def put_file(gathering: Gathering, root: Path, path: str, name: str, what: str, shape: Shape, report: Report) -> None:
+    """Put the one tensor of a file: a parameter's master, moment or step. Reports a file that cannot be read.
+
+    What was in it is known then, but for the shape of a step.
+    """
     way = (MODEL, name) if what == MASTER else (*STATE, name, what)
     try:
-        flattening = Flattening(file.entries, file.name)
-        value = as_dict(file.value, file.name).get("param") if pairs_of(file.value) is not None else file.value
-        if not is_tensor(value):
-            gathering.put(way, flattening.blob(value))
-        else:
-            gathering.put(way, shaped(flattening.stored(value), shape, is_free=what == STEP))
+        if not is_there(root / path):
+            raise missing(root / path)
+        gathering.put(way, read_value(root, path, what, shape))
     except CkptError as error:
-        raise error.blame(path=root / file.name, tensor=name) from None
+        if what == STEP:
+            report(error.blame(tensor=".".join(way)))
+            return
+        report(error.blame(path=root / path))
+        gathering.put(way, StoredTensor(Spec(_KEPT, shape), (nowhere(whole(shape), path, _KEPT),)))
+
+
+def read_value(root: Path, path: str, what: str, shape: Shape) -> StoredTensor | Blob:
+    """Return what a file holds of a parameter."""
+    file = read_state_file(root, path)
+    flattening = Flattening(file.entries, path)
+    value = as_dict(file.value, path).get("param") if pairs_of(file.value) is not None else file.value
+    return shaped(flattening.stored(value), shape, is_free=what == STEP) if is_tensor(value) else flattening.blob(value)
 
 
 def shaped(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> StoredTensor:
@@ -139,19 +155,28 @@ def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, Sto
             gathering.flatten(model.flattening, value, (MODEL, str(entry)))
 
 
-def put_untrained(gathering: Gathering, root: Path, tag: str, trained: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Put what has a file and is neither trained nor in the model states; yield the names of these files."""
+def put_untrained(
+    gathering: Gathering, root: Path, tag: str, trained: Mapping[str, StoredTensor], report: Report
+) -> Iterator[str]:
+    """Put what has a file and is neither trained nor in the model states; yield the names of these files.
+
+    Reports a file that cannot be read.
+    """
     for folder in folders(root / tag / ZERO):
         if folder.name in trained or f"{MODEL}.{folder.name}" in gathering.flat.keys:
             continue
         for what, path in files_of(root, tag, folder.name):
-            if what == MASTER:
+            if what != MASTER:
+                continue
+            try:
                 file = read_state_file(root, path)
                 value = dict_or_none(file.value, path).get("param")
                 if not is_tensor(value):
                     raise Corrupt("no tensor under `param`, and no shape is known", path=root / path)
                 gathering.put((MODEL, folder.name), Flattening(file.entries, path).stored(value))
-                yield path
+            except CkptError as error:
+                report(error.blame(tensor=f"{MODEL}.{folder.name}"))
+            yield path
 
 
 def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Sequence[Mapping[str, Shape]]) -> None:
@@ -187,6 +212,6 @@ def check_files(root: Path, tag: str, report: Report) -> None:
             for name in group:
                 try:
                     if MASTER not in dict(files_of(root, tag, name)):
-                        report(missing(root, tag, name))
+                        report(missing(root / tag / ZERO / name / f"{MASTER}.pt"))
                 except CkptError as error:
                     report(error)

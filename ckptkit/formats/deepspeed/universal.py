@@ -44,9 +44,9 @@ class Universal(Writer):
         """Report each file of a parameter that is missing."""
         check_files(path, tag_of(path) or "", report)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - without a file nothing is known
+    def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout: the model under `model`, in fp32, and the optimizer by name under `optimizer`."""
-        return read_universal(path, tag_of(path) or "")
+        return read_universal(path, tag_of(path) or "", report)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of every file."""

@@ -6,14 +6,15 @@ Source: fairscale's `local_state_dict` and `local_metadata_dict`, as fairseq sav
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files.file import names_in
+from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
-from ckptkit.formats.fairscale.shards import METADATA, cut_flat, plain, read_flats
+from ckptkit.formats.fairscale.shards import METADATA, count_ranks, cut_flat, plain, read_flats
+from ckptkit.formats.fairscale.shards import Flat as FlatParameter
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import Flat
@@ -22,6 +23,7 @@ from ckptkit.formats.torchfile.join import OWN, join_blobs, join_tensors
 from ckptkit.layout import Extent, KeyPath, Layout, StoredTensor, check_cover
 
 _SHARD = re.compile(r"(?P<name>.+)-shard(?P<rank>[0-9]{1,7})\.pt")
+_MOST = 1 << 16  # ranks
 MODEL = "model"
 
 
@@ -49,44 +51,92 @@ class Fairscale(Reader):
         """Return True for a directory with shards."""
         return path.is_dir() and any(map(_SHARD.fullmatch, names_in(path)))
 
-    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
-        """Raise `Corrupt` for a shard that is missing, `Unsupported` for those of several checkpoints."""
-        find(path)
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report each shard that is missing; raise `Unsupported` for those of several checkpoints."""
+        find(path, report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of the checkpoint in directory `path`, the model under `model`; it is all of it."""
-        found = find(path)
+        """Return the layout of the checkpoint in directory `path`, the model under `model`; it is all of it.
+
+        Reports shards that are missing or cannot be read: of each flat parameter a piece lies nowhere then.
+        """
+        names = find(path, report)
+        files = read_files(path, names, report)
         try:
-            flat = join([read_rank_file(path, name, rank, ()) for rank, name in found.items()])
+            described = [read_flats(file.value) for file in files]
+            names = with_last(path, names, count_all(files[0], described[0]), report)
+            flat = join(files, described, names)
         except CkptError as error:
             raise error.blame(path=path) from None
-        layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, len(found), tuple(found.values()))
+        read = tuple(file.name for file in files)
+        layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, len(names), read)
         check_cover(layout, report)
         return layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of every shard: its storages, its pickle and what torch puts beside them."""
-        return extents_of(layout, find(layout.root).values(), report)
+        return extents_of(layout, layout.descriptions, report)
 
 
-def find(path: Path) -> dict[int, str]:
-    """Return the shards of one checkpoint by rank."""
+def find(path: Path, report: Report) -> list[str]:
+    """Return the shards of one checkpoint, in order of rank; report those that are missing."""
     matches = [match for name in sorted(names_in(path)) if (match := _SHARD.fullmatch(name))]
     names = sorted({match["name"] for match in matches})
     if len(names) != 1:
         hint = "move each one's to a directory of its own"
         raise Unsupported(f"shards of {len(names)} checkpoints: {', '.join(names[:8])}", path=path, hint=hint)
     found = {int(match["rank"]): match[0] for match in matches}
-    missing = [rank for rank in range(1 + max(found)) if rank not in found]
-    if missing:
-        message = f"`{names[0]}-shard{missing[0]}.pt` is missing"
-        raise Corrupt(message, path=path, hint=ELSEWHERE)
-    return dict(sorted(found.items()))
+    check_count(path, 1 + max(found))
+    for rank in (rank for rank in range(max(found)) if rank not in found):
+        report(missing(path / f"{names[0]}-shard{rank}.pt"))
+    return [found.get(rank, f"{names[0]}-shard{rank}.pt") for rank in range(1 + max(found))]
 
 
-def join(files: list[RankFile]) -> Flat:
-    """Return the model of all ranks, its optimizer by name where that is certain, and the rest."""
-    described = [read_flats(file.value) for file in files]
+def check_count(path: Path, count: int) -> None:
+    """Raise `Corrupt` for more ranks than any job has."""
+    if count > _MOST:
+        raise Corrupt(f"shards of {count} ranks", path=path)
+
+
+def missing(path: Path) -> Corrupt:
+    """Return the error for a shard that is not there."""
+    return Corrupt("the file is missing", path=path, hint=ELSEWHERE)
+
+
+def with_last(path: Path, names: list[str], count: int, report: Report) -> list[str]:
+    """Return the names of the shards of `count` ranks: of the last ones no name tells that they are missing."""
+    check_count(path, count)
+    more = [f"{names[0].rpartition('-shard')[0]}-shard{rank}.pt" for rank in range(len(names), count)]
+    for name in more:
+        report(missing(path / name))
+    return [*names, *more]
+
+
+def count_all(file: RankFile, flats: Mapping[str, FlatParameter]) -> int:
+    """Return how many ranks there must be, by the pieces that one of them has."""
+    named = ((f"{MODEL}.{name}", flat) for name, flat in flats.items())
+    return max((count_ranks(name, flat, file) for name, flat in named if name in file.tensors), default=1)
+
+
+def read_files(path: Path, names: list[str], report: Report) -> list[RankFile]:
+    """Return what is in the shards that are there; report those that cannot be read. Raises `Corrupt` if none can."""
+    files = []
+    for rank, name in enumerate(names):
+        try:
+            if is_there(path / name):
+                files.append(read_rank_file(path, name, rank, ()))
+        except CkptError as error:
+            report(error)
+    if not files:
+        raise Corrupt("no shard can be read", path=path)
+    return files
+
+
+def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]], names: Sequence[str]) -> Flat:
+    """Return the model of all ranks, its optimizer by name where that is certain, and the rest.
+
+    `files` are those that could be read, each with the flat parameters in it, of those of all ranks.
+    """
     flats = {f"{MODEL}.{name}" for name in described[0]}
     for file, flat in zip(files, described, strict=True):
         absent = sorted(name for name in flats if name not in file.tensors)
@@ -98,9 +148,9 @@ def join(files: list[RankFile]) -> Flat:
         key = (MODEL, plain(".".join(map(str, files[0].flat.keys[name][1:]))))
         rest.tensors[".".join(key)], rest.keys[".".join(key)] = tensor, key
     for name in described[0]:
-        for own, tensor in cut_flat(f"{MODEL}.{name}", [flat[name] for flat in described], files):
+        for own, tensor in cut_flat(f"{MODEL}.{name}", [flat[name] for flat in described], files, names):
             rest.tensors[f"{MODEL}.{own}"], rest.keys[f"{MODEL}.{own}"] = tensor, (MODEL, own)
-    optimizer = join_optimizer(files, described, MODEL)
+    optimizer = join_optimizer(files, described, MODEL, names)
     taken = {MODEL, *METADATA, *(key for file in files for key in keys_of_optimizers(file.value))}
     blobs, keys = join_blobs([replace(file, flat=blobs_of(file.flat, taken)) for file in files])
     for file in files:

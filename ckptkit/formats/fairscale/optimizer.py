@@ -33,15 +33,16 @@ def keys_of_optimizers(value: Any) -> list[str]:
     return [str(key) for key, one in pairs if {STATE, "param_groups"} <= dict(pairs_of(one) or ()).keys()]
 
 
-def join_optimizer(files: Sequence[RankFile], described: Described, above: str) -> Flat:
+def join_optimizer(files: Sequence[RankFile], described: Described, above: str, names: Sequence[str]) -> Flat:
     """Return the model's optimizer by name; or each rank's own as it is, if the order of its numbers is not certain.
 
-    `above` is the key that the optimizer has, and that all names of flat parameters in the files begin with.
+    `above` is the key that the optimizer has, and that all names of flat parameters in the files begin with; `names`
+    are the files of all ranks.
     """
     keys = [keys_of_optimizers(file.value) for file in files]
     joined = Flat()
     if all(len(found) == 1 and found == keys[0] for found in keys) and is_certain(files, described, keys[0][0], above):
-        add_named(joined, files, described, keys[0][0])
+        add_named(joined, files, described, keys[0][0], names)
         return joined
     for file, found in zip(files, keys, strict=True):
         for name, key in file.flat.keys.items():
@@ -82,7 +83,7 @@ def content_of(file: RankFile, name: str) -> bytes | None:
     return blob.content if blob else None
 
 
-def add_named(joined: Flat, files: Sequence[RankFile], described: Described, key: str) -> None:
+def add_named(joined: Flat, files: Sequence[RankFile], described: Described, key: str, names: Sequence[str]) -> None:
     """Add an optimizer by the names of what is in the flat parameters."""
     first, flats = files[0], list(described[0])
     for (number, moment), name in moments_of(first, key).items():
@@ -93,15 +94,15 @@ def add_named(joined: Flat, files: Sequence[RankFile], described: Described, key
             entry = held or first.flat.blobs[name]
             parts: list[tuple[str, StoredTensor | Blob]] = [(member, entry) for member in members]
         else:
-            parts = list(cut_flat(name, [flats_of[flat] for flats_of in described], files))
+            parts = list(cut_flat(name, [flats_of[flat] for flats_of in described], files, names))
         for member, part in parts:
             add(joined, (OPTIMIZER, STATE, member, moment), part)
-    names = [member for flat in flats for member, _ in described[0][flat].members]
+    every = [member for flat in flats for member, _ in described[0][flat].members]
     for name, path in first.flat.keys.items():
         if path[0] == key and path[1] != STATE:
             entry = first.flat.tensors.get(name) or first.flat.blobs[name]
             if path[1] == "param_groups" and path[-1] == "params" and isinstance(entry, Blob):
-                entry = with_value(entry, names)
+                entry = with_value(entry, every)
             add(joined, (OPTIMIZER, *path[1:]), entry)
 
 

@@ -17,8 +17,8 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.flatten import pairs_of
 from ckptkit.formats.torchfile.held import RankFile
 from ckptkit.formats.torchfile.tensor_calls import as_shape
-from ckptkit.layout import Chunk, StoredTensor
-from ckptkit.tensors.box import Shape
+from ckptkit.layout import Chunk, StoredTensor, nowhere
+from ckptkit.tensors.box import Shape, whole
 
 METADATA = ("shard_metadata", "fsdp_metadata")  # as fairscale's own example and metaseq, and as fairseq
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
@@ -30,6 +30,11 @@ class Flat:
 
     members: tuple[tuple[str, Shape], ...]
     padding: int
+
+    @property
+    def numel(self) -> int:
+        """Return how many numbers it has, without padding."""
+        return sum(prod(shape) for _, shape in self.members)
 
 
 def read_flats(value: Any) -> dict[str, Flat]:
@@ -66,21 +71,33 @@ def plain(name: str) -> str:
     return name
 
 
-def cut_flat(name: str, described: Sequence[Flat], files: Sequence[RankFile]) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the members of a flat parameter, of which each rank has a piece and a description."""
-    members = described[0].members
+def count_ranks(name: str, flat: Flat, file: RankFile) -> int:
+    """Return how many ranks have a piece of a flat parameter, of which all are as large as that of one."""
+    return -(-flat.numel // max(1, file.tensors[name].spec.numel))
+
+
+def cut_flat(
+    name: str, described: Sequence[Flat], files: Sequence[RankFile], names: Sequence[str]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the members of a flat parameter, of which each rank has a piece and a description.
+
+    `names` are the files of all ranks; pieces in those that are not among `files` lie nowhere.
+    """
+    members, total = described[0].members, described[0].numel
     if any(flat.members != members for flat in described):
         raise Corrupt("ranks say different things of what is in a flat parameter", hint="are these files of one run?")
-    held = [file.tensors[name] for file in files]
-    sizes = [one.spec.numel - flat.padding for one, flat in zip(held, described, strict=True)]
-    total = sum(prod(shape) for _, shape in members)
-    if min(sizes) < 0 or sum(sizes) != total:
-        message = f"the ranks have {sum(sizes)} numbers of a flat parameter, what is in it needs {total}"
-        raise Corrupt(message, hint="a rank's file is missing, or of another run")
+    spec = files[0].tensors[name].spec
+    sizes = [min(max(0, total - rank * spec.numel), spec.numel) for rank in range(len(names))]
+    pieces = [nowhere(whole(spec.shape), path, spec.dtype) for path in names]
+    for file, flat in zip(files, described, strict=True):
+        held = file.tensors[name]
+        if held.spec != spec or held.spec.numel - flat.padding != sizes[file.rank]:
+            message = f"rank {file.rank} has {held.spec}, of which {flat.padding} are padding, of a flat parameter"
+            raise Corrupt(f"{message} of {total} numbers", hint="is its file of another run?")
+        pieces[file.rank] = held.chunks[0]
     at = 0
     for own, shape in members:
-        chunks = tuple(chunks_of([one.chunks[0] for one in held], sizes, at, shape))
-        yield own, StoredTensor(replace(held[0].spec, shape=shape), chunks)
+        yield own, StoredTensor(replace(spec, shape=shape), tuple(chunks_of(pieces, sizes, at, shape)))
         at += prod(shape)
 
 

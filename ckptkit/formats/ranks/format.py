@@ -17,7 +17,7 @@ from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.ranks.example import example_of
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, RankFiles, find_files, is_there, rank_in
-from ckptkit.formats.ranks.optimizer import join_files, join_optimizer
+from ckptkit.formats.ranks.optimizer import join_optimizer
 from ckptkit.formats.ranks.rest import join_rest
 from ckptkit.formats.ranks.seal import seal_files
 from ckptkit.formats.ranks.views import without_views
@@ -25,6 +25,7 @@ from ckptkit.formats.ranks.write_files import arrange_files
 from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile, read_rank_file
+from ckptkit.formats.torchfile.join import join_files
 from ckptkit.formats.torchfile.state_files import entries_of, opened
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
 
@@ -141,10 +142,7 @@ def join_all(path: Path, found: RankFiles, report: Report) -> Flat:
     flats += [join_rest(files, (MODEL, OPTIMIZER))] if files else []
     whole = Flat()
     for flat in flats:
-        whole.tensors.update(flat.tensors)
-        whole.blobs.update(flat.blobs)
-        whole.keys.update(flat.keys)
-        whole.spares.update(flat.spares)
+        whole.update(flat)
     return whole
 
 

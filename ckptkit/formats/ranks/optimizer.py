@@ -11,7 +11,7 @@ from ckptkit.formats.ranks.numbered import Parameter, is_moment
 from ckptkit.formats.ranks.units import join_units, match_units
 from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.join import join_blobs, join_tensors, spares_of
+from ckptkit.formats.torchfile.join import join_files
 from ckptkit.formats.torchfile.param_groups import numbers_of
 from ckptkit.formats.torchfile.values import with_value
 from ckptkit.layout import StoredTensor
@@ -51,15 +51,6 @@ def join_optimizer(
     else:
         joined = join_files(files, report)
     return joined if found is None else with_names(joined, groups, found)
-
-
-def join_files(files: Sequence[RankFile], report: Report = refuse) -> Flat:
-    """Return what is in the files of all ranks, each tensor whole; with its spares, where problems are reported."""
-    tensors = join_tensors(files, report)
-    spares = {} if report is refuse else spares_of(files, tensors)
-    blobs, keys = join_blobs(files)
-    every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
-    return Flat(tensors, blobs, {name: every[name] for name in tensors} | keys, spares)
 
 
 def without_moments(file: RankFile) -> RankFile:

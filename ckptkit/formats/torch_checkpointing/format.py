@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.torch_checkpointing.items import read_item_files
+from ckptkit.formats.torch_checkpointing.items import missing, read_item_files
 from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
 from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.join import join_blobs, join_tensors
+from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.join import join_files
 from ckptkit.formats.torchfile.state_files import is_torch_save
-from ckptkit.layout import Blob, Extent, KeyPath, Layout, Place, StoredTensor, check_cover
+from ckptkit.layout import Extent, Layout, Place, check_cover
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?:pt|safetensors|json|bin)")
 
@@ -52,28 +54,21 @@ class TorchCheckpointing(Reader):
         items, _ = find_items(path)
         for file in files_of(items.values()):
             if not is_there(path / file):
-                report(missing(path, file))
+                report(missing(path / file))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`; each item is a key."""
         items, world = find_items(path)
-        tensors: dict[str, StoredTensor] = {}
-        blobs: dict[str, Blob] = {}
-        keys: dict[str, KeyPath] = {}
-        for file in files_of(items.values()):
-            if not is_there(path / file):
-                raise missing(path, file)
+        whole = Flat()
         with collector_paused():
             for name, item in items.items():
-                files = read_item_files(path, name, item)
                 try:
-                    tensors |= join_tensors(files)
+                    whole.update(join_item(path, name, item, report))
                 except CkptError as error:
                     raise error.blame(path=path) from None
-                others, ways = join_blobs(files)
-                blobs |= others
-                keys |= {name: key for file in files for name, key in file.flat.keys.items() if name in tensors} | ways
-            layout = Layout(path, self.name, tensors, blobs, keys, world, (NAME, *sorted(files_of(items.values()))))
+            descriptions = (NAME, *sorted(file for file in files_of(items.values()) if is_there(path / file)))
+            layout = Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, world, descriptions)
+            layout = replace(layout, spares=whole.spares)
             check_cover(layout, report)
         return layout
 
@@ -87,6 +82,17 @@ class TorchCheckpointing(Reader):
             for chunk in tensor.chunks:
                 if (chunk.path, chunk.offset) not in found:
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
+
+
+def join_item(path: Path, name: str, item: Item, report: Report) -> Flat:
+    """Return what all ranks have of an item; report files that cannot be read, and tensors that are in no other."""
+    files = read_item_files(path, name, item, report)
+    flat = join_files(files, report)
+    if len(files) < len(item.files):
+        for tensor in (".".join(map(str, (name, *key))) for key in item.spread):
+            if tensor not in flat.tensors:
+                report(Corrupt("no file of a rank that has it can be read", path=path, tensor=tensor))
+    return flat
 
 
 def find_items(path: Path) -> tuple[dict[str, Item], int]:
@@ -112,8 +118,3 @@ def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
 def files_of(items: Iterable[Item]) -> Iterator[str]:
     """Yield the name of every file of items."""
     return (file for item in items for file, _ in item.files.values())
-
-
-def missing(path: Path, file: str) -> Corrupt:
-    """Return the error for a file that is not there."""
-    return Corrupt(f"`{file}` is missing", path=path, hint=ELSEWHERE)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.axes import part_of
-from ckptkit.errors import CkptError
-from ckptkit.files.file import read_small
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report
+from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.safetensors_headers import read_header
 from ckptkit.formats.torch_checkpointing.read_metadata import JSON, SAFETENSORS, TORCH, Item, Spread
@@ -24,13 +24,26 @@ from ckptkit.tensors.box import Box
 _LIMIT = 1 << 24  # bytes of a file that is read whole
 
 
-def read_item_files(root: Path, name: str, item: Item) -> list[RankFile]:
-    """Return what each rank has of an item. Every error names the file."""
-    return [read_file(root, name, rank, *file, item) for rank, file in sorted(item.files.items())]
+def read_item_files(root: Path, name: str, item: Item, report: Report) -> list[RankFile]:
+    """Return what each rank has of an item; report files that are missing or cannot be read, and leave them out."""
+    found = []
+    for rank, (file, kind) in sorted(item.files.items()):
+        try:
+            found.append(read_file(root, name, rank, file, kind, item))
+        except CkptError as error:
+            report(error)
+    return found
+
+
+def missing(path: Path) -> Corrupt:
+    """Return the error for a rank's file that is not there."""
+    return Corrupt("the file is missing", path=path, hint=ELSEWHERE)
 
 
 def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: Item) -> RankFile:
-    """Return what one rank has of an item."""
+    """Return what one rank has of an item. Every error names the file."""
+    if not is_there(root / file):
+        raise missing(root / file)
     try:
         if kind == TORCH:
             return spread_out(read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread)

@@ -37,6 +37,13 @@ class Flat:
     keys: dict[str, KeyPath] = field(default_factory=dict)
     spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
 
+    def update(self, other: Flat) -> None:
+        """Take in what another holds."""
+        self.tensors.update(other.tensors)
+        self.blobs.update(other.blobs)
+        self.keys.update(other.keys)
+        self.spares.update(other.spares)
+
 
 def flatten(state: Any, entries: Mapping[str, Entry], path: str) -> Flat:
     """Return the contents of a state dict of file `path`; `entries` are its pickle and storages, as in an archive.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.formats.torchfile.dtensors import Placed
+from ckptkit.formats.torchfile.flatten import Flat
 from ckptkit.formats.torchfile.held import Held, RankFile
 from ckptkit.formats.torchfile.sharded_tensors import Sharded
 from ckptkit.layout import Blob, Chunk, KeyPath, StoredTensor
@@ -14,6 +15,15 @@ from ckptkit.tensors.box import Box
 OWN = "own_state"  # the key above what is another for each rank, where it should not be
 # buffers that each rank keeps for itself: statistics of what it has seen
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def join_files(files: Sequence[RankFile], report: Report = refuse) -> Flat:
+    """Return what is in the files of all ranks, each tensor whole; with its spares, where problems are reported."""
+    tensors = join_tensors(files, report)
+    spares = {} if report is refuse else spares_of(files, tensors)
+    blobs, keys = join_blobs(files)
+    every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
+    return Flat(tensors, blobs, {name: every[name] for name in tensors} | keys, spares)
 
 
 def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str, StoredTensor]:

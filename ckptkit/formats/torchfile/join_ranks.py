@@ -13,7 +13,8 @@ from itertools import chain
 
 from ckptkit.axes import concatenate, cut, replace_at
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.layout import StoredTensor
+from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.layout import Chunk, StoredTensor, nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,27 @@ def join_ranks(parts: Sequence[StoredTensor], rule: Rule) -> StoredTensor:
 
 
 def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
-    """Return the first rank's copy. Raises `Corrupt` if another's is of another kind."""
+    """Return the copy of the first rank whose file can be read. Raises `Corrupt` if another's is of another kind."""
     for part in parts[1:]:
         if part.spec != parts[0].spec:
             raise Corrupt(f"the copies of the ranks differ: one is {parts[0].spec}, another {part.spec}")
-    return parts[0]
+    return next((part for part in parts if not part.is_nowhere), parts[0])
+
+
+def spares_of(tensor: StoredTensor, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
+    """Return the chunks of the other copies, if a joined tensor is one of the ranks' parts; none if it is not."""
+    if not any(tensor is part for part in parts):
+        return ()
+    return tuple(chunk for part in parts if part is not tensor and not part.is_nowhere for chunk in part.chunks)
+
+
+def as_lost(flat: Flat, path: str) -> Flat:
+    """Return what a rank's file that cannot be read must have held of tensors, by what that of another rank holds."""
+    lost = {
+        name: replace(tensor, chunks=tuple(nowhere(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))
+        for name, tensor in flat.tensors.items()
+    }
+    return Flat(lost, {}, flat.keys)
 
 
 def cut_in(tensor: StoredTensor, axis: int, count: int) -> list[StoredTensor]:

@@ -18,7 +18,7 @@ from ckptkit.formats.torchfile.locate import ENVELOPE, locate
 from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.formats.torchsnapshot.plain_lists import join_lists
 from ckptkit.formats.torchsnapshot.read_manifest import NAME, Entry, Places, is_container, read_manifest, value_of
-from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, check_cover
+from ckptkit.layout import NOWHERE, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, check_cover
 from ckptkit.tensors.box import Box
 
 _TENSORS = ("Tensor", "ShardedTensor", "ChunkedTensor")
@@ -40,14 +40,14 @@ class TorchSnapshot(Reader):
         """Return True for a directory with the manifest, which is written last."""
         return path.is_dir() and NAME in names_in(path)
 
-    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - the first file that is missing says all
-        """Raise `Corrupt` for a file that is missing, or too short for what lies in it."""
-        self.read(path)
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report each file that is missing, or too short for what lies in it."""
+        self.read(path, report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the snapshot in directory `path`."""
         entries, world = read_manifest(path)
-        gathering = _Gathering(path)
+        gathering = _Gathering(path, Places(path, report))
         by_key: dict[KeyPath, list[Entry]] = {}
         try:
             for entry in entries:
@@ -68,7 +68,7 @@ class TorchSnapshot(Reader):
         located = locate(layout, report)
         for name, tensor in located.tensors.items():
             for chunk in tensor.chunks:
-                if chunk.wrapper is None:
+                if chunk.wrapper is None and chunk.offset != NOWHERE:
                     yield Extent(chunk.path, chunk.offset, chunk.length, chunk.crc32, name)
 
 
@@ -77,6 +77,7 @@ class _Gathering:
     """The entries of a snapshot as they are gathered from those of all ranks."""
 
     root: Path
+    places: Places
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     keys: dict[str, KeyPath] = field(default_factory=dict)
@@ -84,22 +85,21 @@ class _Gathering:
 
     def add(self, key: KeyPath, entries: list[Entry]) -> None:
         """Add what lies at one key path: once, or by rank if ranks have different things there."""
-        places = Places(self.root)
         if all(entry.kind == "ShardedTensor" for entry in entries):
-            self.add_tensor(key, None, [chunk for entry in entries for chunk in places.chunks(entry)[1]])
-        elif entries[0].said.get("replicated") or len(entries) == 1 or self.are_same(entries, places):
-            self.add_entry(key, entries[0], places)
+            self.add_tensor(key, None, [chunk for entry in entries for chunk in self.places.chunks(entry)[1]])
+        elif entries[0].said.get("replicated") or len(entries) == 1 or self.are_same(entries):
+            self.add_entry(key, entries[0])
         else:
             for entry in entries:
-                self.add_entry((OWN, f"rank_{entry.rank}", *key), entry, places)
+                self.add_entry((OWN, f"rank_{entry.rank}", *key), entry)
 
-    def add_entry(self, key: KeyPath, entry: Entry, places: Places) -> None:
+    def add_entry(self, key: KeyPath, entry: Entry) -> None:
         """Add what one rank has."""
         if entry.kind in _TENSORS:
-            self.add_tensor(key, *places.chunks(entry))
+            self.add_tensor(key, *self.places.chunks(entry))
             return
         if entry.kind == "object":
-            self.blobs[self.name(key)] = Blob(*places.run(entry.said))
+            self.blobs[self.name(key)] = Blob(*self.places.run(entry.said))
         else:
             self.values[key] = value_of(entry)
 
@@ -129,16 +129,16 @@ class _Gathering:
         self.keys[name] = key
         return name
 
-    def are_same(self, entries: list[Entry], places: Places) -> bool:
-        """Return whether all ranks have the same value or, of small tensors, the same bytes."""
+    def are_same(self, entries: list[Entry]) -> bool:
+        """Return whether all ranks have the same value or, of small tensors, the same bytes, which can all be read."""
         if any(entry.kind != entries[0].kind for entry in entries) or entries[0].kind == "object":
             return False
         if entries[0].kind not in _TENSORS:
             return all(value_of(entry) == value_of(entries[0]) for entry in entries)
-        found = [places.chunks(entry) for entry in entries]
+        found = [self.places.chunks(entry) for entry in entries]
         spec, chunks = found[0]
         small = spec is not None and spec.nbytes <= _COMPARED
-        if not small or any(other != spec or len(those) != 1 for other, those in found):
+        if not small or any(other != spec or len(those) != 1 or those[0].offset == NOWHERE for other, those in found):
             return False
         first = self.content(chunks[0])
         return all(those[0].wrapper != ENVELOPE and self.content(those[0]) == first for _, those in found)

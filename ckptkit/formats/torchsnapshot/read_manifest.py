@@ -14,12 +14,12 @@ from struct import Struct
 from typing import Any
 from urllib.parse import unquote
 
-from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Report, Unsafe, Unsupported
 from ckptkit.files.file import check_name, file_size, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.torchfile.locate import ENVELOPE
 from ckptkit.formats.torchfile.tensor_calls import as_shape
-from ckptkit.layout import Chunk, KeyPath, Spec
+from ckptkit.layout import NOWHERE, Chunk, KeyPath, Spec, nowhere
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.dtypes import DTYPES, DType
 
@@ -102,26 +102,48 @@ def value_of(entry: Entry) -> Any:
 
 
 class Places:
-    """The places of entries in the files of a snapshot at `root`, each compared with the size of its file."""
+    """The places of entries in the files of a snapshot at `root`, each compared with the size of its file.
 
-    def __init__(self, root: Path) -> None:
+    Each file that is missing or too short is reported once; what it does not hold lies nowhere.
+    """
+
+    def __init__(self, root: Path, report: Report) -> None:
         self.root = root
-        self.sizes: dict[str, int] = {}
+        self.report = report
+        self.sizes: dict[str, int | None] = {}
+        self.reported: set[str] = set()
 
-    def run(self, said: Mapping[str, Any]) -> tuple[str, int, int]:
-        """Return the file, offset and length of a run of bytes. Raises `Corrupt` if the file is shorter."""
-        file = said["location"]
-        if not isinstance(file, str):
-            raise Unsafe(f"the manifest refers to `{file!a}`", path=self.root)
+    def tell(self, file: str, problem: CkptError) -> None:
+        """Report the first problem of a file."""
+        if file not in self.reported:
+            self.reported.add(file)
+            self.report(problem.blame(path=self.root / file))
+
+    def size(self, file: str) -> int | None:
+        """Return the size of a file, None of one that is missing."""
         if file not in self.sizes:
             for part in file.split("/"):
                 check_name(part, self.root)
-            self.sizes[file] = file_size(self.root / file)
-        start, end = as_shape(tuple(said["byte_range"])) if said.get("byte_range") else (0, self.sizes[file])
-        if not start <= end <= self.sizes[file]:
-            message = f"the manifest needs bytes {start}:{end} of a file of {self.sizes[file]}"
-            raise Corrupt(message, path=self.root / file, hint="the file is truncated, or belongs to another snapshot")
-        return file, start, end - start
+            try:
+                self.sizes[file] = file_size(self.root / file)
+            except (Corrupt, IOFailure) as error:
+                self.tell(file, error)
+                self.sizes[file] = None
+        return self.sizes[file]
+
+    def run(self, said: Mapping[str, Any]) -> tuple[str, int, int]:
+        """Return the file, offset and length of a run of bytes; an offset that no file has, if this one has not all."""
+        file = said["location"]
+        if not isinstance(file, str):
+            raise Unsafe(f"the manifest refers to `{file!a}`", path=self.root)
+        size = self.size(file)
+        start, end = as_shape(tuple(said["byte_range"])) if said.get("byte_range") else (0, size or 0)
+        if size is not None and start <= end <= size:
+            return file, start, end - start
+        if size is not None:
+            message = f"the manifest needs bytes {start}:{end} of a file of {size}"
+            self.tell(file, Corrupt(message, hint="the file is truncated, or belongs to another snapshot"))
+        return file, NOWHERE, 1
 
     def chunk(self, said: Mapping[str, Any], start: Shape | None = None) -> Chunk:
         """Return the chunk that a tensor is, which begins at index `start` of a larger one."""
@@ -129,12 +151,15 @@ class Places:
         box = whole(spec.shape) if start is None else Box(start, spec.shape)
         file, offset, length = self.run(said)
         serializer = said["serializer"]
+        if serializer not in ("torch_save", "buffer_protocol"):
+            raise Unsupported(f"a tensor in the format `{serializer!a}`")
+        if offset == NOWHERE:
+            return nowhere(box, file, spec.dtype)
         if serializer == "torch_save":
             return Chunk(box, file, offset, length, spec.dtype, wrapper=ENVELOPE)
-        if serializer != "buffer_protocol":
-            raise Unsupported(f"a tensor in the format `{serializer!a}`")
         if length != spec.nbytes:
-            raise Corrupt(f"{spec} needs {spec.nbytes} bytes, the manifest gives it {length}", path=self.root / file)
+            self.tell(file, Corrupt(f"{spec} needs {spec.nbytes} bytes, the manifest gives it {length}"))
+            return nowhere(box, file, spec.dtype)
         return Chunk(box, file, offset, length, spec.dtype)
 
     def chunks(self, entry: Entry) -> tuple[Spec | None, list[Chunk]]:

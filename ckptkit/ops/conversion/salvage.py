@@ -59,10 +59,10 @@ class Salvage:
         if not kept:
             raise nothing_left(self.checkpoint.path, lost)
         carried, unread = self.readable(conversion.carried)
-        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept)
+        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, self.checkpoint.path)
         made: Mapping[str, bytes] = conversion.made
         if not (found.is_whole or conversion.is_file):
-            made = {**made, NAME: found.to_bytes(self.checkpoint.path, carried.pop(NAME, None))}
+            made = {**made, NAME: found.to_bytes(carried.pop(NAME, None))}
         return replace(
             conversion,
             origins=[*conversion.origins, *self.origins],
@@ -90,11 +90,11 @@ class Salvage:
 
 def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
     """Return the error for a checkpoint of which no tensor is whole."""
-    first = next((one for one in lost if one.path), None)
-    example = f", such as `{first.label}` by `{first.path.name}`: {first.why}" if first and first.path else ""
+    named, files = ([one for one in lost if bool(one.name) is has_name] for has_name in (True, False))
     hint = "ranks that shard every tensor each have a part of it: --fill-from OTHER takes them from another checkpoint"
-    message = f"nothing can be salvaged: all {len(lost)} tensors have lost something{example}"
-    return Corrupt(message, path=path, hint=hint)
+    all_of = f"all {len(named)} tensors have lost something, such as `{named[0].label}`: " if named else ""
+    reasons = [one.describe(path) for one in (*named[:1], *files[:1])] or ["there are no tensors"]
+    return Corrupt(f"nothing can be salvaged: {all_of}{'; '.join(reasons)}", path=path, hint=hint)
 
 
 def fault_of(path: Path) -> Fault | None:

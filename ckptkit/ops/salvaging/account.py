@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ckptkit.tensors.box import Box, whole
 
 NAME = "salvage.json"
 LIMIT = 1 << 28  # bytes
+_DAMAGED = "bytes changed after they were written: their CRC-32 is not that recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,14 @@ class Lost:
             parts = [part.removesuffix(", :") for part in parts]
         return f"{self.name}[{parts[0]}]" + (f" and {len(parts) - 1} more parts" if parts[1:] else "")
 
+    def describe(self, source: Path) -> str:
+        """Return why it was lost, and which file of the checkpoint at `source` it was in."""
+        why = _DAMAGED if "CRC-32" in self.why else self.why
+        if self.path is None or self.path == source:
+            return why
+        inside = self.path.is_relative_to(source)
+        return f"{self.path.relative_to(source) if inside else self.path.name}: {why}"
+
     def to_json(self) -> dict[str, Any]:
         """Return it as scripts know it."""
         boxes = [{"start": list(box.start), "size": list(box.size)} for box in self.boxes]
@@ -65,12 +74,16 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The account of a salvage: what was lost, what was taken from elsewhere, and what has other copies of its own."""
+    """The account of a salvage: what was lost, what was taken from elsewhere, and what has other copies of its own.
+
+    `source` is the checkpoint that was salvaged.
+    """
 
     lost: Sequence[Lost] = ()
     filled: Sequence[Filled] = ()
     repaired: Sequence[str] = ()
-    kept: int = field(default=0)
+    kept: int = 0
+    source: Path = Path()
 
     @property
     def is_whole(self) -> bool:
@@ -82,9 +95,9 @@ class Account:
         lost, filled = ([one.to_json() for one in found] for found in (self.lost, self.filled))
         return {"lost": lost, "filled": filled, "repaired": list(self.repaired)}
 
-    def to_bytes(self, source: Path, before: Path | None = None) -> bytes:
-        """Return the file that lies in what was salvaged from a checkpoint, with that which lay in it `before`."""
-        value = {"source": str(source.absolute()), "tensors_kept": self.kept, **self.to_json()}
+    def to_bytes(self, before: Path | None = None) -> bytes:
+        """Return the file that lies in what was salvaged, with that which lay in its source `before`."""
+        value = {"source": str(self.source.absolute()), "tensors_kept": self.kept, **self.to_json()}
         earlier = read_account(before.parent) if before else None
         value |= {"before": earlier} if earlier else {}
         return (json.dumps(value, indent=1) + "\n").encode()

@@ -15,8 +15,13 @@ from ckptkit.ops.salvaging.faults import Fault, Faults
 from ckptkit.tensors.box import Box, find_outside, find_overlap, intersect, subtract, whole
 
 
-def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], faults: Faults) -> StoredTensor:
-    """Return a tensor with spare chunks where others are lost or missing; what no chunk covers then is lost."""
+def complete(
+    tensor: StoredTensor, root: Path, spares: Sequence[Chunk], faults: Faults, why: Fault | None = None
+) -> StoredTensor:
+    """Return a tensor with spare chunks where others are lost or missing; what no chunk covers then is lost.
+
+    `why` is the reason for that, if it is known.
+    """
     broken = find_fault(root, tensor)
     if broken is None and not tensor.is_lost:
         return tensor
@@ -32,7 +37,7 @@ def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], faults: 
     held = [chunk.box for chunk in good]
     gone = [chunk._replace(box=box) for chunk in tensor.chunks if chunk.is_lost for box in subtract(chunk.box, held)]
     gaps = subtract(whole(shape), [*held, *(chunk.box for chunk in gone)])
-    fault = Fault.of(broken or Corrupt("it is in no file"))
+    fault = why or Fault.of(broken or Corrupt("it is in no file"))
     gone += [faults.lost(box, tensor.spec.dtype, fault) for box in gaps]
     return replace(tensor, chunks=(*good, *gone))
 

@@ -66,7 +66,8 @@ def mend_part(part: Part, faults: Faults, look: Look) -> Part:
     layout = without_files(layout)
     found = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
-    mended = with_copies(found.mark(layout, faults), faults, look)
+    told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
+    mended = with_copies(found.mark(layout, faults), faults, look, told)
     return replace(part, salvaged=replace(mended, spares={}, absent={}))
 
 
@@ -125,11 +126,17 @@ def paths_of(layout: Layout) -> set[str]:
     return {place.path for _, place in layout.stored}
 
 
-def with_copies(layout: Layout, faults: Faults, look: Look) -> Layout:
-    """Return a layout that has been marked with spare chunks and second copies in the place of what is lost."""
+def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, Fault]) -> Layout:
+    """Return a layout that has been marked with spare chunks and second copies in the place of what is lost.
+
+    `told` are the reasons that were reported of single tensors.
+    """
     root = layout.root
     spares = sound_spares(layout, look)
-    tensors = {name: complete(tensor, root, spares.get(name, ()), faults) for name, tensor in layout.tensors.items()}
+    tensors = {
+        name: complete(tensor, root, spares.get(name, ()), faults, told.get(name))
+        for name, tensor in layout.tensors.items()
+    }
     faults.repaired.update(dict.fromkeys(names_repaired(layout.tensors, tensors)))
     if not layout.twins:
         return replace(layout, tensors=tensors)

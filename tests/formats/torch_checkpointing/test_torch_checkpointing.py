@@ -110,5 +110,7 @@ def test_no_file_is_looked_for_elsewhere(good: Path, file: str) -> None:
 def test_a_missing_file_is_named(good: Path) -> None:
     next(good.glob("model_1.*")).unlink()
     assert not Checkpoint.at(good).is_complete
-    with pytest.raises(CkptError, match="model_1"):
+    with pytest.raises(CkptError, match="the file is missing") as raised:
         open_layout(good)
+    assert raised.value.path is not None
+    assert raised.value.path.name.startswith("model_1.")
