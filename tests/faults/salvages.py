@@ -60,14 +60,19 @@ def try_salvaging(place: Path, whole: bool) -> Iterator[Seen]:
         shutil.copytree(sound.root, src)
         bad.damage(src)
         for fill in (False, True):
-            more = ["--fill-from", str(sound.root)] if fill else []
-            words = ["convert", str(src), str(out), "--to", "dcp", "--salvage", "--no-sync", *more]
+            more = ["--fill-from", str(place_in(sound.root))] if fill else []
+            words = ["convert", str(place_in(src)), str(out), "--to", "dcp", "--salvage", "--no-sync", *more]
             ended = server(is_ours=True).run("ckptkit", words, timeout=30)
             verdict, seen = judge(ended, out, bad, dict(sound.truth))
             said = f"{bad.name} ({bad.original}): code {ended.code}, {seen}: {ended.err.strip()[:300]}"
             yield Seen("ckptkit convert --salvage" + (" --fill-from" if fill else ""), verdict, said)
             shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(src.parent)
+
+
+def place_in(root: Path) -> Path:
+    """What is named of a checkpoint: a file of llm.c's, of which a directory may hold many."""
+    return next(root.glob("model_*[0-9].bin"), root)
 
 
 def judge(ended: Ended, out: Path, bad: Bad, truth: dict[str, Any]) -> tuple[Verdict, str]:

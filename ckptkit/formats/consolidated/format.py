@@ -75,7 +75,7 @@ class Consolidated(Reader):
                 tensors[name] = join(name, parts, params)
             except CkptError as error:
                 raise error.blame(path=root) from None
-            spares[name] = spares_of(tensors[name], parts)
+            spares |= {name: copies} if (copies := spares_of(tensors[name], parts)) else {}
         described = (*found, PARAMS) if params else tuple(found)
         return Layout(root, self.name, tensors, first.blobs, first.keys, len(files), described, spares=spares)
 

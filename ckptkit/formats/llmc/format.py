@@ -6,20 +6,21 @@ Names are llm.c's own, and so is the padded vocabulary. The files have no checks
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from math import prod
 from pathlib import Path
 
-from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import file_size, is_there, names_in
 from ckptkit.formats.llmc.header import HEADER, MODEL, Config, State, read_config, read_numbers, read_state, shapes_of
 from ckptkit.formats.llmc.states import find_moments
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torchfile.write_pickle import dump
-from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor
+from ckptkit.layout import NOWHERE, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 
+_MOST = 1 << 12  # ranks that are missing
 _MODEL = re.compile(r"model_([0-9]{8})\.bin")
 
 
@@ -38,17 +39,13 @@ class LlmC(Reader):
         return path.suffix == ".bin" and path.is_file() and read_numbers(path)[:1] == (MODEL,)
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Raise `Corrupt` if the model's file is too short, or its states are not there for every rank."""
-        files = find_states(path)
-        if not files:
-            read_model(path)
-        else:
-            self.read(path, report)
+        """Report what of the model's file or of its ranks' states is missing."""
+        self.read(path, report)
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - what does not fit is one error
-        """Return the layout of a model and its optimizer."""
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of a model and its optimizer. Reports files of ranks that cannot be read, or are short."""
         root = path.parent
-        config, model = read_model(path)
+        config, model = read_model(path, report)
         keys: dict[str, KeyPath] = {}
         tensors: dict[str, StoredTensor] = {}
         blobs: dict[str, Blob] = {}
@@ -56,19 +53,20 @@ class LlmC(Reader):
             tensors[put(keys, ("model", name))] = tensor
         for field, number in config._asdict().items():
             blobs[put(keys, ("config", field))] = Blob(path.name, 0, 0, dump(number))
-        files = find_states(path)
-        if files:
-            states = [read_state(root / file) for file in files]
-            check_same_step(root, files, states)
-            for (name, moment), tensor in find_moments(root, files, states, config).items():
+        files = find_states(path, report)
+        states = {file: state for file, state in files.items() if state is not None}
+        if states:
+            check_same_step(root, list(files), states)
+            for (name, moment), tensor in find_moments(root, list(files), states, config, report).items():
                 tensors[put(keys, ("optimizer", "state", name, moment))] = tensor
-            blobs[put(keys, ("step",))] = Blob(files[0], 0, 0, dump(states[0].step))
-        return Layout(root, self.name, tensors, blobs, keys, len(files) or None, (path.name, *files))
+            file, state = next(iter(states.items()))
+            blobs[put(keys, ("step",))] = Blob(file, 0, 0, dump(state.step))
+        return Layout(root, self.name, tensors, blobs, keys, len(files) or None, (path.name, *states))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
         """Return what each tensor has of the files. llm.c records no checksums."""
         for name, tensor in layout.tensors.items():
-            for chunk in tensor.chunks:
+            for chunk in (chunk for chunk in tensor.chunks if chunk.offset != NOWHERE):
                 yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
 
@@ -79,39 +77,53 @@ def put(keys: dict[str, KeyPath], key: KeyPath) -> str:
     return name
 
 
-def find_states(path: Path) -> list[str]:
-    """Return the files with the states of a model's ranks, in order of rank; [] for a model alone.
+def find_states(path: Path, report: Report) -> dict[str, State | None]:
+    """Return the files with the states of a model's ranks, in order of rank, each with its header.
 
-    Raises `Corrupt` if the save did not end, or a rank's is missing.
+    For a model alone {}. Reports ranks whose file is missing or has no header, which is None then. Raises `Corrupt` if
+    the save did not end, or for files of more ranks than there were.
     """
     match = _MODEL.fullmatch(path.name)
     if match is None:
-        return []
+        return {}
     root, pattern = path.parent, re.compile(rf"state_{match[1]}_([0-9]{{5}})\.bin")
     found = {int(rank[1]): name for name in names_in(root) if (rank := pattern.fullmatch(name))}
     if not found:
-        return []
+        return {}
     if not is_there(root / f"DONE_{match[1]}"):
         raise Corrupt(f"no `DONE_{match[1]}`: the save did not finish", path=path, hint="use an older checkpoint")
-    ranks = read_state(root / found[min(found)]).ranks
-    absent = islice((rank for rank in range(ranks) if rank not in found), 8)
-    missing = [f"state_{match[1]}_{rank:05d}.bin" for rank in absent]
-    if missing or len(found) > ranks:
-        beside = f"missing: {', '.join(missing)}" if missing else f"there are {len(found)}"
-        raise Corrupt(f"the states of {ranks} ranks belong to this model; {beside}", path=path)
-    return [found[rank] for rank in range(ranks)]
+    states: dict[int, State] = {}
+    for rank, name in sorted(found.items()):
+        try:
+            states[rank] = read_state(root / name)
+        except CkptError as error:
+            report(error)
+    ranks = next((state.ranks for state in states.values()), len(found))
+    if len(found) > ranks:
+        raise Corrupt(f"the states of {ranks} ranks belong to this model; there are {len(found)}", path=path)
+    absent = islice((rank for rank in range(ranks) if rank not in found), _MOST)
+    missing = {rank: f"state_{match[1]}_{rank:05d}.bin" for rank in absent}
+    if missing:
+        names = ", ".join(islice(missing.values(), 8))
+        problem = Corrupt(f"the states of {ranks} ranks belong to this model; missing: {names}", path=path)
+        (report if len(found) + len(missing) == ranks else refuse)(problem)
+    return {name: states.get(rank) for rank, name in sorted((found | missing).items())}
 
 
-def check_same_step(root: Path, files: list[str], states: list[State]) -> None:
-    """Raise `Corrupt` if the states of the ranks are not those of one save."""
-    for rank, (file, state) in enumerate(zip(files, states, strict=True)):
-        if state != states[0]._replace(rank=rank):
+def check_same_step(root: Path, files: list[str], states: Mapping[str, State]) -> None:
+    """Raise `Corrupt` if the states of the ranks, of which all `files` are, are not those of one save."""
+    one, first = next(iter(states.items()))
+    for file, state in states.items():
+        if state != first._replace(rank=files.index(file)):
             message = f"it is of rank {state.rank} of {state.ranks} at step {state.step}"
-            raise Corrupt(f"{message}, `{files[0]}` of {states[0].ranks} at {states[0].step}", path=root / file)
+            raise Corrupt(f"{message}, `{one}` of {first.ranks} at {first.step}", path=root / file)
 
 
-def read_model(path: Path) -> tuple[Config, dict[str, StoredTensor]]:
-    """Return the sizes of a model, and where its tensors lie, by name. Raises `Corrupt` for a file of another size."""
+def read_model(path: Path, report: Report) -> tuple[Config, dict[str, StoredTensor]]:
+    """Return the sizes of a model, and where its tensors lie, by name.
+
+    Reports a file that is too short. Raises `Corrupt` for one that is too long.
+    """
     config, dtype = read_config(path)
     found, at = {}, HEADER.size
     for name, shape in shapes_of(config).items():
@@ -120,5 +132,6 @@ def read_model(path: Path) -> tuple[Config, dict[str, StoredTensor]]:
         at += length
     size = file_size(path)
     if size != at:
-        raise Corrupt(f"the file has {size} bytes, its header calls for {at}", path=path, offset=min(size, at))
+        problem = Corrupt(f"the file has {size} bytes, its header calls for {at}", path=path, offset=min(size, at))
+        (report if size < at else refuse)(problem)
     return config, found

@@ -7,15 +7,15 @@ every layer of each tensor; or else each has all. Which of the two it is, the le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from struct import Struct
 
-from ckptkit.errors import Corrupt
+from ckptkit.errors import Corrupt, Report
 from ckptkit.files.file import file_size, opening, read_at
 from ckptkit.formats.llmc.header import HEADER, Config, State, count, is_stacked, shapes_of
-from ckptkit.layout import Chunk, Spec, StoredTensor
+from ckptkit.layout import Chunk, Spec, StoredTensor, nowhere
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.tensors.flat_ranges import boxes_of_range
 
@@ -26,21 +26,28 @@ _GENERATOR = 2520  # bytes of the state of a Mersenne twister
 
 
 def find_moments(
-    root: Path, files: Sequence[str], states: Sequence[State], config: Config
+    root: Path, files: Sequence[str], states: Mapping[str, State], config: Config, report: Report
 ) -> dict[tuple[str, str], StoredTensor]:
-    """Return the tensors of an optimizer, by the name of the parameter and of the moment; `files` in order of rank."""
+    """Return the tensors of an optimizer, by the name of the parameter and of the moment.
+
+    `files` are those of all ranks, in order; what lies in those without a state lies nowhere. Reports files of another
+    size, of which nothing is used either.
+    """
     total, ranks = count(config), len(files)
-    shares = 1 if ranks == 1 or holds(root / files[0], states[0], total) else ranks
-    used = files[:1] if shares == 1 else files
-    for file, state in zip(files, states, strict=True):
-        if total % shares or not holds(root / file, state, total // shares):
-            wanted = HEADER.size + moments_in(state) * total // shares * _FLOAT.itemsize
-            message = f"the file has {file_size(root / file)} bytes, the moments of {total} parameters need {wanted}"
-            raise Corrupt(message, path=root / file, hint=f"is it of another model than that of {ranks} ranks here?")
-    names = _MOMENTS[: moments_in(states[0])]
+    shares = 1 if ranks == 1 or any(holds(root / file, state, total) for file, state in states.items()) else ranks
+    sound: list[str] = []
+    for file, state in states.items():
+        if total % shares == 0 and holds(root / file, state, total // shares):
+            sound.append(file)
+            continue
+        wanted = HEADER.size + moments_in(state) * total // shares * _FLOAT.itemsize
+        message = f"the file has {file_size(root / file)} bytes, the moments of {total} parameters need {wanted}"
+        report(Corrupt(message, path=root / file, hint=f"is it of another model than that of {ranks} ranks here?"))
+    names = _MOMENTS[: moments_in(next(iter(states.values())))]
+    used = files if shares > 1 else [*sound, *files][:1]
     return {
         (name, moment): StoredTensor(
-            Spec(_FLOAT, shape), tuple(chunks_of(used, name, shape, places[name] + i * total, shares))
+            Spec(_FLOAT, shape), tuple(chunks_of(used, sound, name, shape, places[name] + i * total, shares))
         )
         for places in (offsets(shapes_of(config)),)
         for i, moment in enumerate(names)
@@ -74,8 +81,13 @@ def offsets(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     return found
 
 
-def chunks_of(files: Sequence[str], name: str, shape: tuple[int, ...], start: int, shares: int) -> Iterator[Chunk]:
-    """Yield where a moment lies that begins at element `start` of all ranks' together, in `shares` of every layer."""
+def chunks_of(
+    files: Sequence[str], sound: Collection[str], name: str, shape: tuple[int, ...], start: int, shares: int
+) -> Iterator[Chunk]:
+    """Yield where a moment lies that begins at element `start` of all ranks' together, in `shares` of every layer.
+
+    What is in files that are not `sound` lies nowhere.
+    """
     layers = shape[0] if is_stacked(name) else 1
     size = prod(shape) // layers
     share = size // shares
@@ -87,4 +99,5 @@ def chunks_of(files: Sequence[str], name: str, shape: tuple[int, ...], start: in
             held = HEADER.size + (start // shares + layer * share) * _FLOAT.itemsize
             for box, at in boxes_of_range(shape, first, first + share):
                 offset = held + at * _FLOAT.itemsize
-                yield Chunk(box, file, offset, box.numel * _FLOAT.itemsize, _FLOAT)
+                chunk = Chunk(box, file, offset, box.numel * _FLOAT.itemsize, _FLOAT)
+                yield chunk if file in sound else nowhere(box, file, _FLOAT)

@@ -8,6 +8,7 @@ state, lies under `rank_state` and the number of its directory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
@@ -47,47 +48,48 @@ class Megatron(Reader):
         return path.name in FILES and is_there(path)
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report each rank's directory without a file, and each file that breaks off; raise if a rank is missing."""
-        root, files = find_files(path)
+        """Report each rank that is missing, each one's directory without a file, and each file that breaks off."""
+        root, files = find_files(path, report)
         numbers = [found.numbers for found in find_directories(files)]
         if len({len(one) for one in numbers}) == 1 and len(numbers) > 1:
-            place(root, find_directories(files), None, has_stages=True)
-        for name in files:
+            place(root, find_directories(files), None, has_stages=True, report=report)
+        for file in (file for file in files.values() if is_there(root / file)):
             try:
-                with opened(root / files[name]) as (read, length):
+                with opened(root / file) as (read, length):
                     entries_of(read, length)
             except CkptError as error:
-                report(error.blame(path=root / files[name]))
+                report(error.blame(path=root / file))
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - what does not fit is one error
+    def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the whole model, with its optimizer where it is certain what its states are of.
 
-        Raises `Corrupt` if a rank is missing or of another job, `Unsupported` for a tensor of which no rule says how it
-        is split.
+        Reports ranks that are missing or cannot be read; what they had others of their stage tell. Raises `Corrupt` if
+        none does, or one is of another job, `Unsupported` for a tensor of which no rule says how it is split.
         """
-        root, files = find_files(path)
-        saved = {name: Saved.read(root, file) for name, file in files.items()}
-        job = Job(root, arrange(root, saved))
+        root, files = find_files(path, report)
+        saved = read_files(root, files, report)
+        job = Job(root, arrange(root, files, saved, report))
         check_same_job(job)
         check_arguments(job.ranks[Rank(0, 0, 0)], job.sizes)
-        result = Result(job)
+        result = Result(job, report)
         result.add_model()
         result.add_optimizer()
         result.add_rest()
-        return result.layout(self.name, tuple(files.values()))
+        return result.layout(self.name, tuple(one.path for one in saved.values()))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the files: storages, pickles and what torch puts beside them."""
         return extents_of(layout, {place.path for _, place in layout.stored} | set(layout.descriptions), report)
 
 
-def find_files(path: Path) -> tuple[Path, dict[str, str]]:
+def find_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
     """Return the directory of a checkpoint, and each rank's file as seen from there, by its directory.
 
-    One rank's directory, or its file, is a checkpoint only if there is no other.
+    Reports directories of ranks without one. One rank's directory, or its file, is a checkpoint only if there is no
+    other.
     """
     if path.is_dir() and not has_rank(path):
-        return path, {found.name: file_in(path, found) for found in find_directories(names_in(path))}
+        return path, {found.name: file_in(path, found.name, report) for found in find_directories(names_in(path))}
     folder = path if path.is_dir() else path.parent
     others = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
     name = path.name if not path.is_dir() else next(name for name in FILES if is_there(path / name))
@@ -98,15 +100,36 @@ def find_files(path: Path) -> tuple[Path, dict[str, str]]:
     return folder, {"": name}
 
 
-def arrange(root: Path, saved: Mapping[str, Saved]) -> Mapping[Rank, Saved]:
-    """Return the files by rank."""
+def read_files(root: Path, files: Mapping[str, str], report: Report) -> dict[str, Saved]:
+    """Return what is in the files of ranks, by directory; report those that cannot be read. Raises if none can."""
+    saved: dict[str, Saved] = {}
+    for name, file in files.items():
+        try:
+            if is_there(root / file):
+                saved[name] = Saved.read(root, file)
+        except CkptError as error:
+            report(error)
+    if not saved:
+        raise Corrupt("no rank's file can be read", path=root)
+    return saved
+
+
+def arrange(root: Path, files: Mapping[str, str], saved: Mapping[str, Saved], report: Report) -> Mapping[Rank, Saved]:
+    """Return the files by rank, of which those in `saved` could be read; others are as those of their stage."""
     if "" in saved:
         return {Rank(0, 0, 0): saved[""]}
-    directories = find_directories(saved)
-    first = saved[directories[0].name]
-    sizes = first.sizes
+    sizes = next(iter(saved.values())).sizes
     has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_embedding, saved.values()))
-    return {rank: saved[name] for rank, name in place(root, directories, sizes, has_stages).items()}
+    places = place(root, find_directories(files), sizes, has_stages, report)
+    of_stages = {rank.stage: saved[name] for rank, name in places.items() if name in saved}
+    ranks: dict[Rank, Saved] = {}
+    for rank, name in sorted(places.items()):
+        like = saved.get(name) or of_stages.get(rank.stage)
+        if like is None:
+            message = f"no rank of stage {rank.stage} of the pipeline can be read: nothing says which layers it has"
+            raise Corrupt(message, path=root / name)
+        ranks[rank] = like if name in saved else replace(like, path=files.get(name, f"{name}/{FILES[0]}"), is_lost=True)
+    return ranks
 
 
 def has_embedding(saved: Saved) -> bool:

@@ -14,11 +14,12 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Unsupported
+from ckptkit.errors import ELSEWHERE, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 BUFFERS = "distrib_optim.pt"  # of the optimizer that data-parallel ranks share
+_MOST = 1 << 12  # ranks that are missing
 _RANK = re.compile(r"mp_rank_([0-9]{2,4})((?:_[0-9]{3,4}){0,2})")
 
 
@@ -57,14 +58,13 @@ def find_directories(names: Iterable[str]) -> list[Directory]:
     return sorted(found, key=lambda directory: directory.numbers)
 
 
-def file_in(root: Path, directory: Directory) -> str:
-    """Return the file of a rank, as seen from `root`. Raises `Corrupt` if its directory has none."""
-    names = names_in(root / directory.name)
+def file_in(root: Path, directory: str, report: Report) -> str:
+    """Return the file of a rank, as seen from `root`. Reports a directory that has none."""
+    names = names_in(root / directory)
     found = next((name for name in FILES if name in names), None)
     if found is None:
-        hint = ELSEWHERE
-        raise Corrupt(f"no `{FILES[0]}` in the directory of this rank", path=root / directory.name, hint=hint)
-    return f"{directory.name}/{found}"
+        report(Corrupt(f"no `{FILES[0]}` in the directory of this rank", path=root / directory, hint=ELSEWHERE))
+    return f"{directory}/{found or FILES[0]}"
 
 
 def has_rank(path: Path) -> bool:
@@ -72,10 +72,13 @@ def has_rank(path: Path) -> bool:
     return path.is_dir() and any(is_there(path / name) for name in FILES)
 
 
-def place(root: Path, directories: Iterable[Directory], sizes: Sizes | None, has_stages: bool) -> Mapping[Rank, str]:
+def place(
+    root: Path, directories: Iterable[Directory], sizes: Sizes | None, has_stages: bool, report: Report
+) -> Mapping[Rank, str]:
     """Return the directory of each rank; `sizes` as the ranks were told, None where their files do not say.
 
-    Of two numbers the second is that of a stage if `has_stages`. Raises `Corrupt` unless there is one for every rank.
+    Of two numbers the second is that of a stage if `has_stages`. Reports ranks that have none. Raises `Corrupt` for
+    those of several jobs.
     """
     found = {as_rank(directory.numbers, has_stages): directory.name for directory in directories}
     lengths = {len(directory.numbers) for directory in directories}
@@ -83,21 +86,21 @@ def place(root: Path, directories: Iterable[Directory], sizes: Sizes | None, has
         raise Corrupt("directories of ranks of several jobs lie here: their names differ in length", path=root)
     sizes = sizes or Sizes(*(1 + max(numbers) for numbers in zip(*found, strict=True)))
     more = sorted(rank for rank in found if not all(number < size for number, size in zip(rank, sizes, strict=True)))
-    missing = prod(sizes) - (len(found) - len(more))
-    if missing:
-        tensors, stages, experts = map(range, sizes)  # as many as somebody's file says
-        ranks = (Rank(i, j, k) for i in tensors for j in stages for k in experts)
-        first = islice((rank for rank in ranks if rank not in found), 8)
-        length = max(*lengths, 1 + (sizes.stages > 1) + (sizes.experts > 1))
-        names = ", ".join(name_of(rank, length, has_stages) for rank in first)
-        hint = ELSEWHERE
-        raise Corrupt(f"{missing} of {prod(sizes)} ranks are missing: {names}", path=root, hint=hint)
+    count = prod(sizes) - (len(found) - len(more))
+    length = max(*lengths, 1 + (sizes.stages > 1) + (sizes.experts > 1))
+    tensors, stages, experts = map(range, sizes)  # as many as somebody's file says
+    ranks = (Rank(i, j, k) for i in tensors for j in stages for k in experts)
+    missing = {rank: name_of(rank, length, has_stages) for rank in islice((r for r in ranks if r not in found), _MOST)}
+    if count:
+        names = ", ".join(islice(missing.values(), 8))
+        problem = Corrupt(f"{count} of {prod(sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE)
+        (report if count <= _MOST else refuse)(problem)
     if more:
         names = ", ".join(found[rank] for rank in more[:8])
         shape = f"{sizes.tensor} x {sizes.stages} x {sizes.experts}"
         hint = "they are of another job: move them away"
         raise Corrupt(f"{names} beside the {shape} ranks that the files name", path=root, hint=hint)
-    return found
+    return found | missing
 
 
 def as_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.megatron.grid import Rank, Sizes
@@ -13,12 +14,19 @@ from ckptkit.formats.megatron.numbering import Numbering, Run, count_layers, num
 from ckptkit.formats.megatron.old_order import CURRENT, has_fused, in_new_order
 from ckptkit.formats.megatron.rules import rule_for
 from ckptkit.formats.megatron.saved import VERSION, Saved
-from ckptkit.formats.torchfile.join_ranks import join_copies, join_ranks
-from ckptkit.layout import StoredTensor
+from ckptkit.formats.torchfile.join_ranks import join_copies, join_ranks, spares_of
+from ckptkit.layout import Chunk, StoredTensor
 
 _GROUPED = (".experts.weight1", ".experts.weight2")
 
 Held = Mapping[Rank, Mapping[int, Mapping[str, StoredTensor]]]  # what ranks have of runs of layers, by local names
+
+
+class Joined(NamedTuple):
+    """A whole tensor, and the chunks of the other copies that ranks have of it."""
+
+    tensor: StoredTensor
+    spares: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
@@ -43,21 +51,26 @@ class Job:
         """Return how layers and experts are numbered through."""
         return number({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
 
-    def tensors(self) -> dict[str, StoredTensor]:
+    @property
+    def sound(self) -> Saved:
+        """Return the first rank's file that could be read."""
+        return next(saved for saved in self.ranks.values() if not saved.is_lost)
+
+    def tensors(self) -> dict[str, Joined]:
         """Return the model's tensors, whole and by their names in it. Raises `Corrupt` where the ranks do not fit."""
         joined = self.join({rank: saved.weights for rank, saved in self.ranks.items()})
         self.check_layers(joined)
         return joined
 
-    def join(self, held: Held) -> dict[str, StoredTensor]:
+    def join(self, held: Held) -> dict[str, Joined]:
         """Return what ranks have for the parameters of the model, such as these themselves, by their names in it."""
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, Joined] = {}
         for run, stage in self.runs:
             for expert in range(self.sizes.experts):
                 for name, local, parts in self.parts_of(held, run, Rank(0, stage, expert)):
                     try:
                         tensor = self.join_parts(local, parts, run, stage)
-                        found[name] = join_copies([found[name], tensor]) if name in found else tensor
+                        found[name] = joined(tensor, parts, found.get(name))
                     except CkptError as error:
                         raise error.blame(path=self.root, tensor=name) from None
         return found
@@ -119,7 +132,7 @@ class Job:
             return parts[0]
         return join_ranks(parts, rule_for(local, first.specs(run), ranks, first.args))
 
-    def check_layers(self, tensors: Mapping[str, StoredTensor]) -> None:
+    def check_layers(self, tensors: Iterable[str]) -> None:
         """Raise `Corrupt` if there are not as many layers as the arguments say."""
         first = self.ranks[Rank(0, 0, 0)]
         stacks = {stack: count for stack, count in count_layers(tensors).items() if not stack.startswith("mtp.")}
@@ -128,6 +141,15 @@ class Job:
             count = next(iter(stacks.values()))
             message = f"the {self.sizes.stages} stages have {count} layers, the arguments say {wanted}"
             raise Corrupt(message, path=self.root / first.path)
+
+
+def joined(tensor: StoredTensor, parts: Sequence[StoredTensor], other: Joined | None) -> Joined:
+    """Return a tensor that was joined of parts, or the `other` that ranks of other experts have, with its copies."""
+    spares = spares_of(tensor, parts)
+    if other is None:
+        return Joined(tensor, spares)
+    chosen = join_copies([other.tensor, tensor])
+    return Joined(chosen, (*other.spares, *spares_of(chosen, [other.tensor, tensor]), *spares))
 
 
 def is_first(rank: Rank) -> bool:

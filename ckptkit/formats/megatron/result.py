@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from ckptkit.errors import CkptError, Report
 from ckptkit.files.file import is_there
 from ckptkit.formats.megatron.grid import BUFFERS, Rank
 from ckptkit.formats.megatron.join import Job
@@ -15,7 +16,7 @@ from ckptkit.formats.megatron.states import Named, name_states
 from ckptkit.formats.torchfile.flatten import Flat, flatten
 from ckptkit.formats.torchfile.state_files import read_state_file
 from ckptkit.formats.torchfile.write_pickle import dump
-from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor
 
 _MODEL = "model"
 _RANKS = "rank_state"
@@ -27,14 +28,16 @@ class Result:
     """The tensors and entries of a checkpoint as they are gathered."""
 
     job: Job
+    report: Report
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     keys: dict[str, KeyPath] = field(default_factory=dict)
+    spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
 
     def add_model(self) -> None:
         """Add the model's tensors, and what its layers on each rank hold beside."""
-        for name, tensor in self.job.tensors().items():
-            self.put((_MODEL, name), tensor)
+        for name, joined in self.job.tensors().items():
+            self.put((_MODEL, name), joined.tensor, joined.spares)
         for i, saved in enumerate(self.job.ranks.values()):
             for run, flat in saved.models.items():
                 own: dict[str, StoredTensor | Blob] = {**flat.blobs}
@@ -50,26 +53,33 @@ class Result:
             self.add_named(named)
         else:
             self.add_of_ranks(OPTIMIZER, {rank: saved.entries.get(OPTIMIZER) for rank, saved in self.job.ranks.items()})
-        for i, saved in enumerate(self.job.ranks.values()):
-            beside = str(PurePosixPath(saved.path).with_name(BUFFERS))
-            if is_there(self.job.root / beside):
-                state = read_state_file(self.job.root, beside)
-                self.put_all((_RANKS, i, PurePosixPath(BUFFERS).stem), flatten(state.value, state.entries, beside))
+        beside = [str(PurePosixPath(saved.path).with_name(BUFFERS)) for saved in self.job.ranks.values()]
+        if any(is_there(self.job.root / path) for path in beside):
+            for i, path in enumerate(beside):
+                self.add_buffers(i, path)
+
+    def add_buffers(self, rank: int, path: str) -> None:
+        """Add what data-parallel ranks share of an optimizer. Reports a file that is missing or cannot be read."""
+        try:
+            state = read_state_file(self.job.root, path)
+            self.put_all((_RANKS, rank, PurePosixPath(BUFFERS).stem), flatten(state.value, state.entries, path))
+        except CkptError as error:
+            self.report(error.blame(path=self.job.root / path))
 
     def add_named(self, named: Mapping[Rank, Named]) -> None:
         """Add the states of parameters, joined as these are, and the groups with the names of all."""
         first = named[Rank(0, 0, 0)]
         for moment in dict.fromkeys(moment for one in named.values() for moment in one.tensors):
             by_rank = {rank: one.tensors.get(moment, {}) for rank, one in named.items()}
-            for name, tensor in self.job.join(by_rank).items():
-                self.put((OPTIMIZER, "state", name, moment), tensor)
+            for name, joined in self.job.join(by_rank).items():
+                self.put((OPTIMIZER, "state", name, moment), joined.tensor, joined.spares)
         names: list[dict[str, None]] = [{} for _ in first.groups]
         for rank, one in named.items():
             for group, members in zip(names, one.groups, strict=True):
                 group.update({self.whole_name(name, run, rank): None for run, name, _ in members})
             for (run, name, moment), blob in one.blobs.items():
                 self.put((OPTIMIZER, "state", self.whole_name(name, run, rank), moment), blob)
-        saved = self.job.ranks[Rank(0, 0, 0)]
+        saved = self.job.sound
         for i, (group, settings) in enumerate(zip(names, first.settings, strict=True)):
             self.put_all((OPTIMIZER, "param_groups", i), saved.flatten({**settings, "params": list(group)}))
         for key in first.others:
@@ -90,10 +100,11 @@ class Result:
     def add_common(self, above: KeyPath, key: str, values: Mapping[Rank, Any]) -> None:
         """Add an entry of all ranks once, under its own key; or for each rank, if they differ or hold tensors."""
         flats = [self.job.ranks[rank].flatten({key: value}) for rank, value in values.items()]
-        contents = [{name: blob.content for name, blob in flat.blobs.items()} for flat in flats]
-        is_same = not flats[0].tensors and all(one == contents[0] for one in contents)
+        sound = [flat for rank, flat in zip(values, flats, strict=True) if not self.job.ranks[rank].is_lost]
+        contents = [{name: blob.content for name, blob in flat.blobs.items()} for flat in sound]
+        is_same = not sound[0].tensors and all(one == contents[0] for one in contents)
         if len(flats) == 1 or is_same or key == _ARGS:
-            self.put_all(above, flats[0])
+            self.put_all(above, sound[0])
             return
         for i, flat in enumerate(flats):
             self.put_all((_RANKS, i, *above), flat)
@@ -111,15 +122,17 @@ class Result:
         for name, entry in entries.items():
             self.put((*above, *flat.keys[name]), entry)
 
-    def put(self, key: KeyPath, entry: StoredTensor | Blob) -> None:
-        """Add one entry by its key path."""
+    def put(self, key: KeyPath, entry: StoredTensor | Blob, spares: tuple[Chunk, ...] = ()) -> None:
+        """Add one entry by its key path, with other copies of its chunks."""
         name = ".".join(map(str, key))
         self.keys[name] = key
+        self.spares[name] = spares
         if isinstance(entry, Blob):
             self.blobs.setdefault(name, entry)
         else:
             self.tensors[name] = entry
 
     def layout(self, format_name: str, files: tuple[str, ...]) -> Layout:
-        """Return what was gathered; `files` are those of the ranks."""
-        return Layout(self.job.root, format_name, self.tensors, self.blobs, self.keys, len(files), files)
+        """Return what was gathered; `files` are those of the ranks that could be read."""
+        ranks, spares = len(self.job.ranks), {name: found for name, found in self.spares.items() if found}
+        return Layout(self.job.root, format_name, self.tensors, self.blobs, self.keys, ranks, files, spares=spares)

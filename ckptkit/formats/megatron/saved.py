@@ -13,6 +13,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.megatron.grid import Sizes
 from ckptkit.formats.torchfile.flatten import Flat, Flattening, pairs_of
 from ckptkit.formats.torchfile.inert_pickle import Record
+from ckptkit.formats.torchfile.join_ranks import as_lost
 from ckptkit.formats.torchfile.state_files import StateFile, read_state_file
 from ckptkit.layout import Spec, StoredTensor
 
@@ -26,11 +27,15 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 
 @dataclass(frozen=True)
 class Saved:
-    """The file `path` of a rank, as seen from directory `root`."""
+    """The file `path` of a rank, as seen from directory `root`.
+
+    Of one that `is_lost` the `state` is that of another rank of its stage: its tensors are as large, and lie nowhere.
+    """
 
     root: Path
     path: str
     state: StateFile
+    is_lost: bool = False
 
     @classmethod
     def read(cls, root: Path, path: str) -> Saved:
@@ -104,7 +109,7 @@ class Saved:
             flattening.add(value, ())
         except CkptError as error:
             raise error.blame(path=self.root / self.path) from None
-        return flattening.flat
+        return as_lost(flattening.flat, self.path) if self.is_lost else flattening.flat
 
 
 def check_arguments(saved: Saved, sizes: Sizes) -> None:
