@@ -21,6 +21,7 @@ from tests.faults.bad_inputs import (
     FLIP,
     OF_RANKS,
     PAGE,
+    PARTS,
     SAVED,
     UNCHECKED,
     in_each,
@@ -37,7 +38,7 @@ from tests.faults.verdicts import Verdict, judge_error
 _FEW = 24  # inputs in the fast share, about
 _SUM = (*CHECKED, *SAVED)  # whose tensors have checksums
 BADS: tuple[Bad, ...] = (
-    *in_each("gone", remove, [part for part in (*DATA, *DESCRIBED) if part[0] != "shards"]),
+    *in_each("gone", remove, [part for part in (*PARTS, *DESCRIBED) if part[0] != "shards"]),
     *in_each("half", partial(cut, keep=0.5), (*DATA, *DESCRIBED)),
     *in_each("tail", partial(cut, keep=0.95), (*DATA, *DESCRIBED)),
     *in_each("last byte", partial(cut, keep=1)),

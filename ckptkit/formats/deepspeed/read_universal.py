@@ -57,9 +57,9 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     described = {model.path for model in models}
     trained: dict[str, StoredTensor] = {}
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        files = dict(files_of(root, tag, name))
-        described |= set(files.values())
-        for what, path in {MASTER: join(tag, ZERO, name, f"{MASTER}.pt"), **files}.items():
+        there = dict(files_of(root, tag, name))
+        described |= set(there.values())
+        for what, path in {MASTER: join(tag, ZERO, name, f"{MASTER}.pt"), **there}.items():
             put_file(gathering, root, path, name, what, shape, report)
         trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
     for model in models:

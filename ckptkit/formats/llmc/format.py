@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -92,22 +91,28 @@ def find_states(path: Path, report: Report) -> dict[str, State | None]:
         return {}
     if not is_there(root / f"DONE_{match[1]}"):
         raise Corrupt(f"no `DONE_{match[1]}`: the save did not finish", path=path, hint="use an older checkpoint")
-    states: dict[int, State] = {}
-    for rank, name in sorted(found.items()):
-        try:
-            states[rank] = read_state(root / name)
-        except CkptError as error:
-            report(error)
+    states = read_states(root, found, report)
     ranks = next((state.ranks for state in states.values()), len(found))
     if len(found) > ranks:
         raise Corrupt(f"the states of {ranks} ranks belong to this model; there are {len(found)}", path=path)
-    absent = islice((rank for rank in range(ranks) if rank not in found), _MOST)
-    missing = {rank: f"state_{match[1]}_{rank:05d}.bin" for rank in absent}
+    missing = [rank for rank in range(min(ranks, len(found) + _MOST)) if rank not in found]
+    found |= {rank: f"state_{match[1]}_{rank:05d}.bin" for rank in missing}
     if missing:
-        names = ", ".join(islice(missing.values(), 8))
-        problem = Corrupt(f"the states of {ranks} ranks belong to this model; missing: {names}", path=path)
-        (report if len(found) + len(missing) == ranks else refuse)(problem)
-    return {name: states.get(rank) for rank, name in sorted((found | missing).items())}
+        names = ", ".join(found[rank] for rank in missing[:8])
+        message = f"the states of {ranks} ranks belong to this model; missing: {names}"
+        (report if len(found) == ranks else refuse)(Corrupt(message, path=root / found[missing[0]]))
+    return {name: states.get(rank) for rank, name in sorted(found.items())}
+
+
+def read_states(root: Path, files: Mapping[int, str], report: Report) -> dict[int, State]:
+    """Return the headers of ranks' states; report files that have none."""
+    states: dict[int, State] = {}
+    for rank in sorted(files):
+        try:
+            states[rank] = read_state(root / files[rank])
+        except CkptError as error:
+            report(error)
+    return states
 
 
 def check_same_step(root: Path, files: list[str], states: Mapping[str, State]) -> None:

@@ -71,10 +71,19 @@ def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
 
 
 def spares_of(tensor: StoredTensor, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
-    """Return the chunks of the other copies, if a joined tensor is one of the ranks' parts; none if it is not."""
+    """Return the chunks of the other copies, if a joined tensor is one of the ranks' parts; none if it is not.
+
+    Copies have the same checksums.
+    """
     if not any(tensor is part for part in parts):
         return ()
-    return tuple(chunk for part in parts if part is not tensor and not part.is_nowhere for chunk in part.chunks)
+    copies = (part for part in parts if part is not tensor and sums_of(part) == sums_of(tensor))
+    return tuple(chunk for part in copies for chunk in part.chunks)
+
+
+def sums_of(tensor: StoredTensor) -> list[int | None]:
+    """Return the checksums that were recorded of a tensor's chunks."""
+    return [chunk.crc32 for chunk in tensor.chunks]
 
 
 def as_lost(flat: Flat, path: str) -> Flat:

@@ -88,10 +88,18 @@ class _Gathering:
         if all(entry.kind == "ShardedTensor" for entry in entries):
             self.add_tensor(key, None, [chunk for entry in entries for chunk in self.places.chunks(entry)[1]])
         elif entries[0].said.get("replicated") or len(entries) == 1 or self.are_same(entries):
-            self.add_entry(key, entries[0])
+            self.add_common(key, entries)
         else:
             for entry in entries:
                 self.add_entry((OWN, f"rank_{entry.rank}", *key), entry)
+
+    def add_common(self, key: KeyPath, entries: list[Entry]) -> None:
+        """Add what all ranks have alike, as one has it whose file is there. Reports what could not be compared."""
+        there = [entry for entry in entries if self.is_there(entry)] or entries
+        self.add_entry(key, there[0])
+        for rank in (entry.rank for entry in entries if entry not in there):
+            own = ".".join(map(str, (OWN, f"rank_{rank}", *key)))
+            self.places.report(Corrupt("it may not have been what other ranks have", path=self.root, tensor=own))
 
     def add_entry(self, key: KeyPath, entry: Entry) -> None:
         """Add what one rank has."""
@@ -130,18 +138,22 @@ class _Gathering:
         return name
 
     def are_same(self, entries: list[Entry]) -> bool:
-        """Return whether all ranks have the same value or, of small tensors, the same bytes, which can all be read."""
+        """Return whether all ranks have the same value or, of small tensors, the same bytes where files are there."""
         if any(entry.kind != entries[0].kind for entry in entries) or entries[0].kind == "object":
             return False
         if entries[0].kind not in _TENSORS:
             return all(value_of(entry) == value_of(entries[0]) for entry in entries)
         found = [self.places.chunks(entry) for entry in entries]
-        spec, chunks = found[0]
+        spec = found[0][0]
         small = spec is not None and spec.nbytes <= _COMPARED
-        if not small or any(other != spec or len(those) != 1 or those[0].offset == NOWHERE for other, those in found):
+        if not small or any(other != spec or len(those) != 1 for other, those in found):
             return False
-        first = self.content(chunks[0])
-        return all(those[0].wrapper != ENVELOPE and self.content(those[0]) == first for _, those in found)
+        there = [chunk for _, (chunk,) in found if chunk.offset != NOWHERE]
+        return not any(chunk.wrapper == ENVELOPE for chunk in there) and len(set(map(self.content, there))) < 2
+
+    def is_there(self, entry: Entry) -> bool:
+        """Return whether no part of an entry is a tensor that lies nowhere."""
+        return entry.kind not in _TENSORS or all(chunk.offset != NOWHERE for chunk in self.places.chunks(entry)[1])
 
     def content(self, chunk: Chunk) -> bytes:
         """Return the bytes of a small chunk."""

@@ -47,10 +47,10 @@ class Lost:
     def describe(self, source: Path) -> str:
         """Return why it was lost, and which file of the checkpoint at `source` it was in."""
         why = _DAMAGED if "CRC-32" in self.why else self.why
-        if self.path is None or self.path == source:
+        if self.path is None:
             return why
-        inside = self.path.is_relative_to(source)
-        return f"{self.path.relative_to(source) if inside else self.path.name}: {why}"
+        is_inside = self.path != source and self.path.is_relative_to(source)
+        return f"{self.path.relative_to(source) if is_inside else self.path.name}: {why}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as scripts know it."""
