@@ -71,9 +71,9 @@ class Megatron(Reader):
         job = Job(root, arrange(root, files, saved, report))
         check_same_job(job)
         check_arguments(job.ranks[Rank(0, 0, 0)], job.sizes)
-        result = Result(job, report)
+        result = Result(job)
         result.add_model()
-        result.add_optimizer()
+        result.add_optimizer(report)
         result.add_rest()
         return result.layout(self.name, tuple(one.path for one in saved.values()))
 

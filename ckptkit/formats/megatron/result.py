@@ -28,7 +28,6 @@ class Result:
     """The tensors and entries of a checkpoint as they are gathered."""
 
     job: Job
-    report: Report
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     keys: dict[str, KeyPath] = field(default_factory=dict)
@@ -45,7 +44,7 @@ class Result:
                 for name, entry in own.items():
                     self.put((_RANKS, i, f"{_MODEL}{run or ''}", name), entry)
 
-    def add_optimizer(self) -> None:
+    def add_optimizer(self, report: Report) -> None:
         """Add the optimizer by name if that is certain on every rank, or else each rank's as it is."""
         ranks = {rank: name_states(saved) for rank, saved in self.job.ranks.items()}
         named = {rank: one for rank, one in ranks.items() if one}
@@ -56,15 +55,15 @@ class Result:
         beside = [str(PurePosixPath(saved.path).with_name(BUFFERS)) for saved in self.job.ranks.values()]
         if any(is_there(self.job.root / path) for path in beside):
             for i, path in enumerate(beside):
-                self.add_buffers(i, path)
+                self.add_buffers(i, path, report)
 
-    def add_buffers(self, rank: int, path: str) -> None:
+    def add_buffers(self, rank: int, path: str, report: Report) -> None:
         """Add what data-parallel ranks share of an optimizer. Reports a file that is missing or cannot be read."""
         try:
             state = read_state_file(self.job.root, path)
             self.put_all((_RANKS, rank, PurePosixPath(BUFFERS).stem), flatten(state.value, state.entries, path))
         except CkptError as error:
-            self.report(error.blame(path=self.job.root / path))
+            report(error.blame(path=self.job.root / path))
 
     def add_named(self, named: Mapping[Rank, Named]) -> None:
         """Add the states of parameters, joined as these are, and the groups with the names of all."""
