@@ -60,7 +60,7 @@ DESCRIBED: Files = (
 WORDS = {
     "zero2": ("file of model states",),
     "universal": ("_states.pt",),
-    "fairscale": ("the ranks have",),
+    "fairscale": ("of a flat parameter",),
     "ranks": ("of rank 1",),
     "items": ("torch.save files",),
     "megatron": ("mp_rank_01",),

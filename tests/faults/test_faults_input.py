@@ -18,6 +18,7 @@ from tests.faults import (
     hostile_sizes,
     prunes,
     quantized,
+    salvages,
     zips,
 )
 from tests.faults.cases import Case, Seen
@@ -27,7 +28,10 @@ from tests.faults.server import Ended
 from tests.faults.tables import UNTOLD, Tally, rows_of
 from tests.faults.verdicts import GOOD, Verdict, judge_error
 
-MODULES = (bad_inputs, forged, hostile_pickles, hostile_paths, hostile_sizes, zips, flips, prunes, adapters, quantized)
+MODULES = (
+    *(bad_inputs, forged, hostile_pickles, hostile_paths, hostile_sizes, zips, flips, prunes, adapters, quantized),
+    salvages,
+)
 EVERY: tuple[Case, ...] = tuple(case for module in MODULES for case in module.CASES)
 CASES = [case for case in EVERY if case.group != UNTOLD]
 

@@ -92,8 +92,8 @@ def cut_flat(
     for file, flat in zip(files, described, strict=True):
         held = file.tensors[name]
         if held.spec != spec or held.spec.numel - flat.padding != sizes[file.rank]:
-            message = f"rank {file.rank} has {held.spec}, of which {flat.padding} are padding, of a flat parameter"
-            raise Corrupt(f"{message} of {total} numbers", hint="is its file of another run?")
+            message = f"`{file.name}` has {held.spec}, {flat.padding} of it padding, of a flat parameter of {total}"
+            raise Corrupt(f"{message} numbers", hint="is it of another run?")
         pieces[file.rank] = held.chunks[0]
     at = 0
     for own, shape in members:

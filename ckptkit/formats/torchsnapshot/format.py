@@ -47,9 +47,9 @@ class TorchSnapshot(Reader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the snapshot in directory `path`."""
         entries, world = read_manifest(path)
-        gathering = _Gathering(path, Places(path, report))
         by_key: dict[KeyPath, list[Entry]] = {}
         try:
+            gathering = _Gathering(path, Places(path, entries, report))
             for entry in entries:
                 if not is_container(entry):
                     by_key.setdefault(entry.key, []).append(entry)

@@ -7,7 +7,7 @@ path, the rank and then the steps to it, with `/` and `%` in a step written as `
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -101,49 +101,64 @@ def value_of(entry: Entry) -> Any:
     raise Unsupported(f"an entry of the kind `{entry.kind!a}`")
 
 
-class Places:
-    """The places of entries in the files of a snapshot at `root`, each compared with the size of its file.
+def parts_of(said: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what the manifest says of each run of bytes of an entry."""
+    if "location" in said:
+        yield said
+    for part in (*said.get("shards", ()), *said.get("chunks", ())):
+        yield part["tensor"]
 
-    Each file that is missing or too short is reported once; what it does not hold lies nowhere.
+
+class Places:
+    """The places of `entries` in the files of a snapshot at `root`.
+
+    Reports each file that is missing, or too short for what should lie in it: it may be another snapshot's, and nothing
+    has a checksum. So all of it lies nowhere then.
     """
 
-    def __init__(self, root: Path, report: Report) -> None:
+    def __init__(self, root: Path, entries: Iterable[Entry], report: Report) -> None:
         self.root = root
         self.report = report
         self.sizes: dict[str, int | None] = {}
-        self.reported: set[str] = set()
-
-    def tell(self, file: str, problem: CkptError) -> None:
-        """Report the first problem of a file."""
-        if file not in self.reported:
-            self.reported.add(file)
-            self.report(problem.blame(path=self.root / file))
+        self.needed: dict[str, int] = {}
+        for part in (part for entry in entries for part in parts_of(entry.said)):
+            if part.get("byte_range"):
+                _, end = as_shape(tuple(part["byte_range"]))
+                self.needed[part["location"]] = max(end, self.needed.get(part["location"], 0))
 
     def size(self, file: str) -> int | None:
-        """Return the size of a file, None of one that is missing."""
+        """Return the size of a file, None of one that is of no use."""
         if file not in self.sizes:
             for part in file.split("/"):
                 check_name(part, self.root)
             try:
-                self.sizes[file] = file_size(self.root / file)
+                self.sizes[file] = self.sound_size(file)
             except (Corrupt, IOFailure) as error:
-                self.tell(file, error)
                 self.sizes[file] = None
+                self.report(error)
         return self.sizes[file]
 
+    def sound_size(self, file: str) -> int:
+        """Return the size of a file. Raises `Corrupt` for one that is missing or too short."""
+        size = file_size(self.root / file)
+        if size < self.needed.get(file, 0):
+            message = f"the manifest needs bytes up to {self.needed[file]} of a file of {size}"
+            hint = "the file is truncated, or belongs to another snapshot"
+            raise Corrupt(message, path=self.root / file, hint=hint)
+        return size
+
     def run(self, said: Mapping[str, Any]) -> tuple[str, int, int]:
-        """Return the file, offset and length of a run of bytes; an offset that no file has, if this one has not all."""
+        """Return the file, offset and length of a run of bytes; an offset that no file has, if it is of no use."""
         file = said["location"]
         if not isinstance(file, str):
             raise Unsafe(f"the manifest refers to `{file!a}`", path=self.root)
         size = self.size(file)
-        start, end = as_shape(tuple(said["byte_range"])) if said.get("byte_range") else (0, size or 0)
-        if size is not None and start <= end <= size:
-            return file, start, end - start
-        if size is not None:
-            message = f"the manifest needs bytes {start}:{end} of a file of {size}"
-            self.tell(file, Corrupt(message, hint="the file is truncated, or belongs to another snapshot"))
-        return file, NOWHERE, 1
+        if size is None:
+            return file, NOWHERE, 1
+        start, end = as_shape(tuple(said["byte_range"])) if said.get("byte_range") else (0, size)
+        if start > end:
+            raise Corrupt(f"the manifest needs bytes {start}:{end}", path=self.root / file)
+        return file, start, end - start
 
     def chunk(self, said: Mapping[str, Any], start: Shape | None = None) -> Chunk:
         """Return the chunk that a tensor is, which begins at index `start` of a larger one."""
@@ -158,7 +173,8 @@ class Places:
         if serializer == "torch_save":
             return Chunk(box, file, offset, length, spec.dtype, wrapper=ENVELOPE)
         if length != spec.nbytes:
-            self.tell(file, Corrupt(f"{spec} needs {spec.nbytes} bytes, the manifest gives it {length}"))
+            message = f"{spec} needs {spec.nbytes} bytes, the manifest gives it {length}"
+            self.report(Corrupt(message, path=self.root / file))
             return nowhere(box, file, spec.dtype)
         return Chunk(box, file, offset, length, spec.dtype)
 
