@@ -91,10 +91,13 @@ class Salvage:
 def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
     """Return the error for a checkpoint of which no tensor is whole."""
     named, files = ([one for one in lost if bool(one.name) is has_name] for has_name in (True, False))
+    reasons = [one.describe(path) for one in files[:1]]
+    if not named:
+        return Corrupt(f"nothing can be salvaged: {' '.join(reasons) or 'there are no tensors'}", path=path)
     hint = "ranks that shard every tensor each have a part of it: --fill-from OTHER takes them from another checkpoint"
-    all_of = f"all {len(named)} tensors have lost something, such as `{named[0].label}`: " if named else ""
-    reasons = [one.describe(path) for one in (*named[:1], *files[:1])] or ["there are no tensors"]
-    return Corrupt(f"nothing can be salvaged: {all_of}{'; '.join(reasons)}", path=path, hint=hint)
+    message = f"nothing can be salvaged: all {len(named)} tensors have lost something"
+    reasons = [f"`{named[0].label}`: {named[0].describe(path)}", *reasons]
+    return Corrupt(f"{message}, such as {'; '.join(reasons)}", path=path, hint=hint)
 
 
 def fault_of(path: Path) -> Fault | None:
