@@ -16,6 +16,7 @@ from ckptkit.checkpoints.trainers import metrics_files
 from ckptkit.checkpoints.watches import is_held
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.file import read_small
+from ckptkit.files.joined import roots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,21 @@ def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
 
 
 def find_holds(checkpoint: Path) -> tuple[str, ...]:
-    """Return what keeps a checkpoint whatever the rules say, as it is now: a pin, a tracker that means it, a watch."""
-    trackers = [f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint)]
-    pin = ["pinned"] if is_pinned(checkpoint) else []
-    return (*pin, *trackers, *(["a watch is handling it"] if is_held(checkpoint) else []))
+    """Return what keeps a checkpoint whatever the rules say, as it is now: a pin, a tracker that means it, a watch.
+
+    Of one that lies on several disks, on any of these.
+    """
+    places = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
+    return tuple(dict.fromkeys(hold for place in places for hold in holds_in(place)))
+
+
+def holds_in(checkpoint: Path) -> Iterator[str]:
+    """Yield what keeps a checkpoint of a run in one directory, be it there itself or not."""
+    if is_pinned(checkpoint):
+        yield "pinned"
+    yield from (f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint))
+    if is_held(checkpoint):
+        yield "a watch is handling it"
 
 
 def find_saved(run: Run) -> list[Saved]:

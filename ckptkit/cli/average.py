@@ -10,6 +10,8 @@ import typer
 from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, asked, parse_weights, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
+from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
 
@@ -27,6 +29,7 @@ def average(
         int | None, typer.Option(min=1, metavar="K", help="Of one run, its last K complete checkpoints.")
     ] = None,
     to: To = "hf",
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -43,6 +46,9 @@ def average(
     """
     from ckptkit.ops.average import average as run
 
+    if also and len(sources) > 1:
+        raise Usage("--also is for one run", hint="--last averages the last checkpoints of one")
+    sources = [with_others(source, also) for source in sources]
     with progress_bar("averaging") as progress:
         done = run(sources, out, weights=parse_weights(weights), last=last, to=to, **asked(options), progress=progress)
     show(done.source, done, "averaged", json=json)

@@ -22,6 +22,7 @@ from ckptkit.cli.output import (
     terminal_width,
     visible,
 )
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -36,6 +37,7 @@ def ls(
     run: Annotated[
         Path, typer.Argument(parser=to_path, metavar="RUN", help="The directory that the checkpoints are in.")
     ],
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -52,6 +54,7 @@ def ls(
     """
     from ckptkit.ops.ls import ls as list_checkpoints
 
+    run = with_others(run, also)
     found = list_checkpoints(run)
     if json:
         print_json(to_json(found))

@@ -10,6 +10,8 @@ import typer
 from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, asked, parse_weights, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
+from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
 
@@ -25,6 +27,7 @@ def merge(
         str, typer.Option(metavar="W,W,...", help="By how much each adapter counts; by default 1.")
     ] = "",
     to: To = "hf",
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -41,6 +44,11 @@ def merge(
     """
     from ckptkit.ops.merge import merge as run
 
+    if also and len(adapters) > 1:
+        raise Usage(
+            "--also is for one adapter", hint="`ckptkit consolidate ADAPTER OUT --also DIR` makes one directory of each"
+        )
+    adapters = [with_others(adapter, also) for adapter in adapters]
     with progress_bar("merging") as progress:
         done = run(model, adapters, out, weights=parse_weights(weights), to=to, **asked(options), progress=progress)
     show(model, done, "merged", json=json)

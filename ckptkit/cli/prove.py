@@ -9,6 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, count, note, pick, plain, print_json, progress_bar, reserve_stdout, say
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -28,6 +29,7 @@ def prove(
     tokens: Annotated[
         str | None, typer.Option(metavar="FILE|1,2,3", help="Tokens to compute with; by default 64 random ones.")
     ] = None,
+    also: Also = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the random tokens.")] = 0,
     jobs: Jobs = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -46,6 +48,7 @@ def prove(
     from ckptkit.ops.proving.prove import prove as run_it
 
     reserve_stdout()
+    against = with_others(against, also)
     with progress_bar("prove") as progress:
         found = run_it(out, against=against, base=base, tokens=tokens, seed=seed, jobs=jobs, progress=progress)
     if json:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, plain, print_json, print_table, progress_bar, say
+from ckptkit.cli.sources import Also, with_others
+from ckptkit.files.joined import roots_of
 from ckptkit.files.path import to_local
 from ckptkit.pictures.numbers import format_bytes
 
@@ -28,6 +30,7 @@ def prune(
     demote: Annotated[
         bool, typer.Option("--demote", help="Delete no checkpoint: leave its weights, as a bf16 Hugging Face model.")
     ] = False,
+    also: Also = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; without it nothing is done, and only shown.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core.")] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -47,6 +50,7 @@ def prune(
     """
     from ckptkit.ops.prune import prune as run_it
 
+    run = with_others(run, also)
     with progress_bar("demote") as progress:
         done = run_it(
             run,
@@ -84,7 +88,8 @@ def report(done: Pruned) -> None:
         say(f"{verb}d {what}, {freed} freed")
         return
     say(f"to be {verb}d: {what}, which frees {'about ' if done.demote else ''}{freed}; nothing was {verb}d yet")
-    note(f"hint: the same with --yes does it; `ckptkit pin {gone[0].path}` would keep one whatever the rules say")
+    pin = f"; `ckptkit pin {gone[0].path}` would keep one whatever the rules say"
+    note(f"hint: the same with --yes does it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
 
 
 def rows(entries: Iterable[Entry], verdict: str) -> list[tuple[object, ...]]:

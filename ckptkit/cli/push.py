@@ -10,6 +10,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -25,6 +26,7 @@ def push(
         ),
     ],
     repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Where on the Hub; made if it is not there.")],
+    also: Also = None,
     public: Annotated[
         bool, typer.Option("--public", help="If it is made: for all to see. By default it is private.")
     ] = False,
@@ -49,6 +51,7 @@ def push(
     """
     from ckptkit.hub.push import push as run
 
+    src = with_others(src, also)
     done = run(
         src, repository, public=public, revision=revision, message=message, yes=yes, jobs=jobs, bars=progress_bar
     )

@@ -9,6 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, pick, print_json, progress_bar, say
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
 
@@ -21,6 +22,7 @@ def report(
         Path | None,
         typer.Argument(parser=to_local, metavar="[OUT.html]", help="The file to write; by default RUN/report.html."),
     ] = None,
+    also: Also = None,
     fast: Annotated[bool, typer.Option("--fast", help="Read no tensors: leave out the norms by layer.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is no report.")] = False,
     jobs: Jobs = None,
@@ -41,6 +43,7 @@ def report(
     """
     from ckptkit.reports.report import report as run_it
 
+    run = with_others(run, also)
     with progress_bar("report") as progress:
         done = run_it(run, out, fast=fast, overwrite=overwrite, jobs=jobs, progress=progress)
     if json:

@@ -18,6 +18,7 @@ from ckptkit.checkpoints.retention import read_metrics
 from ckptkit.checkpoints.trackers import Tracker, trackers_in
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files.folders import children
+from ckptkit.files.joined import roots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
 
 def measure(path: Path) -> tuple[int, float]:
     """Return the bytes of all files below a path, and when the newest was changed, manifests apart. Follow no link."""
-    waiting, nbytes, newest = [path.resolve()], 0, 0.0
+    waiting, nbytes, newest = [place.resolve() for place in roots_of(path)], 0, 0.0
     while waiting:
         found = waiting.pop()
         with translate_os_errors(found):

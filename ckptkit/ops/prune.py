@@ -25,6 +25,7 @@ from ckptkit.errors import (
     translate_os_errors,
 )
 from ckptkit.files.folders import folders
+from ckptkit.files.joined import roots_of
 from ckptkit.files.staging import clear_dead
 from ckptkit.ops.demote import demote, demoted_bytes
 from ckptkit.ops.ls import measure
@@ -80,14 +81,18 @@ def prune(
 
     The newest stays, the `keep_last` newest, those of steps that are multiples of `keep_every`, and the best by
     `keep_best`, METRIC[:min|max][:N]; and whatever is pinned, or named by another trainer's tracker file. With `demote`
-    the others become Hugging Face models in bfloat16 and only what else they hold is deleted. Raises `Usage` if nothing
-    says what to keep, `NotACheckpoint` if `run` is no run, `Occupied` if another process is deleting, and `IOFailure`
-    if something cannot be removed.
+    the others become Hugging Face models in bfloat16 and only what else they hold is deleted. Of a run on several disks
+    a checkpoint goes from all, or stays on all, and none is demoted. Raises `Usage` if nothing says what to keep,
+    `NotACheckpoint` if `run` is no run, `Occupied` if another process is deleting, and `IOFailure` if something cannot
+    be removed.
     """
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.keeps_all:
         raise Usage("nothing says what to keep", hint="give --keep-last, --keep-every or --keep-best")
     root = local_path_of(run)
+    if demote and len(roots_of(root)) > 1:
+        hint = "`ckptkit consolidate CKPT OUT --also DIR` makes a model of one, anywhere"
+        raise Usage("of checkpoints on several disks none can be demoted", path=root, hint=hint)
     with translate_os_errors(root):
         if not root.is_dir():
             raise NotACheckpoint("no such directory", path=root)
@@ -95,7 +100,8 @@ def prune(
             raise no_checkpoint(root)
     with deleting(root) if yes else nullcontext():
         if yes:
-            clear_dead(root)
+            for place in roots_of(root):
+                clear_dead(place)
         plan = make_plan(root, policy, demote=demote)
         return carry_out(plan, jobs, progress) if yes else plan
 
@@ -180,7 +186,7 @@ def examine(path: Path) -> Saved | str:
     """Return the checkpoint in a directory, or why that is none that counts. Reads no tensor."""
     checkpoint = Checkpoint.at(path)
     step = checkpoint.own_step
-    if path.is_symlink():
+    if any(place.is_symlink() for place in roots_of(path)):
         return "a symbolic link"
     if step is None or is_epoch(path):
         return "its name says no step"

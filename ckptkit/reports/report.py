@@ -11,6 +11,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Source, path_of
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import file_size, opening, read_at, read_small
+from ckptkit.files.joined import roots_of
 from ckptkit.files.path import RemotePath, to_local
 from ckptkit.files.publish import publish
 from ckptkit.ops.inspect import Inspected, inspect
@@ -58,7 +59,7 @@ def report(
     if out is None and (listing.root != root or isinstance(root, RemotePath)):
         what = "the run is remote" if listing.root == root else "this is one checkpoint, and no run"
         raise Usage(what, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
-    dst = root / NAME if out is None else to_local(out)
+    dst = roots_of(root)[0] / NAME if out is None else to_local(out)
     checkpoint = newest(listing)
     latest = None if checkpoint is None else inspect(checkpoint)
     weights = None if latest is None or fast else weights_of(latest.model)

@@ -131,6 +131,43 @@ def test_on_the_command_line(produce: Produce, tmp_path: Path) -> None:
     assert isinstance(run("verify", first, source, *also).exception, Usage)
 
 
+def test_a_run_on_two_disks(produce: Produce, tmp_path: Path) -> None:
+    source = produce(producers.fsdp2).root
+    (_, there), (first, second) = (share_out(source, tmp_path, f"ckpt-{step}") for step in (400, 500))
+    (listed, latest) = ckptkit.ls(join_places(first.parent, second.parent)).checkpoints
+    assert (listed.nbytes, latest.path.name, latest.world_size) == (size(source), "ckpt-500", 3)
+    assert run("report", first.parent, "--also", second.parent, "--fast").exit_code == 0
+    assert (first.parent / "report.html").is_file()
+    means = run("average", second.parent, tmp_path / "mean", "--last", 2, "--also", first.parent)
+    assert means.exit_code == 0
+    prune = ("prune", second.parent, "--also", first.parent, "--keep-last", 1)
+    (first.parent / "latest").write_text("ckpt-400")  # keeps it on the other disk too
+    assert "every checkpoint stays" in run(*prune, "--yes").stdout
+    (first.parent / "latest").unlink()
+    assert "demoted" in str(run(*prune, "--demote").exception)
+    assert "deleted 1 checkpoint" in run(*prune, "--yes").stdout
+    assert [path.name for place in (first, second) for path in place.parent.glob("*ckpt-*")] == ["ckpt-500"] * 2
+    assert not there.exists()
+
+
+def test_what_is_not_whole_on_all_disks_is_not_pruned(produce: Produce, tmp_path: Path) -> None:
+    source = produce(producers.fsdp2).root
+    (_, there), (first, _) = (share_out(source, tmp_path, f"ckpt-{step}") for step in (400, 500))
+    (there / "__1_0.distcp").unlink()
+    done = ckptkit.prune(join_places(first.parent, there.parent), keep_last=1, yes=True)
+    assert [entry.path.name for entry in done.other] == ["ckpt-400"]
+    assert done.delete == ()
+
+
+def size(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file() and path.name != "ckptkit.json")
+
+
+def test_one_source_only(tmp_path: Path) -> None:
+    for words in (("average", "a", "b"), ("merge", "base", "a", "b")):
+        assert "--also is for one" in str(run(*words, tmp_path / "out", "--also", "c").exception)
+
+
 def test_a_manifest_is_of_all(produce: Produce, tmp_path: Path) -> None:
     first, second = share_out(produce(producers.fsdp2).root, tmp_path)
     assert run("manifest", second, "--also", first).exit_code == 0

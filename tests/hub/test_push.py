@@ -217,6 +217,17 @@ def test_the_latest_of_a_run(hub: Hub, sharded: Path) -> None:
     assert "taking" in ran.stderr
 
 
+def test_what_lies_on_two_disks(hub: Hub, sharded: Path, tmp_path: Path) -> None:
+    whole = {path.name: path.read_bytes() for path in sharded.iterdir()}
+    other = tmp_path / "other"
+    other.mkdir()
+    (sharded / "__1_0.distcp").rename(other / "__1_0.distcp")
+    ran = ckptkit(hub, "push", sharded, "org/tiny", "--yes", "--also", other)
+    assert ran.returncode == 0, ran.stderr
+    there = hub.files("org/tiny")
+    assert {name: there[name] for name in whole} == whole
+
+
 def test_visibility_is_asked_for_once(hub: Hub, model: Path) -> None:
     assert ckptkit(hub, "push", model, "org/open", "--yes", "--public").returncode == 0
     assert not hub.repositories["org/open"].private
