@@ -9,7 +9,9 @@ and its form, with names in their place, in one entry for all.
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -41,8 +44,9 @@ _PATIENCE = 10.0  # seconds that a deletion waits for others to end theirs
 class CkptkitIO(TorchCheckpointIO):
     """A plugin by which Lightning saves checkpoints that appear whole or not at all, with a checksum of each tensor.
 
-    Rank 0 saves all there is; strategies that save shards do that without a plugin. Files that Lightning itself saved
-    are loaded too. A checkpoint that is pinned, or that a watch is handling, is not removed by `save_top_k`.
+    Rank 0 saves all there is. Strategies that save shards do that without a plugin, and if they save a whole model
+    instead, it becomes Lightning's own file, since they load nothing else. Files that Lightning itself saved are loaded
+    too. A checkpoint that is pinned, or that a watch is handling, is not removed by `save_top_k`.
     """
 
     def save_checkpoint(
@@ -54,6 +58,11 @@ class CkptkitIO(TorchCheckpointIO):
         if FORM in checkpoint:
             raise Usage(f"`{FORM}` is a name of ckptkit's own")
         place = to_local(path)
+        if isinstance(strategy_at_work(), FSDPStrategy | ModelParallelStrategy):
+            words = "one file of Lightning's own, without checksums: of whole models this strategy loads nothing else"
+            warnings.warn(f"{place} is {words}", stacklevel=2)
+            super().save_checkpoint(checkpoint, place)
+            return
         tensors: dict[str, Any] = {}
         form: dict[str, Any] = {}
         others: dict[str, Any] = {}
@@ -106,6 +115,16 @@ class CkptkitIO(TorchCheckpointIO):
         with deleting(place.parent, patience=_PATIENCE):
             if not find_holds(place):
                 delete(place)
+
+
+def strategy_at_work() -> Strategy | None:
+    """Return the strategy that is calling, which Lightning does not tell its plugins; None if it is no strategy."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(caller := frame.f_locals.get("self"), Strategy):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def read_anything(layout: Layout, name: str) -> BytesIO:

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.ops.convert import convert
 from ckptkit.ops.pin import pin
 from ckptkit.ops.verify import verify
-from tests.trainers.produced_lightning import batches, make_module
+from tests.producers import spawn
+from tests.trainers.produced_lightning import batches, be_torchrun, make_module, make_trainer
 
 pytest.importorskip("lightning")
 
@@ -130,3 +132,25 @@ def test_only_what_is_pinned_stays_of_the_old(tmp_path: Path) -> None:
     assert kept == ["epoch=0-step=2.ckpt", "epoch=0-step=6.ckpt"]
     train(tmp_path / "plain", 6, save_top_k=1)
     assert [path.name for path in (tmp_path / "plain").iterdir()] == ["epoch=0-step=6.ckpt"]
+
+
+def _train_by_ranks(home: Path) -> None:
+    """Train as a rank of a strategy that shards and saves whole models, with the plugin, and go on from one."""
+    from ckptkit.integrations.lightning import CkptkitIO
+
+    be_torchrun()
+    for steps in (2, 4):
+        trainer = make_trainer(home, steps=steps, is_sharded=True, as_shards=False, plugins=[CkptkitIO()])
+        module = make_module(is_sharded=True)
+        trainer.fit(module, batches(), ckpt_path=home / "epoch=0-step=2.ckpt" if steps > 2 else None)
+    assert trainer.global_step == 4
+    state = {name: tensor.full_tensor() for name, tensor in module.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(state, home / "truth.pt")
+
+
+def test_whole_models_of_strategies_that_shard_are_files_as_they_load_nothing_else(tmp_path: Path) -> None:
+    spawn(2, _train_by_ranks, tmp_path)
+    path = next(tmp_path.glob("*-step=4.ckpt"))
+    assert path.is_file()
+    assert same(torch.load(path, weights_only=True)["state_dict"], torch.load(tmp_path / "truth.pt"))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoints.deletion import deleting
 from ckptkit.ops.prune import prune
 from ckptkit.ops.verify import verify
+from tests.producers import spawn
+from tests.trainers.produced_lightning import be_torchrun
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,6 +29,12 @@ STEPS = 4
 
 def train(home: Path, commands: Sequence[str] | None = None, **options: Any) -> Any:
     """Train a tiny Llama with transformers' Trainer, which saves after each second step."""
+    trainer = make_trainer(home, commands, **options)
+    trainer.train()
+    return trainer
+
+
+def make_trainer(home: Path, commands: Sequence[str] | None = None, steps: int = STEPS, **options: Any) -> Any:
     from ckptkit.integrations.transformers import CkptkitCallback
 
     torch.manual_seed(0)
@@ -29,18 +42,16 @@ def train(home: Path, commands: Sequence[str] | None = None, **options: Any) -> 
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     arguments = transformers.TrainingArguments(
-        output_dir=str(home), max_steps=STEPS, save_steps=2, per_device_train_batch_size=2, report_to=[],
+        output_dir=str(home), max_steps=steps, save_steps=2, per_device_train_batch_size=2, report_to=[],
         dataloader_pin_memory=False, disable_tqdm=True, **options
     )  # fmt: skip
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(16)]
-    trainer = transformers.Trainer(
+    return transformers.Trainer(
         model=transformers.LlamaForCausalLM(config),
         args=arguments,
         train_dataset=data,
         callbacks=[CkptkitCallback() if commands is None else CkptkitCallback(commands)],
     )
-    trainer.train()
-    return trainer
 
 
 def test_each_checkpoint_is_verified_and_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,3 +108,47 @@ def test_under_torchrun_the_commands_are_no_ranks(tmp_path: Path, monkeypatch: p
         monkeypatch.setitem(os.environ, name, value)
     assert watch(tmp_path / "run", do="consolidate {ckpt} {out} -q", every=0.05, once=True).is_ok
     assert len(prune(tmp_path / "run", keep_last=1).keep) == 1
+
+
+def _train_sharded(home: Path) -> None:
+    """Train as one of two ranks of FSDP2, while nothing can be handled; go on from what was saved; end the process."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    be_torchrun()
+    is_first = dist.get_rank() == 0
+    for steps in (2, 4):
+        commands = ["manifest {ckpt}", "consolidate {ckpt} {out}"]
+        trainer = make_trainer(home, commands, steps, use_cpu=True, max_grad_norm=0.0)
+        state = trainer.accelerator.state  # which knows FSDP on accelerators only, unless it is told
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
+        )  # fmt: skip
+        trainer.is_fsdp_enabled = True
+        with deleting(home) if is_first else nullcontext():  # a watch waits for whoever deletes
+            trainer.train(resume_from_checkpoint=str(home / "checkpoint-2") if steps > 2 else None)
+            dist.barrier()
+            assert not (home / "exported" / f"checkpoint-{steps}").exists()
+    assert trainer.state.global_step == 4
+    truth = {name: one.full_tensor() for name, one in trainer.model.state_dict().items() if isinstance(one, DTensor)}
+    if is_first:
+        torch.save(truth, home / "truth.pt")
+    dist.barrier()
+    atexit._run_exitfuncs()  # as at the end of a process, but for gloo's threads, which may abort it there (torch 2.13)
+    os._exit(0)
+
+
+def test_of_ranks_the_first_does_it_when_none_waits_for_it(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    home.mkdir()
+    spawn(2, _train_sharded, home)
+    log = (home / "ckptkit.log").read_text()
+    truth = torch.load(home / "truth.pt")
+    for step in (2, 4):
+        assert log.count(f"checkpoint-{step}: handled") == 1
+        assert all(part.is_ok and part.has_manifest for part in verify(home / f"checkpoint-{step}"))
+    made = transformers.LlamaForCausalLM.from_pretrained(home / "exported" / "checkpoint-4").state_dict()
+    assert all(torch.equal(made[name], tensor) for name, tensor in truth.items())
+    assert len(truth) > 20

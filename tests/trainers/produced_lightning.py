@@ -20,7 +20,8 @@ from tests.trainers.produced_plain import _free_port, live_state
 STEPS = 2
 
 
-def _environment() -> None:
+def be_torchrun() -> None:
+    """Set the environment that torchrun gives a rank."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "none"}
@@ -66,8 +67,8 @@ def make_module(*, is_sharded: bool) -> Any:
     return Module()
 
 
-def make_trainer(home: Path, *, steps: int, is_sharded: bool) -> Any:
-    """A Trainer of Lightning that saves after each second step."""
+def make_trainer(home: Path, *, steps: int, is_sharded: bool, as_shards: bool = True, **options: Any) -> Any:
+    """A Trainer of Lightning that saves after each second step: what is sharded `as_shards`, or as a whole."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -77,7 +78,7 @@ def make_trainer(home: Path, *, steps: int, is_sharded: bool) -> Any:
         strategy = ModelParallelStrategy(
             data_parallel_size=dist.get_world_size(),
             tensor_parallel_size=1,
-            save_distributed_checkpoint=True,
+            save_distributed_checkpoint=as_shards,
             process_group_backend="gloo",
         )
     return lightning.Trainer(
@@ -89,6 +90,7 @@ def make_trainer(home: Path, *, steps: int, is_sharded: bool) -> Any:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[ModelCheckpoint(dirpath=home, every_n_train_steps=STEPS)],
+        **options,
     )
 
 
@@ -98,7 +100,7 @@ def batches() -> Any:
 
 
 def _fit(root: Path) -> Mapping[str, Any]:
-    _environment()
+    be_torchrun()
     trainer, module = make_trainer(root, steps=STEPS, is_sharded=True), make_module(is_sharded=True)
     trainer.fit(module, batches())
     return live_state(module, trainer.optimizers[0])
@@ -119,7 +121,7 @@ def lightning_whole(root: Path) -> Truth:
 
 
 def _save_with_fabric(root: Path) -> Mapping[str, Any]:
-    _environment()
+    be_torchrun()
     import lightning
     from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 

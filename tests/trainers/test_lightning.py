@@ -17,7 +17,7 @@ from tests.conftest import Produce
 from tests.ops.judges import raw
 from tests.producers import Producer, spawn
 from tests.trainers import produced_lightning
-from tests.trainers.produced_lightning import _environment, batches, make_module, make_trainer
+from tests.trainers.produced_lightning import batches, be_torchrun, make_module, make_trainer
 from tests.trainers.produced_plain import live_state
 
 pytest.importorskip("lightning")
@@ -62,7 +62,7 @@ def test_resharded_it_is_lightnings_still(produce: Produce, tmp_path: Path) -> N
 
 
 def go_on(home: Path) -> None:
-    _environment()
+    be_torchrun()
     truth = torch.load(home / "truth.pt")
     trainer, module = make_trainer(home / "run", steps=3, is_sharded=True), make_module(is_sharded=True)
 
