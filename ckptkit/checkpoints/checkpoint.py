@@ -7,7 +7,7 @@ several parts: model and optimizer in directories of their own, or the rest of a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -322,11 +322,20 @@ def open_layout(source: Source) -> Layout:
 
 def named_in(root: Path) -> list[Checkpoint]:
     """Return what is named like a checkpoint in the run at `root`, complete or not, oldest first; [] for no run."""
+    return oldest_first(map(Checkpoint.at, candidates_in(root)))
+
+
+def candidates_in(root: Path) -> list[Path]:
+    """Return what may be a checkpoint in the run at `root`, by its name alone."""
     is_step = step_of(root) is not None
     there = [path for path in entries_in(root) if may_be_step(path) and not (is_step and trainers.is_whole(path.name))]
     list_ahead(there)
-    found = [one for one in map(Checkpoint.at, there) if one.own_step is not None]
-    return sorted(found, key=lambda one: (one.own_step or 0, one.name))
+    return there
+
+
+def oldest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return those of which the name says a step, in the order of steps."""
+    return sorted((one for one in found if one.own_step is not None), key=lambda one: (one.own_step or 0, one.name))
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:

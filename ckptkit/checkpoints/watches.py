@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.checkpoints.deletion import deleting
-from ckptkit.errors import Corrupt, Occupied, Unsafe, translate_os_errors
+from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.files.file import read_small
 from ckptkit.files.folders import children
-from ckptkit.files.locks import acquire, is_locked, release
+from ckptkit.files.locks import acquire, is_locked, is_same_file, release
 from ckptkit.files.trees import make_directories
 
 FOLDER = ".ckptkit-watch"
@@ -31,7 +31,7 @@ def claiming(root: Path, key: str) -> Iterator[int]:
     Raises `Occupied` if there is another.
     """
     folder = root / FOLDER
-    path = folder / f"{key}{_LOCK}"
+    path = lock_of(root, key)
     with translate_os_errors(folder):
         if folder.is_symlink():
             raise Unsafe("a symbolic link lies where the notes of a watch are to be", path=folder, hint="remove it")
@@ -60,6 +60,26 @@ def hold(lock: int, checkpoint: Path) -> None:
 def let_go(lock: int) -> None:
     """Keep nothing more by the lock of a watch."""
     write_name(lock, "")
+
+
+def clock_of(lock: int) -> int:
+    """Return the time in ns by the clock of the file system that the run is on."""
+    os.utime(lock)
+    return os.fstat(lock).st_mtime_ns
+
+
+def require_place(lock: int, root: Path, key: str) -> None:
+    """Raise `NotACheckpoint` if the run has gone from where the watch of this key found it, with the lock in it."""
+    with translate_os_errors(root):
+        is_there = is_same_file(lock, lock_of(root, key))
+    if not is_there:
+        hint = "it was moved or removed while it was watched; what was done is noted in it"
+        raise NotACheckpoint("the run is gone", path=root, hint=hint)
+
+
+def lock_of(root: Path, key: str) -> Path:
+    """Return the file that the watch of this key holds a lock on."""
+    return root / FOLDER / f"{key}{_LOCK}"
 
 
 def is_held(checkpoint: Path) -> bool:

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.checkpoints.watches import FOLDER, is_held
+from ckptkit.checkpoints.watches import FOLDER, clock_of, is_held
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.ops.manifest import make_manifest
 from ckptkit.ops.prune import prune
+from ckptkit.ops.watching.commands import describe
+from ckptkit.ops.watching.looks import Look, Patience
 from ckptkit.ops.watching.watch import Event, watch
 from tests.producers import save_alone
 
@@ -111,13 +113,14 @@ def test_one_that_failed_is_tried_anew_by_the_next_watch(run: Path, tmp_path: Pa
     assert len(watch(run, exec=command, every=SOON, tries=1, once=True).handled) == 2
 
 
-def test_one_that_is_saved_again_is_another(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [5, -5000], ids=["later", "by a clock that is behind"])
+def test_one_that_is_saved_again_is_another(run: Path, tmp_path: Path, seconds: float) -> None:
     log = tmp_path / "log"
     watch(run, exec=[append(log)], every=SOON, once=True)
     shutil.rmtree(run / "ckpt-9")
-    later = time.time() + 5  # the clock of some file systems is coarse
+    then = time.time() + seconds  # the clock of some file systems is coarse
     for file in save(run, 9, 2.0).iterdir():
-        os.utime(file, (later, later))
+        os.utime(file, (then, then))
     watch(run, exec=[append(log)], every=SOON, once=True)
     assert log.read_text() == "ckpt-9 9\nckpt-10 10\nckpt-9 9\n"
 
@@ -158,6 +161,35 @@ def test_prune_leaves_alone_what_is_being_handled(run: Path, tmp_path: Path) -> 
     assert (run / "ckpt-9").is_dir()
     prune(run, keep_last=1, yes=True)
     assert not (run / "ckpt-9").exists()
+
+
+def test_a_run_that_was_moved_is_known_and_none_is_made_in_its_place(run: Path, tmp_path: Path) -> None:
+    log, moved = tmp_path / "log", tmp_path / "moved"
+    commands = [append(log), shell(f"test $CKPTKIT_STEP = 9 || test -e '{moved}' || mv '{run}' '{moved}'")]
+    with pytest.raises(NotACheckpoint, match="the run is gone"):
+        watch(run, exec=commands, every=SOON, once=True)
+    assert not run.exists()
+    (tmp_path / "link").symlink_to(moved)
+    done = watch(tmp_path / "link", exec=commands, every=SOON, once=True)
+    assert ([path.name for path in done.handled], [path.name for path in done.before]) == (["ckpt-10"], ["ckpt-9"])
+    assert log.read_text() == "ckpt-9 9\nckpt-10 10\n"
+    assert watch(moved, exec=commands, every=SOON, once=True).handled == ()
+
+
+def test_rest_is_told_by_the_clock_that_the_files_are_dated_by(run: Path, tmp_path: Path) -> None:
+    look = Look.at(run / "ckpt-9")
+    assert look is not None
+    patience = Patience(30)
+    assert not patience.is_at_rest("ckpt-9", look, look.changed_ns + 29 * 10**9)
+    assert not patience.is_at_rest("ckpt-9", look, look.changed_ns - 3600 * 10**9)
+    assert patience.is_at_rest("ckpt-9", look, look.changed_ns + 30 * 10**9)
+    with (tmp_path / "lock").open("w") as lock:
+        assert clock_of(lock.fileno()) >= look.changed_ns
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "ended by SIGKILL"), (-40, "ended by signal 40"), (3, "exit code 3")])
+def test_how_a_command_ended(code: int, words: str) -> None:
+    assert describe(code) == words
 
 
 def test_whoever_deletes_just_now_is_waited_for(run: Path, tmp_path: Path) -> None:

@@ -101,5 +101,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def describe(code: int) -> str:
     """Return how a command ended, in words."""
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"ended by {known.get(-code, f'signal {-code}')}"
     return "not found" if code == _NOT_FOUND else f"exit code {code}"

@@ -45,20 +45,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class Journal:
-    """The notes of one watch, in `path`: an entry for each checkpoint by name, and what is done with them, for readers.
+    """The notes of the watch `key` in the run at `root`: an entry for each checkpoint by name, and what is done.
 
     Raises `Corrupt` for a file that holds something else.
     """
 
-    path: Path
+    root: Path
+    key: str
     about: Mapping[str, Any]
     entries: dict[str, Entry] = field(default_factory=dict)
 
     @classmethod
     def of(cls, root: Path, key: str, about: Mapping[str, Any]) -> Journal:
         """Open the journal of the watch of this key in the run at `root`, be there one or not."""
-        path = root / FOLDER / f"{key}.json"
-        made = cls(path, about)
+        made = cls(root, key, about)
+        path = made.path
         if path.exists():
             try:
                 found = json.loads(read_small(path, _LIMIT))["checkpoints"]
@@ -67,6 +68,11 @@ class Journal:
                 hint = "remove the file: then every checkpoint is handled again"
                 raise Corrupt("not the journal of a watch", path=path, hint=hint) from error
         return made
+
+    @property
+    def path(self) -> Path:
+        """Return the file that they are in."""
+        return self.root / FOLDER / f"{self.key}.json"
 
     def note(self, name: str, entry: Entry) -> None:
         """Note what is true of a checkpoint now."""

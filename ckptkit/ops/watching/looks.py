@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptkit.errors import translate_os_errors
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -18,10 +20,11 @@ class Look:
     @classmethod
     def at(cls, path: Path) -> Look | None:
         """Look at the checkpoint at `path`, a directory or a file; None if something of it goes meanwhile."""
-        try:
-            return cls(tuple(sorted(_walk(path, ""))))
-        except FileNotFoundError:
-            return None
+        with translate_os_errors(path):
+            try:
+                return cls(tuple(sorted(_walk(path, ""))))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     @property
     def changed_ns(self) -> int:
@@ -51,12 +54,15 @@ class Patience:
     pause: float
     _last: dict[str, tuple[Look, float]] = field(default_factory=dict)
 
-    def is_at_rest(self, name: str, look: Look | None) -> bool:
-        """Return whether a checkpoint has stayed the same long enough, by its files' times or by two looks at it."""
+    def is_at_rest(self, name: str, look: Look | None, now_ns: int) -> bool:
+        """Return whether a checkpoint has stayed the same long enough, by its files' times or by two looks at it.
+
+        `now_ns` is the time by the clock that these times are of, which a file server's is, and not that of this host.
+        """
         if look is None:
             self._last.pop(name, None)
             return False
-        if 0 <= self.pause * 1e9 <= time.time_ns() - look.changed_ns:
+        if self.pause * 1e9 <= now_ns - look.changed_ns:
             return True
         before, since = self._last.get(name, (None, 0.0))
         if before != look:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of, named_in
-from ckptkit.checkpoints.watches import claiming, hold, let_go
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, local_path_of, oldest_first
+from ckptkit.checkpoints.watches import claiming, clock_of, hold, let_go, require_place
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import make_directories
@@ -98,12 +98,12 @@ def watch(
             raise NotACheckpoint("no such directory", path=root, hint="a run that is to come: make its directory first")
         if Checkpoint.at(root).own_step is not None:
             raise NotACheckpoint("a checkpoint, and no run", path=root, hint=f"the run is {root.parent}")
-    place = (root / _OUT if out is None else to_local(out)).absolute()
-    about = {"commands": [list(one.words) for one in commands], "out": str(place)}
+    place = root / _OUT if out is None else to_local(out).resolve()
+    about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     with claiming(root, key) as lock:
         terms = Terms(tuple(commands), place, every, tries)
-        watcher = Watcher(root, terms, Journal.of(root, key, about), lock, tell or (lambda _event: None))
+        watcher = Watcher(Journal.of(root, key, about), terms, lock, tell or (lambda _event: None))
         return watcher.work_once() if once else watcher.work_on()
 
 
@@ -125,8 +125,8 @@ def several(given: Words | Sequence[Words]) -> list[Words]:
 class Watcher:
     """The state of a watch while it runs: what it has come to in `journal`, whom to tell, and what is due when."""
 
-    def __init__(self, root: Path, terms: Terms, journal: Journal, lock: int, tell: Listener) -> None:
-        self.root = root
+    def __init__(self, journal: Journal, terms: Terms, lock: int, tell: Listener) -> None:
+        self.root = journal.root
         self.terms = terms
         self.journal = journal
         self._lock = lock
@@ -148,7 +148,7 @@ class Watcher:
 
     def work_once(self) -> Watched:
         """Handle what is there; what was complete and still being written is looked at twice."""
-        there = {one.name for one in named_in(self.root)}
+        there = {path.name for path in candidates_in(self.root)}
         before = {name for name in there if (entry := self.journal.entries.get(name)) and entry.state == "done"}
         looks = 0
         while True:
@@ -177,26 +177,36 @@ class Watcher:
         return min(self.terms.every, max(soonest, 0.01))
 
     def look_round(self, among: AbstractSet[str] | None = None) -> bool:
-        """Handle the checkpoints that can be; return whether there are complete ones that may still be written."""
+        """Handle the checkpoints that can be; return whether there are complete ones that may still be written.
+
+        Raises `IOFailure` for one that cannot be looked at, when the others are done.
+        """
+        require_place(self._lock, self.root, self.journal.key)
         with translate_os_errors(self.root):
-            if not self.root.is_dir():
-                raise NotACheckpoint("the run is gone", path=self.root)
-        there = {one.name: one for one in named_in(self.root) if among is None or one.name in among}
-        for name in sorted(self._waiting - there.keys()):
+            now_ns = clock_of(self._lock)
+        there = [path for path in candidates_in(self.root) if among is None or path.name in among]
+        for name in sorted(self._waiting - {path.name for path in there}):
             self.miss(name)
         is_restless = False
-        ready: list[tuple[Checkpoint, Look]] = []
-        for name, one in there.items():
-            look = Look.at(one.path)
-            if look is None or self.is_settled(one, look) or not one.is_complete:
+        ready: dict[Checkpoint, Look] = {}
+        failures: list[IOFailure] = []
+        for path in there:
+            try:
+                one, look = Checkpoint.at(path), Look.at(path)
+                if look is None or one.own_step is None or self.is_settled(one, look) or not one.is_complete:
+                    continue
+            except IOFailure as error:
+                failures.append(error)
                 continue
-            self._waiting.add(name)
-            if not self._patience.is_at_rest(name, look):
+            self._waiting.add(one.name)
+            if not self._patience.is_at_rest(one.name, look, now_ns):
                 is_restless = True
-            elif self._due.get(name, 0) <= time.monotonic():
-                ready.append((one, look))
-        for one, look in ready:
-            is_restless |= not self.handle(one, look)
+            elif self._due.get(one.name, 0) <= time.monotonic():
+                ready[one] = look
+        for one in oldest_first(ready):
+            is_restless |= not self.handle(one, ready[one])
+        for error in failures:
+            raise error
         return is_restless
 
     def is_settled(self, one: Checkpoint, look: Look) -> bool:
@@ -206,7 +216,7 @@ class Watcher:
         entry = self.journal.entries.get(one.name)
         if entry is None or entry.state != "done":
             return False
-        return look.saved_ns <= entry.saved_ns or one.is_weights_only  # those of one that was demoted
+        return look.saved_ns == entry.saved_ns or one.is_weights_only  # those of one that was demoted
 
     def handle(self, one: Checkpoint, look: Look) -> bool:
         """Handle a checkpoint, which is kept meanwhile, and note what came of it; False if it has changed by now."""
@@ -238,25 +248,30 @@ class Watcher:
         out = self.terms.place / name
         values = {"ckpt": str(one.path), "name": name, "step": str(one.own_step), "out": str(out)}
         entry = self.journal.entries.get(one.name)
-        if entry is None or saved_ns > entry.saved_ns:
+        if entry is None or saved_ns != entry.saved_ns:
             entry = Entry("waiting", saved_ns)
         for number, command in enumerate(self.terms.commands):
             if number < entry.commands_done:
                 continue
             if not self.was_made(command, entry, out):
                 entry = Entry("begun", saved_ns, number, identity(out))
-                self.journal.note(one.name, entry)
+                self.note(one.name, entry)
                 if "out" in command.places:
                     make_directories(out.parent, sync=False)
                 self._tell(Event(one.path, None, str(command)))
                 code = command.run(values, self._lock)
                 if code != 0:
-                    self.journal.note(one.name, Entry("failed", saved_ns, number))
+                    self.note(one.name, Entry("failed", saved_ns, number))
                     return f"{command}: {describe(code)}"
             is_last = number + 1 == len(self.terms.commands)
             entry = Entry("done" if is_last else "waiting", saved_ns, number + 1)
-            self.journal.note(one.name, entry)
+            self.note(one.name, entry)
         return None
+
+    def note(self, name: str, entry: Entry) -> None:
+        """Note what is true of a checkpoint now, in the run that is watched: never make another in its place."""
+        require_place(self._lock, self.root, self.journal.key)
+        self.journal.note(name, entry)
 
     def was_made(self, command: Command, entry: Entry, out: Path) -> bool:
         """Return whether a command that was running when a watch was killed has made its output nonetheless.
@@ -272,7 +287,7 @@ class Watcher:
         failures.append(saved_ns)
         count = failures.count(saved_ns)
         if count >= self.terms.tries:
-            self.settle(name, "failed", f"given up after {count} tries: {failure}")
+            self.settle(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
             return
         pause = self.terms.every * 2 ** (count - 1)
         self._due[name] = time.monotonic() + pause
@@ -281,7 +296,7 @@ class Watcher:
     def miss(self, name: str) -> None:
         """Note that a checkpoint was deleted before it was handled."""
         entry = self.journal.entries.get(name)
-        self.journal.note(name, Entry("missed", entry.saved_ns if entry else 0))
+        self.note(name, Entry("missed", entry.saved_ns if entry else 0))
         self.settle(name, "missed", "deleted before it was handled")
 
     def settle(self, name: str, outcome: Outcome, message: str) -> None:
