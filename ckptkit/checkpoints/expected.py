@@ -13,6 +13,7 @@ from typing import Any
 from ckptkit.tensors.box import Shape
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_CAUSAL = "ForCausalLM"  # how the names of classes end that have such a head
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 # in the order in which the classes make them; weights come before biases
@@ -141,8 +142,13 @@ def default_head_width(model_type: str) -> int | None:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Return whether the model type is one whose tensors are known here."""
-    return str(config.get("model_type")) in _FAMILIES
+    """Return whether the model is one whose tensors are known here: of a type in the table, with a head for tokens.
+
+    A model with a head of another kind, or none, has other tensors.
+    """
+    named = config.get("architectures")
+    is_causal = not isinstance(named, list) or not named or str(named[0]).endswith(_CAUSAL)
+    return is_causal and str(config.get("model_type")) in _FAMILIES
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from tests.trainers.produced_peft import adapted, fill, lora, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # the library's own
 
-SAID, MODEL = "adapter_config.json", "model.safetensors"
+SAID, MODEL, ADAPTER = "adapter_config.json", "model.safetensors", "adapter_model.safetensors"
 PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]}
 
 
@@ -75,7 +75,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "tokens": (tiny_llama, {"trainable_token_indices": [3, 39, 7]}),
     "transposed": (tiny_gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "convolutions": (Convolutions, {"r": 3, "target_modules": ["two", "point", "one", "last"]}),
-    "experts": (tiny_mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "DoRA": (tiny_llama, {"use_dora": True}),
     "DoRA, embedding": (tiny_llama, {"target_modules": ["embed_tokens"], "use_dora": True}),
     "DoRA, transposed": (tiny_gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
@@ -129,8 +128,8 @@ def test_it_is_what_the_library_merges(tmp_path: Path, name: str) -> None:
     assert_merged(tmp_path / "beside", made.truth, is_exact=is_exact)
     ckptkit.consolidate(made.state, tmp_path / "again")
     theirs, ours = (
-        load_file(made.saved / "adapter_model.safetensors"),
-        load_file(tmp_path / "again" / "adapter_model.safetensors"),
+        load_file(made.saved / ADAPTER),
+        load_file(tmp_path / "again" / ADAPTER),
     )
     assert theirs.keys() <= ours.keys()
     assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
@@ -159,10 +158,15 @@ def test_experts_that_lie_apart_in_files(tmp_path: Path, make: Callable[[], Any]
     merged.load_state_dict(made.truth)
     merged.save_pretrained(tmp_path / "truth")
     ckptkit.merge(tmp_path / "hub", made.saved, tmp_path / "out")
-    found, truth = load_file(tmp_path / "out" / MODEL), load_file(tmp_path / "truth" / MODEL)
-    assert found.keys() == truth.keys() == named.keys()
-    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+    ckptkit.consolidate(made.state, tmp_path / "beside", merge=True, base=tmp_path / "hub")
+    truth = load_file(tmp_path / "truth" / MODEL)
+    for out in ("out", "beside"):
+        found = load_file(tmp_path / out / MODEL)
+        assert found.keys() == truth.keys() == named.keys()
+        assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
     assert any(".experts.2." in name and not torch.equal(named[name], found[name]) for name in named)
+    ckptkit.consolidate(made.state, tmp_path / "again")
+    assert (tmp_path / "again" / ADAPTER).read_bytes() == (made.saved / ADAPTER).read_bytes()
 
 
 @pytest.mark.parametrize("run", ["run", "only/checkpoint-3", "ranks", "full", "saved"])
@@ -205,8 +209,8 @@ def test_parts_make_the_whole(produce: Produce, tmp_path: Path) -> None:
 def test_halves_are_rounded_once(tmp_path: Path, adapters: torch.dtype) -> None:
     """With adapters of float32 as PEFT does it; of halves PEFT rounds the product first, and then the sum again."""
     made = Made(tmp_path, tiny_llama().to(torch.bfloat16))
-    saved = {name: tensor.to(adapters) for name, tensor in load_file(made.saved / "adapter_model.safetensors").items()}
-    save_file(saved, made.saved / "adapter_model.safetensors")
+    saved = {name: tensor.to(adapters) for name, tensor in load_file(made.saved / ADAPTER).items()}
+    save_file(saved, made.saved / ADAPTER)
     base = load_file(made.base / MODEL)
     ckptkit.merge(made.base, made.saved, tmp_path / "out")
     found = load_file(tmp_path / "out" / MODEL)
@@ -231,7 +235,7 @@ def test_several_adapters_add_up(tmp_path: Path) -> None:
     for name, tensor in base.items():
         expected = tensor.clone()
         for path, scale in ((one.saved, 0.5 * 7 / 4), (two, 2 * 7 / 2)):
-            saved = load_file(path / "adapter_model.safetensors")
+            saved = load_file(path / ADAPTER)
             key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
             if f"{key}A.weight" in saved:
                 expected += scale * (saved[f"{key}B.weight"] @ saved[f"{key}A.weight"])
@@ -337,7 +341,7 @@ def test_a_square_weight_may_be_stored_either_way(tmp_path: Path) -> None:
 def test_numbers_that_are_none(produce: Produce, tmp_path: Path) -> None:
     made = produce(lora)
     shutil.copytree(made.root / "saved", tmp_path / "saved")
-    file = tmp_path / "saved" / "adapter_model.safetensors"
+    file = tmp_path / "saved" / ADAPTER
     tensors = load_file(file)
     tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"][3, 1] = torch.nan
     save_file(tensors, file)

@@ -169,6 +169,34 @@ def test_what_transformers_would_quantize_is_what_is_quantized(tmp_path: Path) -
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "left"),
+    [
+        ("GPTNeoX", {}, ["embed_out", "gpt_neox.embed_in", "lm_head"]),
+        ("Mixtral", {"num_local_experts": 2}, [f"model.layers.0.{one}.experts" for one in ("block_sparse_moe", "mlp")]),
+    ],
+)
+def test_what_is_left_has_the_names_of_files_and_of_memory(
+    tmp_path: Path, kind: str, more: dict[str, Any], left: list[str]
+) -> None:
+    """vLLM asks by those of the files; transformers by its own, and would take a head for one with scales."""
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    sizes = {"vocab_size": 130, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    config_of = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=1, **more)
+    live = getattr(transformers, f"{kind}ForCausalLM")(config_of)
+    live.save_pretrained(tmp_path / "in")
+    globs = ["*.experts.*"] if kind == "Mixtral" else []
+    consolidate(tmp_path / "in", tmp_path / "out", quantize="fp8-block", exclude_quantize=globs)
+    said = transformers.FineGrainedFP8Config(**config(tmp_path / "out")["quantization_config"])
+    assert set(left) <= set(said.modules_to_not_convert)
+    with torch.device("meta"):
+        empty = type(live)(live.config)
+    replace_with_fp8_linear(empty, said.modules_to_not_convert, said, pre_quantized=True)
+    theirs = sum("scale_inv" in name for name in empty.state_dict())
+    assert theirs == sum("scale_inv" in name for name in model(tmp_path / "out")) > 0
+
+
 def test_globs_leave_a_module_and_what_is_joined_with_it(tmp_path: Path) -> None:
     llama(tmp_path / "in")
     globs = ["*.1.mlp.up_proj", "model.layers.0.self_attn.o_proj.weight"]

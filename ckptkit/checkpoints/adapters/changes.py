@@ -16,6 +16,7 @@ from ckptkit.checkpoints.adapters.names import WRAPPER, Kind, own_name
 from ckptkit.errors import CkptError, Mismatch
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES in peft/utils/other.py
+_INPUTS = ("shared", "embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")  # the first is the model's
 _PARTNERS: dict[Kind, Kind] = {"A": "B", "B": "A", "embedding_A": "embedding_B", "embedding_B": "embedding_A"}
 
 
@@ -58,16 +59,18 @@ def changes_of(adapter: Adapter) -> Iterator[Change]:
 
 
 def without_copies(adapter: Adapter, config: AdapterConfig) -> Adapter:
-    """Return an adapter without the trained rows of a head that is tied to its embedding: they are the same rows.
+    """Return an adapter without the trained rows of what is tied to an embedding: they are the same rows.
 
-    A state in training has them twice. Only the layers that the config names have rows of their own.
+    A state in training has them several times. Only the layers that the config names have rows of their own; where it
+    names none, the model's input embedding has.
     """
-    rows = {name: entry for name, entry in adapter.entries.items() if entry.kind == "tokens"}
+    rows = {name: entry.module for name, entry in adapter.entries.items() if entry.kind == "tokens"}
     asked = config.values.get("trainable_token_indices")
     if len(rows) < 2 or asked is None:
         return adapter
-    named = tuple(asked) if isinstance(asked, dict) else ("embed_tokens", "wte")
-    own = {name for name, entry in rows.items() if entry.module.endswith(tuple(map(str, named)))}
+    named = map(str, asked) if isinstance(asked, dict) else _INPUTS
+    found = [{name for name, module in rows.items() if is_called(module, layer)} for layer in named]
+    own = set().union(*found) if isinstance(asked, dict) else next(filter(None, found), set())
     copies = rows.keys() - own if own else set()
     return replace(adapter, entries={name: entry for name, entry in adapter.entries.items() if name not in copies})
 
@@ -77,8 +80,9 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
 
     Experts have the rows of all of them in one matrix, which must be a multiple of the rank.
     """
-    targets = config.values.get("target_modules")
-    for change in changes_of(adapter):
+    targets, changes = config.values.get("target_modules"), list(changes_of(adapter))
+    has_tied = config.flag("ensure_weight_tying") and any(change.is_embedding for change in changes)  # none is listed
+    for change in changes:
         if config.method != "LORA":
             raise unfit(adapter, change.a, f"the matrices are LoRA's, and `{config.path}` is of {config.method}")
         check_rank(adapter, config, change)
@@ -86,7 +90,7 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
             has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
             raise unfit(adapter, change.a, f"`{change.module}` has {has}, and `{config.path}` says {says}")
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-        if is_listed and not is_target(change.module, config):
+        if is_listed and not has_tied and not is_target(change.module, config):
             message = f"`{change.module}` is no target in `{config.path}`, which has {', '.join(sorted(targets or []))}"
             raise unfit(adapter, change.a, message)
 
@@ -106,7 +110,7 @@ def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
 def is_target(module: str, config: AdapterConfig) -> bool:
     """Return whether a module, or a parameter of it, is among those that the config lists."""
     parameters = [name.rpartition(".")[0] for name in config.names("target_parameters")]
-    return is_module_target(module, config) or any(module == name or module.endswith(f".{name}") for name in parameters)
+    return is_module_target(module, config) or any(is_called(module, name) for name in parameters)
 
 
 def is_module_target(module: str, config: AdapterConfig) -> bool:
@@ -114,7 +118,12 @@ def is_module_target(module: str, config: AdapterConfig) -> bool:
     targets = config.values.get("target_modules")
     if not isinstance(targets, list):
         return bool(targets)
-    return any(module == target or module.endswith(f".{target}") for target in targets)
+    return any(is_called(module, str(target)) for target in targets)
+
+
+def is_called(module: str, name: str) -> bool:
+    """Return whether a module's name is this one, or ends in it."""
+    return module == name or module.endswith(f".{name}")
 
 
 def unfit(adapter: Adapter, name: str, message: str) -> CkptError:
@@ -140,9 +149,10 @@ def saved_base(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str])
 
     Source: `get_peft_model_state_dict`, `save_embedding_layers="auto"`.
     """
-    embeddings = [name for name in _EMBEDDINGS if name in config.names("target_modules")]
-    if not embeddings or config.values.get("trainable_token_indices") is not None:
+    targets, adapted = config.values.get("target_modules"), {name.rpartition(".")[2] for name in adapter.modules}
+    named = set(config.names("target_modules")) if isinstance(targets, list) else adapted
+    if named.isdisjoint(_EMBEDDINGS) or config.values.get("trainable_token_indices") is not None:
         return {}
-    modules = {module for module in adapter.modules if module.rpartition(".")[2] in embeddings}
+    modules = {module for module in adapter.modules if module.rpartition(".")[2] in (*_EMBEDDINGS, *_INPUTS)}
     found = {f"{module}.weight" for module in modules}
     return {name: WRAPPER + own_name(name) for own, name in base.items() if own in found}

@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import Companions, find_companions, tokenizer_beside
-from ckptkit.checkpoints.expected import HEAD, find_embedding, is_tied
+from ckptkit.checkpoints.expected import find_embedding
 from ckptkit.checkpoints.families import HUB
 from ckptkit.checkpoints.fit import fit, restore_tied
 from ckptkit.checkpoints.manifest import source_of
@@ -29,8 +29,9 @@ from ckptkit.ops.conversion.named_weights import name_one, without_prefix
 from ckptkit.ops.conversion.options import ConvertOptions
 from ckptkit.ops.conversion.quantized import Dequantizing, look_for_quantized, make_all_plain
 from ckptkit.ops.conversion.recipes import Merging, Source
+from ckptkit.ops.conversion.tied import settle_ties
 
-_TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
+_VOCABULARY = "vocab_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +136,23 @@ def base_of(adapter: Fitted, output: Path, options: ConvertOptions) -> Base:
 
 
 def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -> Merged:
-    """Merge adapters into a base, as far as names and shapes go."""
+    """Merge adapters into a base under the names of its files; under its own where its tensors do not come apart so."""
     notes: list[str] = []
     base = made_plain(base, notes)
-    weights = without_prefix(base.weights, base.companions, notes)
-    if not has_modules(weights.layout, adapters):
-        weights = name_one(weights, base.part, HUB, base.companions, options, None, notes)
+    own = without_prefix(base.weights, base.companions, notes)
+    remarks: list[str] = []
+    named = name_one(own, base.part, HUB, base.companions, options, None, remarks)
+    try:
+        return merge_into(replace(base, weights=named), adapters, options, [*notes, *remarks])
+    except (Mismatch, Unsupported):
+        if named.came_from == own.came_from or not has_modules(own.layout, adapters):
+            raise
+    return merge_into(replace(base, weights=own), adapters, options, notes)
+
+
+def merge_into(base: Base, adapters: Sequence[Fitted], options: ConvertOptions, notes: list[str]) -> Merged:
+    """Merge adapters into a base of plain weights, as far as names and shapes go, and add to `notes`."""
+    weights = base.weights
     whole = restore_tied(weights.layout, base.config)
     memory = None if has_modules(whole, adapters) else in_memory(weights, base.config)
     is_moved = memory is not None and has_modules(memory, adapters)
@@ -149,26 +161,29 @@ def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -
         base.plain.recipes(whole, weights.came_from, 1 + len(adapters)) if base.plain else {},
     )
     for number, one in enumerate(adapters, 1):
-        config = one.config
-        if config.has_changed_base and one.path != base.part.path:
-            message = (
-                f"its training began by changing the base (`init_lora_weights` is {config.values['init_lora_weights']})"
-            )
-            hint = "merge a checkpoint that has this base in it, or save the adapter converted, as PEFT's docs say"
-            raise Unsupported(message, path=config.path, hint=hint)
+        require_own_base(one, base)
         weight = options.scales[number - 1] if options.scales else 1.0
-        merging.add(Source(number, one.adapter, config, one.opened.adapted.base, weight))
+        merging.add(Source(number, one.adapter, one.config, one.opened.adapted.base, weight))
         times = f"{weight:g} times " if options.scales else ""
-        notes.append(f"merged {times}the adapter of {one.path}: {describe(one.adapter)}, by {config.path}")
+        notes.append(f"merged {times}the adapter of {one.path}: {describe(one.adapter)}, by {one.config.path}")
     if is_moved:
         merging = to_files(merging, whole)
         notes.append("the adapter has the names of the model in memory; the base's files have others, which stay")
     layout = replace(whole, tensors=merging.tensors)
     companions = with_vocabulary(base.companions, layout, whole, notes)
-    layout, companions = settle_tie(layout, companions, merging, weights.layout, adapters, notes)
+    layout, companions = settle_ties(layout, companions, merging, weights.layout, adapters, notes)
     layout, remarks = fit(layout, companions, form_for(layout, companions, None), strict=options.strict)
     weights = replace(weights, layout=layout)
     return Merged(replace(base, weights=weights), merging, layout, companions, [*notes, *merging.notes, *remarks])
+
+
+def require_own_base(one: Fitted, base: Base) -> None:
+    """Raise `Unsupported` for an adapter whose training began by changing its base, onto another one."""
+    if one.config.has_changed_base and one.path != base.part.path:
+        said = one.config.values["init_lora_weights"]
+        message = f"its training began by changing the base (`init_lora_weights` is {said})"
+        hint = "merge a checkpoint that has this base in it, or save the adapter converted, as PEFT's docs say"
+        raise Unsupported(message, path=one.config.path, hint=hint)
 
 
 def made_plain(base: Base, notes: list[str]) -> Base:
@@ -185,30 +200,6 @@ def has_modules(layout: Layout, adapters: Sequence[Fitted]) -> bool:
     """Return whether a base has all modules that adapters change under the names that these have for them."""
     there = {name.rpartition(".")[0] for name in layout.tensors}
     return all(module in there for one in adapters for module in one.adapter.modules)
-
-
-def settle_tie(
-    layout: Layout,
-    companions: Companions,
-    merging: Merging,
-    base: Layout,
-    adapters: Sequence[Fitted],
-    notes: list[str],
-) -> tuple[Layout, Companions]:
-    """Return a tied model with a head that follows its embedding, or untied where only one of the two was changed.
-
-    A head follows in rows that were trained, and where the adapter says that it was kept tied.
-    """
-    embedding = find_embedding(layout.tensors)
-    if embedding is None or HEAD not in layout.tensors or not is_tied(companions.config or {}):
-        return layout, companions
-    changed = {embedding, HEAD} & set(merging.changed)
-    follows = all(one.config.flag("ensure_weight_tying") for one in adapters) or merging.is_changed_in_rows(embedding)
-    if not changed or (HEAD not in changed and follows):
-        keep_head = HEAD in base.tensors
-        return (layout if keep_head else edits.select(layout, lambda name: name != HEAD)), companions
-    notes.append(f"{HEAD} and {embedding} were tied, and are not any more: {', '.join(sorted(changed))} changed")
-    return layout, replace(companions, config={**(companions.config or {}), _TIE: False})
 
 
 def with_vocabulary(companions: Companions, layout: Layout, before: Layout, notes: list[str]) -> Companions:

@@ -74,11 +74,15 @@ class Quantizing:
         }
 
     def of_quantized(self, companions: Companions, layout: Layout) -> Companions:
-        """Return companions with a config.json that says how the model is quantized, and which modules are not."""
+        """Return companions with a config.json that says how the model is quantized, and which modules are not.
+
+        These have the names of the files, by which vLLM asks, and those of the memory, by which transformers does.
+        """
         names = set(self.chosen.names)
         left = [name for name, spec in layout.specs.items() if len(spec.shape) > 1 and name not in names]
-        tied = [name for name in self.form.tied if len(self.form.shapes.get(name, ())) > 1]
-        said = self.scheme.said(modules_of([*left, *tied]))
+        left += [name for name in self.form.tied if len(self.form.shapes.get(name, ())) > 1]
+        left += [old for name in left for old in self.form.came_from.get(name, ())]
+        said = self.scheme.said(modules_of(left))
         return replace(companions, config={**(companions.config or {}), KEYS[0]: said})
 
     def remarks(self) -> list[str]:

@@ -239,9 +239,11 @@ class Merging:
         """Return the names of the tensors that there are recipes of."""
         return tuple(dict.fromkeys((*self.changed, *self.plain)))
 
-    def is_changed_in_rows(self, name: str) -> bool:
-        """Return whether nothing but single rows of a tensor is changed."""
-        return name not in self.begins and all(isinstance(step, Rows) for step in self.steps[name])
+    def have_same_rows(self, name: str, source: str) -> bool:
+        """Return whether nothing but rows of `source` were trained, and of `name`, if any, the same ones."""
+        rows, others = ([getattr(step, "indices", None) for step in self.steps.get(one, [])] for one in (source, name))
+        is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()
+        return is_by_rows and others in ([], rows)
 
     def recipe(self, name: str, source: str, dtype: DType) -> Recipe:
         """Return the recipe of a tensor, which the base calls `source`, and which is to be of `dtype`."""

@@ -9,14 +9,10 @@ from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import find_companions, read_config
-from ckptkit.checkpoints.expected import is_known
-from ckptkit.checkpoints.families.transformers_forms import forms_of
 from ckptkit.checkpoints.find_form import forms_for
 from ckptkit.checkpoints.form import Form
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout import Spec
-
-_CAUSAL = "ForCausalLM"  # the only classes whose tensors are known without transformers
 
 
 @dataclass(frozen=True)
@@ -56,24 +52,13 @@ class Model:
         """Return the model of a config, of which weights with these specs may lie there."""
         by_weights = Form({name: spec.shape for name, spec in specs.items()}) if specs else None
         try:
-            forms = forms_by(config, frozenset(specs) or None) if config else ()
+            forms = forms_for(config, lambda: frozenset(specs) or None) if config else ()
             reason = None
         except Unsupported as error:
             forms, reason = (), error.message
         if not forms and by_weights is not None:
             forms, reason = (by_weights,), None
         return cls(name, config, forms, specs, reason, asked)
-
-
-def forms_by(config: Mapping[str, Any], hub_names: frozenset[str] | None) -> tuple[Form, ...]:
-    """Return the forms of the model of a config. Raises `Unsupported` where nothing is known of it.
-
-    With a head of another kind a model has other tensors, which transformers knows.
-    """
-    named = config.get("architectures")
-    if is_known(config) and isinstance(named, list) and named and not str(named[0]).endswith(_CAUSAL):
-        return forms_of(config, hub_names)
-    return forms_for(config, lambda: hub_names)
 
 
 def find_specs(source: str) -> Mapping[str, Spec]:

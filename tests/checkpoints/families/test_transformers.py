@@ -59,6 +59,21 @@ def test_a_model_is_what_save_pretrained_writes(model_type: str, tmp_path: Path)
     assert_same(loaded.state_dict(), model.state_dict())
 
 
+def test_a_known_type_with_another_head(tmp_path: Path) -> None:
+    """A reward model: its class, not its type, says which tensors it has."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    sizes = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1, "num_labels": 1}
+    model = LlamaForSequenceClassification(LlamaConfig(**sizes, num_attention_heads=4))
+    run = save_run(model, tmp_path / "run")
+    consolidate(run, tmp_path / "out", strict=True)
+    assert_same(load_file(tmp_path / "out" / WEIGHTS), model.state_dict())
+    save_run(model, tmp_path / "less", **{"score.weight": None})
+    with pytest.raises(Mismatch) as raised:
+        consolidate(tmp_path / "less", tmp_path / "none")
+    assert raised.value.tensor == "score.weight"
+
+
 @pytest.mark.parametrize("model_type", OTHERWISE)
 def test_a_model_on_disk_stays_as_it_is(model_type: str, tmp_path: Path) -> None:
     make_model(model_type).save_pretrained(tmp_path / "theirs")
