@@ -157,6 +157,35 @@ def test_other_methods_are_refused(tmp_path: Path) -> None:
         ckptkit.consolidate(tmp_path, tmp_path / "out")
 
 
+def test_methods_that_only_their_config_names_are_refused(tmp_path: Path) -> None:
+    """Names tell of no new method what it is; in PEFT's wrapper they are no model's."""
+    save_file({"base_model.model.q_proj.deft_P": torch.ones(4)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / SAID).write_text('{"peft_type": "DEFT"}')
+    for do in (ckptkit.consolidate, lambda src, out: ckptkit.merge(src, src, out)):
+        with pytest.raises(Unsupported, match="DEFT") as raised:
+            do(tmp_path, tmp_path / "out")
+    assert raised.value.tensor == "base_model.model.q_proj.deft_P"
+
+
+def test_a_wrapped_base_alone_is_no_model(home: Path, tmp_path: Path) -> None:
+    """Without the adapter its names are those of the wrapper, unless they are made the model's."""
+    shutil.copy(home / "full" / "state.pt", tmp_path)
+    exclude = ["*lora_*", "*modules_to_save*"]
+    with pytest.raises(Unsupported, match="PEFT's wrapper"):
+        ckptkit.consolidate(tmp_path / "state.pt", tmp_path / "out", exclude=exclude)
+    rules = [r"^base_model\.model\.=>", r"\.(base_layer|original_module)\.=>."]
+    ckptkit.consolidate(tmp_path / "state.pt", tmp_path / "out", exclude=exclude, rename=rules)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tiny_llama().state_dict().keys()
+
+
+def test_a_base_that_the_training_changed_is_said(tmp_path: Path) -> None:
+    src = state(tmp_path)
+    values = json.loads((src / SAID).read_bytes())
+    (src / SAID).write_text(json.dumps(values | {"init_lora_weights": "pissa_niter_4"}))
+    done = ckptkit.consolidate(src, tmp_path / "out")
+    assert any("changing the base (pissa_niter_4)" in note for note in done.notes)
+
+
 @pytest.mark.parametrize("to", ["pt", "dcp"])
 def test_a_training_converted_keeps_all_names(home: Path, tmp_path: Path, to: str) -> None:
     ckptkit.convert(home / "full", tmp_path / "out", to=to)

@@ -380,6 +380,33 @@ def test_renamed_and_selected(produce: Produce, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_globs_are_of_the_merged_names(produce: Produce, tmp_path: Path) -> None:
+    """Of one that has none of them nothing was left, and that was called a model."""
+    made = produce(lora)
+    ckptkit.merge(made.root / "base", made.root / "saved", tmp_path / "out", include=["model.norm.*", "*.q_proj.*"])
+    found = load_file(tmp_path / "out" / MODEL)
+    assert len(found) == 3
+    assert all(torch.equal(tensor, made.truth[name]) for name, tensor in found.items())
+    with pytest.raises(Usage, match="matches no tensor"):
+        ckptkit.consolidate(made.root / "run", tmp_path / "none", merge=True, include="*.default.*")
+
+
+def test_what_takes_the_place_of_the_bases_has_no_half(produce: Produce, tmp_path: Path) -> None:
+    made = produce(lora)
+    with pytest.raises(Unsupported, match="no half") as raised:
+        ckptkit.merge(made.root / "base", made.root / "saved", tmp_path / "out", weights=[0.5])
+    assert raised.value.tensor == "base_model.model.lm_head.weight"
+
+
+def test_a_base_of_another_name_is_said(produce: Produce, tmp_path: Path) -> None:
+    made = produce(lora)
+    shutil.copytree(made.root / "saved", tmp_path / "saved")
+    for said, is_noted in (("org/Llama-3.1-8B", True), ("org/Base", False)):
+        edit(tmp_path / "saved" / SAID, base_model_name_or_path=said)
+        done = ckptkit.merge(made.root / "base", tmp_path / "saved", tmp_path / "out", dry_run=True)
+        assert any(said in note for note in done.notes) is is_noted
+
+
 def test_a_base_on_the_hub_is_read_where_it_lies(produce: Produce, tmp_path: Path) -> None:
     """By its id, of a server that speaks the Hub's calls: only what is needed, and nothing is downloaded first."""
     made = produce(lora)

@@ -179,7 +179,7 @@ def test_what_transformers_would_quantize_is_what_is_quantized(tmp_path: Path) -
 def test_what_is_left_has_the_names_of_files_and_of_memory(
     tmp_path: Path, kind: str, more: dict[str, Any], left: list[str]
 ) -> None:
-    """vLLM asks by those of the files; transformers by its own, and would take a head for one with scales."""
+    """By those of the files asks vLLM; transformers by its own, and would take a head for one with scales."""
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     sizes = {"vocab_size": 130, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}

@@ -11,6 +11,7 @@ from ckptkit.checkpoints.adapters.names import (
     WRAPPER,
     Entry,
     base_name,
+    find_stranger,
     is_unused,
     other_method,
     own_name,
@@ -19,6 +20,7 @@ from ckptkit.checkpoints.adapters.names import (
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec
 
+AS_THEY_ARE = "`ckptkit convert --to pt` keeps all tensors under the names that they have"
 _RANKED = ("A", "embedding_A")
 
 
@@ -33,7 +35,8 @@ class Adapter:
     @property
     def method(self) -> str:
         """Return the method, as far as names tell."""
-        return "DoRA" if any(entry.kind == "magnitude" for entry in self.entries.values()) else "LoRA"
+        kinds = {entry.kind for entry in self.entries.values()}
+        return "trained tokens" if kinds == {"tokens"} else "DoRA" if "magnitude" in kinds else "LoRA"
 
     @property
     def rows(self) -> Counter[int]:
@@ -84,8 +87,11 @@ def find_adapters(layout: Layout) -> Adapted | None:
     method = other_method(layout.tensors)
     if method is not None:
         message = f"an adapter by {method}: only LoRA's are known here, and DoRA's"
-        hint = "`ckptkit convert --to pt` keeps all tensors under the names that they have"
-        raise Unsupported(message, path=layout.root, hint=hint)
+        raise Unsupported(message, path=layout.root, hint=AS_THEY_ARE)
+    stranger = find_stranger(layout.tensors)
+    if stranger is not None:
+        message = "it is a matrix of an adapter, and not called as PEFT calls it: only PEFT's are known here"
+        raise Unsupported(message, path=layout.root, tensor=stranger, hint=AS_THEY_ARE)
     entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
         return None

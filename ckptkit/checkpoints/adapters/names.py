@@ -11,6 +11,8 @@ import re
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
+from ckptkit.checkpoints.adapters.signs import PROMPT
+
 WRAPPER = "base_model.model."  # before the model's own names, and after whatever a trainer puts before that
 DEFAULT = "default"
 
@@ -38,6 +40,9 @@ _SAVED = {
 }
 _KNOWN_PARTS = {part for saved in _SAVED.values() for part in saved.split(".")}
 _WRAPPERS = frozenset({"base_layer", "original_module", "token_adapter"})  # what stands in names of the model's own
+# of other libraries; PEFT's too with a point in the adapter's name
+_STRANGER = re.compile(r"(.+\.lora_)(a|A|down)((?:\..+)?)")
+_SECOND = {"a": "b", "A": "B", "down": "up"}
 _UNUSED = re.compile(r".+\.trainable_tokens_original(?:\.[^.]+)?")
 # what other methods call their tensors, and the methods
 _OTHERS = {
@@ -111,7 +116,7 @@ def is_unused(name: str) -> bool:
 
 def other_method(names: Collection[str]) -> str | None:
     """Return the method that tensors of these names are of, if it is none whose tensors are known here."""
-    if not any("base_model." in name for name in names) and set(names) != {"prompt_embeddings"}:
+    if not any("base_model." in name or ".base_layer." in name for name in names) and PROMPT not in names:
         return None
     for name in names:
         parts = name.split(".")
@@ -120,3 +125,17 @@ def other_method(names: Collection[str]) -> str | None:
         if found or (unknown and read_entry(name) is None):
             return found or unknown
     return None
+
+
+def find_stranger(names: Collection[str]) -> str | None:
+    """Return the first of two matrices that are an adapter's as another library than PEFT calls them; None without."""
+    for name in names:
+        match = _STRANGER.fullmatch(name)
+        if match and read_entry(name) is None and f"{match[1]}{_SECOND[match[2]]}{match[3]}" in names:
+            return name
+    return None
+
+
+def is_wrapped(name: str) -> bool:
+    """Return whether a name is that of a parameter in PEFT's wrapper of a model, or of an adapter that it saved."""
+    return name.startswith(WRAPPER) or f".{WRAPPER}" in name

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit import edits
 from ckptkit.checkpoints.adapters.changes import check, saved_base, trained_biases, without_copies
 from ckptkit.checkpoints.adapters.config import NAME as CONFIG
 from ckptkit.checkpoints.adapters.config import AdapterConfig, find_adapter_config, without_training
-from ckptkit.checkpoints.adapters.find import Adapted, Adapter, find_adapters
-from ckptkit.checkpoints.adapters.names import DEFAULT
+from ckptkit.checkpoints.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
+from ckptkit.checkpoints.adapters.names import DEFAULT, is_wrapped
 from ckptkit.checkpoints.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.companions import tokenizer_beside
 from ckptkit.checkpoints.part import Part
@@ -68,10 +68,29 @@ def open_adapters(part: Part, options: ConvertOptions) -> Opened | None:
     """Return the adapters in a part of a checkpoint, as far as they are asked for; None if it has none."""
     if not may_be_adapted(part.layout.tensors):
         return None
-    options.edits.check_globs([part.layout])
-    weights = find_weights(edits.select(part.layout, options.edits.admit))
+    chosen = replace(options.edits, include=()) if options.merge else options.edits  # what is merged has other names
+    chosen.check_globs([part.layout])
+    weights = find_weights(edits.select(part.layout, chosen.admit))
     adapted = find_adapters(weights.layout)
-    return None if adapted is None else Opened(part, weights, adapted)
+    if adapted is not None:
+        return Opened(part, weights, adapted)
+    refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
+    return None
+
+
+def refuse_wrapped(part: Part, names: Sequence[str]) -> None:
+    """Raise `Unsupported` for a model in PEFT's wrapper, or what PEFT saved of one, with nothing in it that is known.
+
+    As a model it would have names that nothing loads. The config beside it says by which method it was trained.
+    """
+    wrapped = next(filter(is_wrapped, names), None)
+    config = find_adapter_config(part.path) if may_be_adapted(names) else None
+    if config is not None and (wrapped or config.method != "LORA"):
+        message = f"no matrices of LoRA's are here: {config.path} says {config.method}"
+        raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
+    if wrapped and any(".base_layer." in name for name in names):
+        message = "it lies in PEFT's wrapper, and no adapter that is known here does"
+        raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
 
 
 def draft_adapters(
@@ -100,6 +119,9 @@ def draft_adapters(
         drafts.append(draft_adapter(fitted, options, place))
         made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
         notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(adapter)}")
+        if config.has_changed_base:
+            said = config.values["init_lora_weights"]
+            notes.append(f"the training began by changing the base ({said}): the adapter is of no use on another one")
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"an adapter is loaded onto its base; --merge writes the merged model instead ({base})")
     if options.base is not None:

@@ -161,7 +161,7 @@ def merge_into(base: Base, adapters: Sequence[Fitted], options: ConvertOptions, 
         base.plain.recipes(whole, weights.came_from, 1 + len(adapters)) if base.plain else {},
     )
     for number, one in enumerate(adapters, 1):
-        require_own_base(one, base)
+        require_own_base(one, base, notes)
         weight = options.scales[number - 1] if options.scales else 1.0
         merging.add(Source(number, one.adapter, one.config, one.opened.adapted.base, weight))
         times = f"{weight:g} times " if options.scales else ""
@@ -177,13 +177,21 @@ def merge_into(base: Base, adapters: Sequence[Fitted], options: ConvertOptions, 
     return Merged(replace(base, weights=weights), merging, layout, companions, [*notes, *merging.notes, *remarks])
 
 
-def require_own_base(one: Fitted, base: Base) -> None:
-    """Raise `Unsupported` for an adapter whose training began by changing its base, onto another one."""
-    if one.config.has_changed_base and one.path != base.part.path:
-        said = one.config.values["init_lora_weights"]
+def require_own_base(one: Fitted, base: Base, notes: list[str]) -> None:
+    """Raise `Unsupported` for an adapter whose training began by changing its base, onto another one.
+
+    Adds to `notes` that the base is not called what the adapter's config says: another model may have the same shapes.
+    """
+    config = one.config
+    if one.path == base.part.path:
+        return
+    if config.has_changed_base:
+        said = config.values["init_lora_weights"]
         message = f"its training began by changing the base (`init_lora_weights` is {said})"
         hint = "merge a checkpoint that has this base in it, or save the adapter converted, as PEFT's docs say"
-        raise Unsupported(message, path=one.config.path, hint=hint)
+        raise Unsupported(message, path=config.path, hint=hint)
+    if config.base and Path(config.base).name.lower() not in str(base.part.path).lower():
+        notes.append(f"{config.path} says that the base was {config.base}: {base.part.path} has to be the same model")
 
 
 def made_plain(base: Base, notes: list[str]) -> Base:
@@ -220,6 +228,7 @@ def with_vocabulary(companions: Companions, layout: Layout, before: Layout, note
 def draft_merged(merged: Merged, adapters: Sequence[Fitted], options: ConvertOptions) -> Draft:
     """Draft the merged model under the names and in the dtypes that are asked for."""
     asked, merging = options.edits, merged.merging
+    asked.check_globs([merged.layout])
     new_name = asked.renaming()
     chosen = edits.select(merged.layout, asked.admit)
     names = {name: new_name(name) for name in chosen.tensors}

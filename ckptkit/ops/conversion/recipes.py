@@ -75,6 +75,7 @@ class Merging:
         replaced = {entry.module: name for name, entry in source.adapter.entries.items() if entry.kind == "module"}
         replaced |= {own: name for name, own in own_biases(source)}
         for own, name in replaced.items():
+            require_whole(source, name, f"`{own}` was trained whole")
             if self.begins.get(own) is not None:
                 raise source.blame(f"two adapters have a trained `{own}` each", name)
             found = source.adapter.layout.tensors[name]
@@ -194,9 +195,7 @@ class Merging:
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
             message = f"there are magnitudes of shape {list(magnitude)} for {outputs} outputs"
             raise source.blame(message, change.magnitude)
-        if source.weight != 1:
-            message = "an adapter of DoRA has directions, of which there is no half: leave --weights out"
-            raise Unsupported(message, path=source.adapter.layout.root, tensor=change.magnitude)
+        require_whole(source, change.magnitude, "an adapter of DoRA has directions")
         spec = self.tensors[own].spec
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_AT_HAND:
             message = f"DoRA of {spec}, whose outputs are columns, would need all of it in memory"
@@ -209,6 +208,7 @@ class Merging:
         if own not in self.tensors:
             raise source.blame(f"the base has no `{own}`", name, hint=near(own, self.base))
         self.require_float(own, source, name)
+        require_whole(source, name, f"rows of `{own}` were trained whole")
         shape, found = self.tensors[own].spec.shape, source.shape(name)
         indices = source.config.token_rows(module)
         if found != (len(indices), *shape[1:]):
@@ -256,6 +256,13 @@ class Merging:
             return Taken(found._replace(dtype=dtype))
         working = working_dtype(self.tensors[name].spec.dtype)
         return Merge(found._replace(dtype=working), steps, self.reach.get(name, same))
+
+
+def require_whole(source: Source, name: str, because: str) -> None:
+    """Raise `Unsupported` for a tensor that takes the place of the base's, if the adapter counts for more or less."""
+    if source.weight != 1:
+        message = f"{because}, of which there is no half: leave --weights out"
+        raise Unsupported(message, path=source.adapter.layout.root, tensor=name)
 
 
 def own_biases(source: Source) -> Iterator[tuple[str, str]]:

@@ -133,3 +133,19 @@ def test_two_names_of_one_parameter_contradict_each_other() -> None:
 def test_other_methods_are_named(name: str, method: str) -> None:
     with pytest.raises(Unsupported, match=method):
         find({name: (4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("layers.0.q_proj.lora_a.weight", "layers.0.q_proj.lora_b.weight"),
+        ("layers.0.q.lora_A", "layers.0.q.lora_B"),
+        ("unet.q.lora_down.weight", "unet.q.lora_up.weight"),
+        ("base_model.model.q.lora_A.my.own.weight", "base_model.model.q.lora_B.my.own.weight"),
+    ],
+)
+def test_adapters_of_other_libraries_are_refused(first: str, second: str) -> None:
+    with pytest.raises(Unsupported) as raised:
+        find({first: (2, 7), second: (5, 2)})
+    assert raised.value.tensor == first
+    assert find({first: (2, 7)} if "base_model" not in first else {"q.weight": (2, 7)}) is None
