@@ -76,7 +76,7 @@ class Quantizing:
     def of_quantized(self, companions: Companions, layout: Layout) -> Companions:
         """Return companions with a config.json that says how the model is quantized, and which modules are not.
 
-        These have the names of the files, by which vLLM asks, and those of the memory, by which transformers does.
+        They have their names in the files, by which some loaders ask, and those in memory, by which others do.
         """
         names = set(self.chosen.names)
         left = [name for name, spec in layout.specs.items() if len(spec.shape) > 1 and name not in names]

@@ -1,4 +1,4 @@
-"""Settle what becomes of tied tensors of a model into which adapters are merged: they are one, or not tied any more."""
+"""Decide what becomes of tied tensors of a model into which adapters are merged: they stay one, or come apart."""
 
 from __future__ import annotations
 
