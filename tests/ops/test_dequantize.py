@@ -192,6 +192,43 @@ def test_a_damaged_scale_is_found(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"exclude": "*_scale_inv"},
+        {"exclude": "*kv_a.weight"},
+        {"include": ["*.weight", "*norm*"]},
+        {"rename": r"kv_a\.weight$=>kv_b.weight"},
+    ],
+)
+def test_numbers_and_scales_go_together(tmp_path: Path, asked: dict[str, Any]) -> None:
+    root, _ = deepseek(tmp_path / "in")
+    with pytest.raises(Usage, match="scale_inv"):
+        consolidate(root, tmp_path / "out", names="keep", **asked)
+    consolidate(root, tmp_path / "both", exclude="*kv_a*", rename=r"ragged\.weight=>other.weight", names="keep")
+    found = inspect(tmp_path / "both").quantized
+    assert found is not None
+    assert (found.weights, found.refusal) == (3, None)
+
+
+def test_what_a_config_says_of_plain_weights_goes(tmp_path: Path) -> None:
+    """A training that began with a quantized model has plain weights, and the config.json of that."""
+    root = written(tmp_path / "in", MXFP4, {"a.weight": torch.ones(4, 4)})
+    done = consolidate(root, tmp_path / "out")
+    assert "quantization_config" not in config(tmp_path / "out")
+    assert any("mxfp4" in note and "are not" in note for note in done.notes)
+
+
+def test_numbers_of_eight_bits_without_scales_stay_and_are_said(tmp_path: Path) -> None:
+    root = written(tmp_path / "in", None, {"a.weight": torch.ones(4, 4).to(E4M3), "b.weight": torch.ones(4)})
+    done = consolidate(root, tmp_path / "out", dtype="bf16")
+    assert {name: tensor.dtype for name, tensor in model(tmp_path / "out").items()} == {
+        "a.weight": E4M3,
+        "b.weight": torch.bfloat16,
+    }
+    assert any("1 weight of 8 bits stayed so" in note and "a.weight" in note for note in done.notes)
+
+
 @pytest.mark.parametrize("rule", ["*scale_inv=bf16", "*kv_a.weight=bf16"])
 def test_nothing_is_torn_from_its_scales(tmp_path: Path, rule: str) -> None:
     root, _ = deepseek(tmp_path / "in")

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 PROMPT = "prompt_embeddings"  # all that prompt learning leaves
 
+
 def may_be_adapted(names: Collection[str]) -> bool:
     """Return whether tensors of these names may be an adapter's, at a glance."""
     return PROMPT in names or any(

@@ -85,8 +85,7 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     packed = {name: scale for name, scale in packed.items() if scale in specs}
     said = read_said(config)
     if not said.is_known:
-        has_packed = any(may_be_packed(spec) and len(spec.shape) > 1 for spec in specs.values())
-        return unknown(layout, said) if has_packed else None
+        return None if is_plain(specs) else unknown(layout, said)
     if not (scaled or packed or ((small or blocks or orphans) and said.method)):
         return None
     scales = {*scaled.values(), *packed.values()}
@@ -96,6 +95,12 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     beside = {name for name in specs if name.endswith(_BESIDE)}
     method = " and ".join(["fp8"] * bool(scaled) + ["mxfp4"] * bool(packed))
     return Quantized(layout, method, weights, frozenset({*weights, *scales, *beside}))
+
+
+def is_plain(specs: Mapping[str, Spec]) -> bool:
+    """Return whether there is nothing quantized among tensors, whatever a config says: neither numbers nor scales."""
+    has_packed = any(may_be_packed(spec) and len(spec.shape) > 1 for spec in specs.values())
+    return not (has_packed or find_foreign(specs) or any(name.endswith(OF_WEIGHTS) for name in specs))
 
 
 def is_eight_bits(spec: Spec) -> bool:

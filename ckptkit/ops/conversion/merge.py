@@ -27,7 +27,7 @@ from ckptkit.ops.conversion.in_memory import in_memory, to_files
 from ckptkit.ops.conversion.model import companion_files, form_for
 from ckptkit.ops.conversion.named_weights import name_one, without_prefix
 from ckptkit.ops.conversion.options import ConvertOptions
-from ckptkit.ops.conversion.quantized import Dequantizing, look_for_quantized, make_all_plain
+from ckptkit.ops.conversion.quantized import Dequantizing, look_for_quantized, make_all_plain, without_false_words
 from ckptkit.ops.conversion.recipes import Merging, Source
 from ckptkit.ops.conversion.tied import settle_ties
 
@@ -198,7 +198,7 @@ def made_plain(base: Base, notes: list[str]) -> Base:
     """Return a base with plain weights for quantized ones, and add to `notes` that it is so."""
     plain = make_all_plain(look_for_quantized(base.part), base.weights, base.config)
     if plain is None:
-        return base
+        return replace(base, companions=without_false_words(base.companions, base.weights.layout, notes))
     companions = plain.of_plain(base.companions, notes)
     notes.append(f"what was dequantized is {plain.dtype}, unless --dtype says otherwise")
     return replace(base, weights=plain.unpack(base.weights), companions=companions, plain=plain)

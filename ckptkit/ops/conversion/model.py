@@ -29,9 +29,12 @@ from ckptkit.ops.conversion.quantize import Quantizing, find_quantizing, refuse_
 from ckptkit.ops.conversion.quantized import (
     Dequantizing,
     check_casts,
+    check_together,
     find_dequantizing,
     look_for_quantized,
     refuse_mean,
+    say_small,
+    without_false_words,
 )
 from ckptkit.ops.selection import Edits
 from ckptkit.plan import Recipe
@@ -55,6 +58,7 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     opened, quantized, plain = open_all(parts, options)
     if plain is not None:
         companions = plain.of_plain(companions, notes)
+    companions = without_false_words(companions, parts[0].layout, notes)
     names = options.names or (HUB if is_alone or options.map else KEEP)
     if names != KEEP and not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
@@ -80,6 +84,7 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
         computed = computed_by(quantizing, quantizing.wanted(first), found[0].came_from)
     else:
         check_casts(quantized, casts, found[0].came_from)
+        notes += say_small(first, options.edits)
         others = [cast_to(layout, first.specs) for layout in layouts[1:]]
         computed = Computed(first, others, average(first, options.weights))
     world_size = options.world_size or parts[0].layout.world_size or 1
@@ -134,6 +139,8 @@ def open_all(
     if options.quantize:
         refuse_quantized(parts[0], quantized)
     plain = find_dequantizing(quantized, opened[0], options.edits)
+    if plain is None:
+        check_together(parts[0], opened[0], options.edits)
     return (opened if plain is None else [plain.unpack(opened[0])]), quantized, plain
 
 

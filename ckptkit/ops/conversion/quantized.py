@@ -13,8 +13,8 @@ from ckptkit import edits
 from ckptkit.checkpoints.companions import Companions, find_config
 from ckptkit.checkpoints.fit import abridge
 from ckptkit.checkpoints.part import Part
-from ckptkit.checkpoints.quantized.config import without_quantization
-from ckptkit.checkpoints.quantized.find import BLOCKS, Packed, Quantized, find_quantized
+from ckptkit.checkpoints.quantized.config import read_said, without_quantization
+from ckptkit.checkpoints.quantized.find import BLOCKS, Packed, Quantized, find_quantized, is_plain
 from ckptkit.checkpoints.weights import LeftOut, Weights
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.layout import Layout, Spec, StoredTensor
@@ -85,6 +85,18 @@ class Dequantizing:
         return replace(companions, config=plain)
 
 
+def without_false_words(companions: Companions, layout: Layout, notes: list[str]) -> Companions:
+    """Return companions whose config.json does not say of plain weights that they are quantized, and add to `notes`.
+
+    A training that began with a quantized model has plain ones, which loaders would take for what it was.
+    """
+    said = read_said(companions.config).method
+    if companions.config is None or said is None or not is_plain(layout.specs):
+        return companions
+    notes.append(f"config.json said that the weights are quantized ({said}), which they are not; it says so no more")
+    return replace(companions, config=without_quantization(companions.config))
+
+
 def make_all_plain(
     quantized: Quantized | None, found: Weights, config: Mapping[str, Any] | None
 ) -> Dequantizing | None:
@@ -144,6 +156,31 @@ def find_dequantizing(quantized: Quantized | None, found: Weights, asked: Edits)
         hint = "give one dtype for all weights, like --dtype bf16"
         raise Usage(f"{len(left)} quantized weights would stay, such as `{left[0]}`, and others not", hint=hint)
     return Dequantizing(quantized, frozenset(chosen))
+
+
+def check_together(part: Part, found: Weights, asked: Edits) -> None:
+    """Raise `Usage` if quantized weights would be written without their scales, or under names that these do not have.
+
+    Where nothing is selected or renamed they stay together.
+    """
+    quantized = look_for_quantized(part) if asked.include or asked.exclude or asked.rename else None
+    names = {old: new for new, old in found.came_from.items()}
+    for name, packed in quantized.weights.items() if quantized else ():
+        new, scale = names.get(name), names.get(packed.scale)
+        stem = plain_name(name)
+        if scale != (None if new is None else plain_name(new) + packed.scale.removeprefix(stem)):
+            message = f"{name} would become {new or 'nothing'}, and its scales {packed.scale} {scale or 'nothing'}"
+            hint = "select and rename both alike, or add --dtype bf16, which makes plain weights of them"
+            raise Usage(message, path=part.path, hint=hint)
+
+
+def say_small(layout: Layout, asked: Edits) -> list[str]:
+    """Return words on weights of 8 bits that stay what they are though a dtype is asked for: they have no scales."""
+    small = sorted(name for name, spec in layout.specs.items() if spec.dtype.kind == "small_float")
+    if asked.dtype_of_weights is None or not small:
+        return []
+    weights = "1 weight" if len(small) == 1 else f"{len(small)} weights"
+    return [f"{weights} of 8 bits stayed so, since nothing is known of scales: {abridge(small)}"]
 
 
 def check_casts(quantized: Quantized | None, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
