@@ -19,14 +19,19 @@ _ROWS = re.compile(
 _KEY = "vocab_size"
 
 
+def is_by_token(name: str) -> bool:
+    """Return whether a tensor called so has a row for each token of the vocabulary."""
+    return _ROWS.fullmatch(name) is not None
+
+
 def rows_of(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     """Return the rows of each tensor that has one for each token of the vocabulary."""
-    return {name: tensor.spec.shape[0] for name, tensor in tensors.items() if _ROWS.fullmatch(name)}
+    return {name: tensor.spec.shape[0] for name, tensor in tensors.items() if is_by_token(name)}
 
 
 def resize(tensors: Mapping[str, StoredTensor], rows: int) -> dict[str, StoredTensor]:
     """Return located tensors with so many rows in each that has one for each token. New ones are zero."""
-    return {name: resize_one(one, rows) if _ROWS.fullmatch(name) else one for name, one in tensors.items()}
+    return {name: resize_one(one, rows) if is_by_token(name) else one for name, one in tensors.items()}
 
 
 def resize_one(tensor: StoredTensor, rows: int) -> StoredTensor:

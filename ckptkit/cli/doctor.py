@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,11 +75,21 @@ def report(found: Diagnosis, *, every: bool) -> None:
         say(f"... {len(found.findings) - len(shown):,} more: --all lists them")
     fixes = dict.fromkeys(one.fix for one in shown if one.fix)
     for fix in fixes:
-        numbers = ",".join(str(number) for number, one in enumerate(shown, 1) if one.fix == fix)
-        say(f"mends {numbers}: {fix}")
+        say(f"mends {spans(number for number, one in enumerate(shown, 1) if one.fix == fix)}: {fix}")
     if len(fixes) > 1:
-        note("hint: run one of them, and `ckptkit doctor` on what it made, or give their options to one command")
+        note("hint: run one of them, and `ckptkit doctor` on what it made")
     say(conclude(found))
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return ascending numbers with those that follow each other as a range: 1-4,6."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ",".join("-".join(map(str, span)) for span in found)
 
 
 def describe(one: Finding) -> str:

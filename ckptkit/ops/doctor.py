@@ -13,7 +13,8 @@ from ckptkit.errors import Usage
 from ckptkit.ops.diagnosis import KINDS
 from ckptkit.ops.diagnosis.case import Case
 from ckptkit.ops.diagnosis.damage import find_damage, look_for_damage
-from ckptkit.ops.diagnosis.finding import Finding, group
+from ckptkit.ops.diagnosis.finding import Finding
+from ckptkit.ops.diagnosis.mending import settle
 from ckptkit.ops.diagnosis.model import Model
 
 
@@ -47,10 +48,12 @@ def doctor(
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_case(checkpoint, model, like, world_size)
     if case is None:
-        return Diagnosis(checkpoint.path, group(findings), ("nothing else was looked at",))
+        mended = settle(findings, checkpoint)
+        return Diagnosis(checkpoint.path, mended.findings, ("nothing else was looked at", *mended.notes))
     findings += [found for kind in KINDS for found in kind(case)]
-    notes = (*unfinished_in(path_of(ckpt), checkpoint), *notes_on(case))
-    return Diagnosis(checkpoint.path, group(findings), notes)
+    mended = settle(findings, checkpoint)
+    notes = (*unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *mended.notes)
+    return Diagnosis(checkpoint.path, mended.findings, notes)
 
 
 def open_case(

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.ops.diagnosis.finding import Finding, group
+from ckptkit.ops.diagnosis.finding import Finding
+from ckptkit.ops.diagnosis.mending import settle
 from ckptkit.ops.diagnosis.messages import MESSAGES, Message
 from ckptkit.ops.diagnosis.said import Said
 from ckptkit.ops.doctor import open_case
@@ -24,13 +25,14 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     """
     text = error if isinstance(error, str) else "\n".join(words_of(error))
     text = _SOURCE.sub("", text[:_MOST])
-    case, findings = open_case(Checkpoint.open(ckpt))
+    checkpoint = Checkpoint.open(ckpt)
+    case, findings = open_case(checkpoint)
     meanings: list[Finding] = []
     for message in MESSAGES:
         for parts in dict.fromkeys(found.groups() for found in message.pattern.finditer(text)):
             findings += message.look(Said(parts, text), case) if message.look and case else ()
             meanings.append(meaning(message))
-    return group(findings or meanings)
+    return settle(findings or meanings, checkpoint).findings
 
 
 def meaning(message: Message) -> Finding:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ckptkit.cli.commands import app
+from ckptkit.errors import CkptError
 from tests.producers import Truth, spawn
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -89,9 +89,25 @@ def run(fix: str | None, code: int = 0) -> Path:
     assert fix is not None
     first, *words = shlex.split(fix)
     assert first == "ckptkit"
-    done = subprocess.run([sys.executable, "-m", "ckptkit", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == code, f"{fix}\n{done.stdout}{done.stderr}"
+    try:
+        ended = app(words, standalone_mode=False) or 0
+    except CkptError as error:
+        ended = f"{error.exit_code}: {error}"
+    assert ended == code, fix
     return [Path(word) for word in words if re.search(r"-(mended|model|universal)(\.\w+)?$", word)][-1]
+
+
+def half_trained(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of an optimizer after a step, by name, in which every second parameter had no gradient."""
+    named = {name: nn.Parameter(tensor) for name, tensor in weights.items()}
+    for parameter in list(named.values())[::2]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(list(named.items()))
+    optimizer.step()
+    state = optimizer.state_dict()
+    names = list(named)
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[i]: entries for i, entries in state["state"].items()}, "param_groups": groups}
 
 
 # -- a parameter that never had a gradient -----------------------------------------------------------------------------
@@ -119,9 +135,14 @@ def idle() -> tuple[nn.Module, torch.optim.Optimizer]:
 def never_trained(root: Path) -> Truth:
     """A checkpoint `ckpt-1` of two ranks in which some have no state, and in `said` what its load ends with."""
     root.mkdir()
-    spawn(2, save_idle, root / "ckpt-1")
-    spawn(2, load_idle, root / "ckpt-1", root / "said")
+    spawn(2, save_and_load_idle, root)
     return {}
+
+
+def save_and_load_idle(root: Path) -> None:
+    """Do both in one start of the ranks."""
+    save_idle(root / "ckpt-1")
+    load_idle(root / "ckpt-1", root / "said")
 
 
 def save_idle(root: Path) -> None:

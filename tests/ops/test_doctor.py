@@ -108,11 +108,11 @@ def test_a_prefix_of_its_trainer(tmp_path: Path) -> None:
     assert found["renamed"].tensor == "net.*"
     assert found["renamed"].message.endswith("calls it `*`")
     assert found["unexpected"].tensor == "scale"
-    once = run(found["renamed"].fix)
-    twice = run(the_one(once, "unexpected", model=model).fix)
-    state = load_into({"model": blank(llama().state_dict())}, twice)
+    assert found["renamed"].fix == found["unexpected"].fix
+    mended = run(found["renamed"].fix)
+    state = load_into({"model": blank(llama().state_dict())}, mended)
     llama().load_state_dict(state["model"])
-    assert is_ok(twice, model=model)
+    assert is_ok(mended, model=model)
 
 
 def test_names_of_another_family(tmp_path: Path) -> None:
@@ -219,6 +219,62 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
     mended = run(found.findings[0].fix)
     from_pretrained(mended)
     assert is_ok(mended)
+
+
+def test_one_command_mends_all(tmp_path: Path) -> None:
+    weights = {f"net.{name}": tensor for name, tensor in llama(vocab_size=64).state_dict().items()}
+    weights["odd[0].scale"] = torch.ones(2)
+    model = config_alone(tmp_path / "my model's")
+    root = write_hf(tmp_path / "hf", weights, llama().config.to_dict())
+    found = doctor(root, model=model).findings
+    assert sorted({one.code for one in found}) == ["renamed", "unexpected", "vocabulary"]
+    assert len({one.fix for one in found}) == 1
+    mended = run(found[0].fix)
+    _, info = from_pretrained(mended)
+    assert not info["missing_keys"]
+    assert is_ok(mended, model=model)
+
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}
+    save_alone({"model": wrapped, "optim": situations.half_trained(wrapped)}, tmp_path / "run" / "ckpt-1")
+    found = doctor(tmp_path / "run", model=model, world_size=3).findings
+    codes = ["optimizer_state", "renamed", "unexpected", "vocabulary", "wrapper"]
+    assert sorted({one.code for one in found}) == codes
+    assert len({one.fix for one in found}) == 1
+    mended = run(found[0].fix)
+    assert is_ok(mended, model=model, world_size=3)
+    load_into({"model": blank(llama().state_dict())}, mended)
+
+
+def test_no_command_takes_what_the_model_calls_for(tmp_path: Path) -> None:
+    """A layer more: what lies in it is left out, and not the like in all layers."""
+    save_alone({"model": llama(num_hidden_layers=3).state_dict()}, tmp_path / "ckpt-1")
+    model = config_alone(tmp_path / "model")
+    found = doctor(tmp_path / "ckpt-1", model=model).findings
+    assert {one.code for one in found} == {"unexpected"}
+    assert str(found[0].fix).endswith("--exclude 'model.model.layers.2.*'")
+    mended = run(found[0].fix)
+    load_into({"model": blank(llama().state_dict())}, mended)
+    assert is_ok(mended, model=model)
+
+
+def test_what_a_command_mends_while_more_is_missing(tmp_path: Path) -> None:
+    """The model without its head: a rule gives it its names, and a config would refuse it."""
+    llama().model.save_pretrained(tmp_path / "hf")
+    model = config_alone(tmp_path / "model")
+    found = {one.code: one for one in doctor(tmp_path / "hf", model=model).findings}
+    assert found.keys() == {"renamed", "missing"}
+    assert the_one(run(found["renamed"].fix), "missing", model=model).tensor == "lm_head.weight"
+
+
+def test_wrappers_in_files_that_from_pretrained_reads(tmp_path: Path) -> None:
+    root = config_alone(tmp_path / "hf")
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in llama().state_dict().items()}
+    torch.save(wrapped, root / "pytorch_model.bin")
+    _, info = from_pretrained(root)
+    assert len(info["missing_keys"]) == len(wrapped)
+    mended = run(the_one(root, "wrapper").fix)
+    _, info = from_pretrained(mended)
+    assert not info["missing_keys"]
 
 
 # -- what is no plain model --------------------------------------------------------------------------------------------
@@ -368,10 +424,23 @@ def test_another_key_and_other_names(tmp_path: Path) -> None:
     save_alone({"model": layers}, tmp_path / "ckpt-2")
     found = {one.code: one for one in doctor(tmp_path / "ckpt-1", like=tmp_path / "ckpt-2").findings}
     assert found.keys() == {"key", "renamed"}
-    once = run(found["renamed"].fix)
-    twice = run(the_one(once, "key", like=tmp_path / "ckpt-2").fix)
-    load_into({"model": blank(layers)}, twice)
-    assert is_ok(twice, like=tmp_path / "ckpt-2")
+    assert found["renamed"].fix == found["key"].fix
+    mended = run(found["key"].fix)
+    load_into({"model": blank(layers)}, mended)
+    assert is_ok(mended, like=tmp_path / "ckpt-2")
+
+
+def test_a_rate_that_became_a_tensor(tmp_path: Path) -> None:
+    rate, tensor = ({"optim": {"param_groups": [{"lr": lr}]}} for lr in (0.1, torch.tensor(0.1)))
+    save_alone({"w": torch.ones(2), **rate}, tmp_path / "ckpt-1")
+    save_alone({"w": torch.ones(2), **tensor}, tmp_path / "ckpt-2")
+    load_into(tensor, tmp_path / "ckpt-1")
+    assert is_ok(tmp_path / "ckpt-1", like=tmp_path / "ckpt-2")
+    with pytest.raises(Refused, match=r"Invalid checkpoint metadata for optim.param_groups.0.lr") as raised:
+        load_into(rate, tmp_path / "ckpt-2")
+    found = the_one(tmp_path / "ckpt-2", "kind", like=tmp_path / "ckpt-1")
+    (said,) = ckptkit.explain(raised.value, tmp_path / "ckpt-2")
+    assert (said.code, said.tensor) == (found.code, found.tensor) == ("kind", "optim.param_groups.0.lr")
 
 
 # -- ranks and files ---------------------------------------------------------------------------------------------------
@@ -410,6 +479,31 @@ def test_shards_of_another_node(produce: Produce, tmp_path: Path) -> None:
     assert subprocess.run(words, capture_output=True, check=False).returncode == 0
     ckptkit.reshard(Checkpoint.open(root, also=[other]), tmp_path / "whole", to=2)
     load_into(weights, tmp_path / "whole")
+
+
+def test_commands_name_all_directories(produce: Produce, tmp_path: Path) -> None:
+    shutil.copytree(produce(situations.never_trained).root / "ckpt-1", tmp_path / "one" / "ckpt-1")
+    (tmp_path / "two" / "ckpt-1").mkdir(parents=True)
+    shutil.move(tmp_path / "one" / "ckpt-1" / "__1_0.distcp", tmp_path / "two" / "ckpt-1")
+    alone = the_one(tmp_path / "one" / "ckpt-1", "incomplete")
+    assert alone.fix is None  # a part of every tensor is lost, and there is nothing to take it from
+    both = Checkpoint.open(tmp_path / "one" / "ckpt-1", also=[tmp_path / "two" / "ckpt-1"])
+    assert is_ok(run(doctor(both).findings[0].fix))
+
+
+def test_a_command_that_would_be_refused_is_not_named(produce: Produce, tmp_path: Path) -> None:
+    from tests.trainers.produced_ranks import flat_by_config
+
+    shutil.copytree(produce(flat_by_config).root / "by-hand", tmp_path / "run")
+    mended = run(the_one(tmp_path / "run", "world_size", world_size=5).fix)  # its own names are not written
+    assert (mended / ".metadata").is_file()
+    assert is_ok(mended, world_size=5)
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    from tests.trainers.produced_experts import experts
+
+    found = doctor(produce(experts).root / "zero1", world_size=5)
+    assert [(one.code, one.fix) for one in found.findings] == [("world_size", None)]
+    assert any("would end with: an expert" in note for note in found.notes)
 
 
 def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from functools import cached_property
 from ckptkit.checkpoints.adapters.find import Adapted, find_adapters
 from ckptkit.checkpoints.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.fit import without_extra_state
 from ckptkit.checkpoints.form import Form, closest
 from ckptkit.checkpoints.quantized.find import find_quantized
 from ckptkit.checkpoints.weights import Weights, find_weights, has_weights
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Layout
+from ckptkit.ops.diagnosis.misfits import Misfits
 from ckptkit.ops.diagnosis.model import Model
 from ckptkit.tensors.box import Shape
 
@@ -48,6 +50,18 @@ class Case:
     def shapes(self) -> Mapping[str, Shape]:
         """Return the shapes of the model's tensors by their own names, {} where there are none."""
         return self.weights.layout.shapes if self.weights else {}
+
+    @cached_property
+    def plain_shapes(self) -> Mapping[str, Shape]:
+        """Return the shapes of the model's weights, without what modules keep beside them."""
+        return without_extra_state(self.weights.layout)[0].shapes if self.weights else {}
+
+    @cached_property
+    def called(self) -> Mapping[str, str]:
+        """Return what the model calls those of its tensors that are called otherwise here, by a rule for names."""
+        if self.model is None or self.form is None or not self.is_plain or self.checkpoint.family is not None:
+            return {}
+        return Misfits.of(self.plain_shapes, self.form, self.model).renamed()
 
     @property
     def is_asked(self) -> bool:

@@ -56,18 +56,30 @@ def find_fix(checkpoint: Checkpoint, whole: Path | None) -> str | None:
 
     Where nothing says what lies in the files there is only that other to use, None without one.
     """
-    if can_be_salvaged(checkpoint.model_part):
+    if can_be_salvaged(checkpoint.model_part, is_filled=whole is not None):
         return rewrite(checkpoint, "--salvage", *(("--fill-from", whole) if whole else ()))
     return command("doctor", whole) if whole else None
 
 
-def can_be_salvaged(part: Part) -> bool:
-    """Return whether a part can be read with what is wrong in it left out."""
+def can_be_salvaged(part: Part, *, is_filled: bool) -> bool:
+    """Return whether a part can be read with what is wrong in it left out, and something of it stays.
+
+    Where what is lost `is_filled` from another checkpoint, nothing has to stay.
+    """
     try:
-        part.reader.read(part.path, lambda _: None)
+        layout = part.reader.read(part.path, lambda _: None)
+        sizes = {
+            path: size_of(layout.root / path) for path in {c.path for t in layout.tensors.values() for c in t.chunks}
+        }
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return False
-    return True
+    ends = ([chunk.offset + chunk.length <= sizes[chunk.path] for chunk in t.chunks] for t in layout.tensors.values())
+    return is_filled or any(map(all, ends))
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file, -1 if it is not there."""
+    return path.stat().st_size if path.is_file() else -1
 
 
 def find_whole(checkpoint: Checkpoint) -> Path | None:

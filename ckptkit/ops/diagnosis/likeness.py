@@ -18,6 +18,7 @@ from ckptkit.ops.diagnosis.finding import Finding
 from ckptkit.ops.diagnosis.optimizer_states import named_states, without_state
 from ckptkit.ops.diagnosis.rename_rules import rules_for
 from ckptkit.ops.diagnosis.renamed import say_renamed
+from ckptkit.tensors.dtypes import DType
 
 _MOST_RULES = 8
 
@@ -37,6 +38,7 @@ def find_unlike(case: Case) -> Iterator[Finding]:
             yield from find_key(case, case.like.path, ours, theirs)
             yield from find_lacking(case, case.like.path, ours, theirs)
             yield from find_specs(case, case.like.path, ours, theirs)
+            yield from find_kinds(case, case.like.path, ours, theirs)
 
 
 def sides(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
@@ -82,6 +84,17 @@ def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[
             yield Finding("unexpected", name, f"{other} does not have it: `load_state_dict` refuses it")
 
 
+def find_kinds(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+    """Yield what is a tensor in shards here and none in the other, such as a rate. The other way round torch loads."""
+    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
+        message = (
+            f"it is a tensor here and a plain value in {other}: torch's load ends with `Invalid checkpoint metadata`; "
+            "make the optimizer as it was made here, as with `lr=torch.tensor(...)`"
+        )
+        yield Finding("kind", name, message)
+
+
 def find_renamed(case: Case, other: Path, pairs: Mapping[str, str], ours: Side) -> Iterator[Finding]:
     """Yield what the other calls otherwise, a finding for each rule. Those for the model change its optimizer too."""
     own = {old: new for old, new in pairs.items() if old in ours.weights}
@@ -98,9 +111,12 @@ def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
         yield Finding("shape", name, f"{list(one.shape)} here, {list(two.shape)} in {other}")
     dtypes = {name: (one, two) for name, (one, two) in pairs.items() if name not in shapes}
     fix = mend_dtypes(case, dtypes, ours, theirs)
+    changes: dict[tuple[DType, DType], list[str]] = {}
     for name, (one, two) in dtypes.items():
-        message = f"{one.dtype} here, {two.dtype} in {other}: torch's load converts it without a word"
-        yield Finding("dtype", name, message, fix)
+        changes.setdefault((one.dtype, two.dtype), []).append(name)
+    for (here, there), names in changes.items():
+        message = f"{here} here, {there} in {other}: torch's load converts it without a word"
+        yield Finding("dtype", names[0], message, fix, tuple(names))
 
 
 def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> str | None:

@@ -179,9 +179,10 @@ MESSAGES: tuple[Message, ...] = (
     Message(
         "Invalid checkpoint metadata for …, expected BytesStorageMetadata but found …",
         "torch, `dcp.load`",
-        "other_model",
+        "kind",
         "The checkpoint has a tensor where the state that is loaded into has a number, or nothing that is a tensor: a "
         "learning rate that became one, or a key of another level.",
+        said.find_kind,
     ),
     Message(
         "Weights only load failed",

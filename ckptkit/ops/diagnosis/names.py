@@ -7,23 +7,22 @@ from dataclasses import dataclass
 
 from ckptkit.checkpoints.expected import HEAD
 from ckptkit.checkpoints.families import HUB
-from ckptkit.checkpoints.fit import abridge, without_extra_state
-from ckptkit.checkpoints.form import Form, closest
+from ckptkit.checkpoints.fit import abridge
+from ckptkit.checkpoints.form import closest
 from ckptkit.checkpoints.naming import name_weights
 from ckptkit.checkpoints.vocabulary import rows_of, vocabulary_of
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
-from ckptkit.ops.comparison.renames import by_rule, fold
 from ckptkit.ops.diagnosis.case import Case
-from ckptkit.ops.diagnosis.commands import export, rewrite
+from ckptkit.ops.diagnosis.commands import export, is_model, rewrite
 from ckptkit.ops.diagnosis.finding import Finding
+from ckptkit.ops.diagnosis.globs import globs_for
+from ckptkit.ops.diagnosis.misfits import Misfits, Shapes
 from ckptkit.ops.diagnosis.model import Model
 from ckptkit.ops.diagnosis.rename_rules import rules_for
 from ckptkit.ops.diagnosis.renamed import say_renamed
-from ckptkit.tensors.box import Shape
 
 _IN_MEMORY = "transformers"  # the family of names that its models have there
 _MOST_GLOBS = 8
-Shapes = Mapping[str, Shape]
 
 
 def find_names(case: Case) -> Iterator[Finding]:
@@ -34,7 +33,7 @@ def find_names(case: Case) -> Iterator[Finding]:
     model = case.model
     if model is None or case.form is None or case.weights is None or not case.is_plain:
         return
-    misfits = Misfits.of(plain_shapes(case), case.form, model)
+    misfits = Misfits.of(case.plain_shapes, case.form, model)
     if not misfits:
         yield from find_names_on_disk(case, model)
         return
@@ -44,7 +43,7 @@ def find_names(case: Case) -> Iterator[Finding]:
             return  # the names are its trainer's, which loads it
         yield turned.finding
         misfits = Misfits.of(turned.shapes, closest(model.forms, turned.shapes.keys()), model)
-    pairs = by_rule(dict(misfits.extra), dict(misfits.missing))
+    pairs = misfits.renamed()
     yield from find_renamed(case, pairs)
     missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
     extra = [name for name in misfits.extra if name not in pairs]
@@ -57,42 +56,11 @@ def find_names(case: Case) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Misfits:
-    """The tensors that a model calls for and that are missing, and those that it does not call for."""
-
-    missing: Shapes
-    extra: Shapes
-    needed: int  # how many, in all
-
-    @classmethod
-    def of(cls, shapes: Shapes, form: Form, model: Model) -> Misfits:
-        """Hold tensors against a form of the model. What lies beside its own weights is no misfit."""
-        missing = {name: form.shapes[name] for name in form.shapes if name in form.needed and name not in shapes}
-        extra = {name: shape for name, shape in shapes.items() if name not in form.shapes and name not in model.specs}
-        return cls(missing, extra, len(form.needed))
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.extra)
-
-    @property
-    def is_small(self) -> bool:
-        """Return whether nothing is missing, so that names of another family cannot be the reason."""
-        return not self.missing
-
-
-@dataclass(frozen=True, slots=True)
 class Turned:
     """The tensors of a checkpoint by the names of the Hub, and what there is to say of it."""
 
     shapes: Shapes
     finding: Finding
-
-
-def plain_shapes(case: Case) -> Shapes:
-    """Return the shapes of the model's weights, without what modules keep beside them."""
-    assert case.weights is not None
-    layout, _ = without_extra_state(case.weights.layout)
-    return layout.shapes
 
 
 def turn_to_hub(case: Case, model: Model) -> Turned | None:
@@ -111,7 +79,7 @@ def turn_to_hub(case: Case, model: Model) -> Turned | None:
     message = f"the names are {whose}, and {model.name} has the Hub's"
     if options:
         message += f"; the vocabulary is padded to {padded_rows(case)} rows, its own is {rows}"
-    if case.checkpoint.model_part.reader.is_model_only or not has_optimizer(case):
+    if is_model(case.checkpoint) or not has_optimizer(case):
         fix = export(case.checkpoint, *options, base=model.name)
     else:
         fix = rewrite(case.checkpoint, "--names", HUB, *options, "--base", model.name)
@@ -121,8 +89,8 @@ def turn_to_hub(case: Case, model: Model) -> Turned | None:
 def find_names_on_disk(case: Case, model: Model) -> Iterator[Finding]:
     """Yield that shards have the names of files, where a model in memory has others since transformers 5."""
     memory = model.forms[-1]
-    names = tuple(name for name in plain_shapes(case) if name not in memory.shapes)
-    if case.checkpoint.model_part.reader.is_model_only or not (model.asked and names):
+    names = tuple(name for name in case.plain_shapes if name not in memory.shapes)
+    if is_model(case.checkpoint) or not (model.asked and names):
         return
     message = f"it is called so in files: in memory {model.name} has other names, and torch's load asks for these"
     fix = rewrite(case.checkpoint, "--names", _IN_MEMORY, "--base", model.name)
@@ -176,8 +144,11 @@ def missing_one(model: Model, name: str) -> Finding:
 def find_unexpected(case: Case, model: Model, extra: list[str]) -> Iterator[Finding]:
     """Yield the tensors that a model does not call for."""
     assert case.weights is not None
-    globs = list(dict.fromkeys(fold(case.weights.came_from.get(name, name)) for name in extra))
-    options = [word for glob in globs for word in ("--exclude", glob)]
-    fix = rewrite(case.checkpoint, *options, base=model.name) if 0 < len(globs) <= _MOST_GLOBS else None
+    came_from = case.weights.came_from
+    names = {came_from.get(name, name) for name in extra}
+    others = set(case.checkpoint.model_part.layout.names) - names
+    globs = globs_for(sorted(names), others, _MOST_GLOBS)
+    options = [word for glob in globs or () for word in ("--exclude", glob)]
+    fix = rewrite(case.checkpoint, *options, base=model.name) if options else None
     message = f"{model.name} does not call for it: `load_state_dict` refuses it, other loaders leave it out"
     yield from (Finding("unexpected", name, message, fix) for name in extra)

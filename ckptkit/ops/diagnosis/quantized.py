@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.ops.diagnosis.case import Case
-from ckptkit.ops.diagnosis.commands import export
+from ckptkit.ops.diagnosis.commands import export, is_model
 from ckptkit.ops.diagnosis.finding import Finding
 
 _KEY = "quantization_config"
@@ -15,7 +15,7 @@ def find_quantized(case: Case) -> Iterator[Finding]:
     """Yield that weights are quantized, if the config that they are loaded by does not say so."""
     if case.model is None or case.quantization is None or case.model.config.get(_KEY):
         return
-    if not (case.model.asked or case.checkpoint.model_part.reader.is_model_only):
+    if not (case.model.asked or is_model(case.checkpoint)):
         return
     message = f"the weights are quantized ({case.quantization}), and the config of {case.model.name} does not say so"
     base = case.model.name if case.model.asked else None

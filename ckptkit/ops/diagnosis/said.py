@@ -101,6 +101,16 @@ def find_key(said: Said, case: Case) -> Iterator[Finding]:
         yield missing(case, name)
 
 
+def find_kind(said: Said, case: Case) -> Iterator[Finding]:
+    """Yield an entry that is a tensor in the checkpoint, and none where it is to be loaded."""
+    name = said.parts[0].strip()
+    if name in case.layout.tensors:
+        message = "it is a tensor in the checkpoint, and a plain value where it is to be loaded"
+        if ".param_groups." in f".{name}":
+            message += ": make the optimizer as it was made then, as with `lr=torch.tensor(...)`"
+        yield Finding("kind", name, message)
+
+
 def is_end(one: str, other: str) -> bool:
     """Return whether two names are the same but for what stands before one of them."""
     return one.endswith(f".{other}") or other.endswith(f".{one}")

@@ -22,8 +22,8 @@ def find_shapes(case: Case) -> Iterator[Finding]:
     """Yield the tensors that have another shape than the model calls for."""
     if case.model is None or case.form is None or case.weights is None or not case.is_plain:
         return
-    there = case.form.shapes
-    pairs = {name: (shape, there[name]) for name, shape in case.shapes.items() if there.get(name, shape) != shape}
+    there = {name: case.form.shapes.get(case.called.get(name, name), shape) for name, shape in case.shapes.items()}
+    pairs = {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
     rows = rows_of(case.weights.layout.tensors)
     padded = {name: pair for name, pair in pairs.items() if name in rows and pair[0][1:] == pair[1][1:]}
     for name, (shape, wanted) in padded.items():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ckptkit.checkpoints.weights import find_prefix
 from ckptkit.ops.diagnosis.case import Case
-from ckptkit.ops.diagnosis.commands import export, rewrite
+from ckptkit.ops.diagnosis.commands import export, is_model, rewrite
 from ckptkit.ops.diagnosis.finding import Finding
 
 _WORDS = {
@@ -20,7 +20,7 @@ _WORDS = {
 
 def find_wrappers(case: Case) -> Iterator[Finding]:
     """Yield the words of wrappers in names, where a model without them is to be loaded."""
-    if case.weights is None or not (case.is_asked or case.checkpoint.model_part.reader.is_model_only):
+    if case.weights is None or not (case.is_asked or is_model(case.checkpoint)):
         return
     raw = raw_names(case)
     for word, whose in _WORDS.items():
@@ -42,7 +42,7 @@ def raw_names(case: Case) -> dict[str, str]:
 
 def mend(case: Case, word: str) -> str:
     """Return the command that takes a word out of all names; a model alone is made without such words anyway."""
-    if case.checkpoint.model_part.reader.is_model_only:
+    if is_model(case.checkpoint):
         base = case.model.name if case.model and case.model.asked else None
         return export(case.checkpoint, base=base)
     return rewrite(case.checkpoint, "--rename", rf"(^|\.){re.escape(word)}\.=>\1")
