@@ -16,6 +16,7 @@ from ckptkit.ops.diagnosis.damage import find_damage, look_for_damage
 from ckptkit.ops.diagnosis.finding import Finding
 from ckptkit.ops.diagnosis.mending import settle
 from ckptkit.ops.diagnosis.model import Model
+from ckptkit.ops.diagnosis.optimizer_states import list_missing_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,13 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> Model | None
 
 def notes_on(case: Case) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
+    states = [] if case.checkpoint.model_part.reader.is_sharded else list(list_missing_states(case))
+    if states:
+        what = f"`{states[0].tensor}` and {len(states) - 1} more" if len(states) > 1 else f"`{states[0].tensor}`"
+        yield (
+            f"the optimizer has no {what}: the parameter is frozen, or never had a gradient, and then torch's "
+            f"`set_optimizer_state_dict` asks for it: {states[0].fix}"
+        )
     if case.model is None:
         if case.like is None:
             yield "no config.json is here: names and shapes were held against nothing (--model or --like gives a model)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import ckptkit
 from ckptkit import Finding, doctor, explain
@@ -82,6 +85,28 @@ def test_a_state_that_was_never_made(produce: Produce) -> None:
     assert "--complete-optimizer" in found[0].fix
 
 
+def test_a_state_that_one_file_lacks(tmp_path: Path) -> None:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = fresh()
+    model[0](torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    torch.save(state, tmp_path / "last.pt")
+    error = error_of(set_optimizer_state_dict, *fresh(), state["optimizer"])
+    found = explain(error, tmp_path / "last.pt")
+    assert [(one.code, one.tensor) for one in found] == [
+        ("optimizer_state", "optimizer.state.1.weight"),
+        ("optimizer_state", "optimizer.state.1.bias"),
+    ]
+    assert "set_optimizer_state_dict" in doctor(tmp_path / "last.pt").notes[0]  # which another loader is not in need of
+    mended = torch.load(run(found[0].fix))
+    assert not doctor(tmp_path / "last-mended.pt").notes[1:]
+    set_optimizer_state_dict(*fresh(), mended["optimizer"])
+
+
 def test_groups(tmp_path: Path) -> None:
     torch.save(groups_of(["a", "b"], ["c"]), tmp_path / "one.pt")
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 2))])
@@ -147,6 +172,43 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:2000])
     found = by_code(explain(error_of(torch.load, tmp_path / "model.pt"), tmp_path / "model.pt"))
     assert "corrupt" in found
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "a pointer of git-lfs"),
+        (b"<!doctype html>", "a web page"),
+        (bytes(5000), "one of zeros"),
+        (b"", "the file is empty"),
+    ],
+    ids=["pointer", "page", "zeros", "empty"],
+)
+def test_files_that_are_none_of_torch(tmp_path: Path, content: bytes, words: str) -> None:
+    save_alone({"model": {"w": torch.ones(2)}}, tmp_path / "ckpt-1")
+    (tmp_path / "model.pt").write_bytes(content)
+    (one,) = explain(error_of(torch.load, tmp_path / "model.pt"), tmp_path / "ckpt-1")
+    assert one.code == "corrupt"
+    assert words in one.message
+
+
+def test_the_report_of_transformers(tmp_path: Path) -> None:
+    """A warning, in which many names are cut short: what is wrong shows in the checkpoint."""
+    weights = {f"net.{name}": tensor for name, tensor in llama().state_dict().items()}
+    root = situations.write_hf(tmp_path / "hf", weights, llama().config.to_dict())
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        from_pretrained(root)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    if "LOAD REPORT" not in said.getvalue():
+        pytest.skip("this transformers says it in other words")
+    (one,) = explain(said.getvalue(), root)
+    assert (one.code, one.tensor) == ("renamed", "net.*")
+    _, info = from_pretrained(run(one.fix))
+    assert not info["missing_keys"]
 
 
 def test_what_nobody_knows(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def size_of(path: Path) -> int:
 
 
 def find_whole(checkpoint: Checkpoint) -> Path | None:
-    """Return the latest checkpoint beside this one that is complete, None if there is none."""
+    """Return the latest checkpoint of the run that is complete; None if there is none, or no step tells of a run."""
+    if checkpoint.own_step is None:
+        return None
     try:
         others = reversed(named_in(checkpoint.path.absolute().parent))
         return next((one.path for one in others if one.name != checkpoint.name and one.is_complete), None)

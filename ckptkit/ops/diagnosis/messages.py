@@ -98,13 +98,24 @@ MESSAGES: tuple[Message, ...] = (
         "shape",
         "The table above the message has the tensors with another shape. `ckptkit doctor CKPT --model MODEL` says why; "
         "`ignore_mismatched_sizes=True` would fill them with random numbers.",
+        said.find_misfits,
     ),
     Message(
         "were not initialized from the model checkpoint at … and are newly initialized: …",
-        "transformers 4; 5 has a table with `MISSING`",
+        "transformers 4",
         "missing",
         "A warning that is an error: these tensors are random now. The names in the file are others than those of the "
         "model: a prefix, a wrapper, an adapter, or another family.",
+        said.find_misfits,
+    ),
+    Message(
+        "LOAD REPORT…from: …",
+        "transformers 5, with a table of names",
+        "missing",
+        "A warning that is an error where the table has `MISSING`: these tensors are random now. If as many are "
+        "`UNEXPECTED`, their names in the file are others than those of the model: a prefix, a wrapper, an adapter, or "
+        "another family. `MISMATCH` is another shape.",
+        said.find_misfits,
     ),
     Message(
         "loaded state dict has a different number of parameter groups",
@@ -194,6 +205,32 @@ MESSAGES: tuple[Message, ...] = (
         said.find_model,
     ),
     Message(
+        "Unsupported operand …",
+        "torch 2.6 and later, `torch.load`",
+        "corrupt",
+        "No file of torch.save: with `118` it is a pointer of git-lfs (`git lfs pull`), with `60` a web page.",
+    ),
+    Message(
+        "files saved in the legacy .tar format",
+        "torch 2.6 and later, `torch.load`",
+        "corrupt",
+        "A file of torch before 0.4, or far more often one of zeros: its blocks were never written, as when a disk was "
+        "full or the power went.",
+    ),
+    Message(
+        "filename 'storages' not found",
+        "torch, `torch.load(weights_only=False)`",
+        "corrupt",
+        "As above: a file of zeros, or one that is older than torch 0.4.",
+    ),
+    Message(
+        "EOFError: …",
+        "Python, under `torch.load` and `dcp.load`",
+        "corrupt",
+        "With `Ran out of input`, or nothing more: the file is empty. The save ended before anything was written, or "
+        "the disk was full. Take another checkpoint.",
+    ),
+    Message(
         "Error no file named … found in directory …",
         "transformers, `from_pretrained`",
         "no_model",
@@ -210,11 +247,12 @@ MESSAGES: tuple[Message, ...] = (
         said.find_model,
     ),
     Message(
-        "found in sharded model state dict but missing from full state dict",
+        "Parameter '…' found in sharded model state dict but missing from full state dict",
         "Accelerate, FSDP2",
         "missing",
         "The model that is loaded into was wrapped or compiled otherwise than the one in the file. `ckptkit doctor "
         "CKPT --model MODEL` names the rule by which the names differ.",
+        said.find_parameter,
     ),
     Message(
         "PytorchStreamReader failed …",
@@ -227,9 +265,9 @@ MESSAGES: tuple[Message, ...] = (
         "Error while deserializing header: …",
         "safetensors",
         "corrupt",
-        "The file is cut short (`MetadataIncompleteBuffer`), or no safetensors (`HeaderTooLarge`, "
-        "`InvalidHeaderDeserialization`): a download that broke off, a pointer of git-lfs, or a `model.safetensors` of "
-        "empty FSDP shards beside the real ones. `ckptkit verify` names it.",
+        "The file is cut short (`incomplete metadata`, before `MetadataIncompleteBuffer`), or no safetensors (`header "
+        "too large`, `header too small`, `invalid header`): a download that broke off, a pointer of git-lfs, or a "
+        "`model.safetensors` of empty FSDP shards beside the real ones. `ckptkit verify` names it.",
     ),
     Message(
         "invalid load key, …",

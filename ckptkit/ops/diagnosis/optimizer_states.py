@@ -17,22 +17,29 @@ _FLAG = "--complete-optimizer"
 def find_missing_states(case: Case) -> Iterator[Finding]:
     """Yield the parameters without a state, of an optimizer in shards, whose loader asks for a state of each.
 
-    An optimizer that is one file of torch.save makes what it lacks by itself.
+    Of one in a file of torch.save a note is made: whether its loader asks for all depends on which it is.
     """
-    if not case.checkpoint.model_part.reader.is_sharded or case.adapted is not None:
-        return
+    if case.checkpoint.model_part.reader.is_sharded and case.adapted is None:
+        yield from list_missing_states(case)
+
+
+def list_missing_states(case: Case) -> Iterator[Finding]:
+    """Yield the parameters without a state, however the optimizer is saved."""
+    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    words = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
     for states in named_states(case.layout):
         for name in without_state(states):
             message = (
                 "the optimizer lists it and has no state of it: it never had a gradient. Unless it is frozen, "
-                "torch's load ends with `Missing key in checkpoint state_dict`"
+                f"torch's load ends with {words}"
             )
             yield Finding("optimizer_state", spell(states.above, name), message, mend(case))
 
 
 def mend(case: Case) -> str:
     """Return the command that gives every parameter a state."""
-    ranks = case.world_size or case.layout.world_size
+    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    ranks = (case.world_size or case.layout.world_size) if is_sharded else None
     return reshard(case.checkpoint, ranks, _FLAG) if ranks else rewrite(case.checkpoint, _FLAG)
 
 

@@ -14,17 +14,21 @@ from ckptkit.ops.diagnosis.case import Case
 from ckptkit.ops.diagnosis.commands import export, reshard, rewrite
 from ckptkit.ops.diagnosis.finding import Finding
 from ckptkit.ops.diagnosis.groups import optimizers_in
-from ckptkit.ops.diagnosis.optimizer_states import find_missing_states
+from ckptkit.ops.diagnosis.names import find_names
+from ckptkit.ops.diagnosis.optimizer_states import find_missing_states, list_missing_states
 from ckptkit.ops.diagnosis.ranks import resize
 from ckptkit.ops.diagnosis.rename_rules import rules_for
 from ckptkit.ops.diagnosis.renamed import say_renamed
+from ckptkit.ops.diagnosis.shapes import find_shapes
 from ckptkit.ops.diagnosis.torch_version import find_torch_version
-from ckptkit.ops.diagnosis.wrappers import raw_names
+from ckptkit.ops.diagnosis.wrappers import find_wrappers, raw_names
 
 Look = Callable[["Said", Case], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')
 _SIZE = re.compile(r"[0-9]+")
 _WORLD = re.compile(r"_world_size_([0-9]{1,7})_rank_")
+_OPERAND = re.compile(r"Unsupported operand ([0-9]+)")  # the byte with which a file begins that is no pickle
+_NO_FILE = {"118": ", but a pointer of git-lfs: `git lfs pull` fetches it", "60": ", but a web page"}
 _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: (.*)")
 
 
@@ -140,8 +144,8 @@ def find_size_by_name(said: Said, case: Case) -> Iterator[Finding]:
 
 
 def find_states(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - all are of interest, not just the first
-    """Yield the parameters that an optimizer has no state of."""
-    yield from find_missing_states(case)
+    """Yield the parameters that an optimizer has no state of, in one file as in shards."""
+    yield from list_missing_states(case)
 
 
 def find_groups(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
@@ -168,8 +172,22 @@ def find_file(said: Said, case: Case) -> Iterator[Finding]:
         yield Finding("world_size", None, message, reshard(case.checkpoint, int(world[1])))
 
 
-def find_model(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - which names were tried tells nothing
-    """Yield the command that makes a model of a training checkpoint."""
+def find_parameter(said: Said, case: Case) -> Iterator[Finding]:
+    """Yield why a parameter of the model is not in the file: `parts` are its name."""
+    yield from find_key(Said((said.parts[0],), said.text), case)
+
+
+def find_misfits(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said
+    """Yield what of the checkpoint's own config.json its weights do not fit."""
+    for kind in (find_wrappers, find_names, find_shapes):
+        yield from kind(case)
+
+
+def find_model(said: Said, case: Case) -> Iterator[Finding]:
+    """Yield the command that makes a model of a training checkpoint, if that could be read."""
+    if found := _OPERAND.search(said.text):
+        yield Finding("corrupt", None, f"what was read is no file of torch.save{_NO_FILE.get(found[1], '')}")
+        return
     yield Finding("no_model", None, "it is a training checkpoint, and no model to load yet", export(case.checkpoint))
 
 
