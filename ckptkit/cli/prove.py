@@ -39,7 +39,7 @@ def prove(
 
     First its tensors are compared with the checkpoint's, across names and dtypes, as `verify --against` does. Then
     transformers runs both on the same tokens, in float32 and block by block, so that no more than one block is in
-    memory. Where dtypes differ, the logits may differ by what rounding costs: it is said how much that is.
+    memory. Where dtypes differ, the logits may differ by what rounding costs, and no more: it is said how much that is.
 
     Example: ckptkit prove out --against run/ckpt-500
 
@@ -90,6 +90,8 @@ def describe(logits: Logits) -> str:
     if logits.max_abs == 0:
         return f"the logits of {tokens} are the same"
     why = "rounded weights" if logits.rounded else "the same dtypes"
+    if logits.rounded and logits.unexplained:
+        why += f" and {logits.unexplained:.3g} that rounding does not explain"
     first = f"; {logits.first} is the first block to differ" if logits.first and not logits.is_ok else ""
     return (
         f"the logits of {tokens}, by {why}: KL {logits.kl:.3g} nats for each, {logits.max_kl:.3g} at most; they differ "

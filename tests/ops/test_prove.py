@@ -180,6 +180,41 @@ def test_equal_tensors_under_a_wrong_config_are_found(llama: Path, tmp_path: Pat
     assert prove(tmp_path / "out", against=llama, base=tmp_path / "out").is_ok
 
 
+def test_rounding_hides_no_wrong_config(llama: Path, tmp_path: Path) -> None:
+    """A little other, by far less than what bfloat16 may cost."""
+    consolidate(llama, tmp_path / "out", dtype="bf16")
+    change_config(tmp_path / "out", {"rms_norm_eps": 1e-4})
+    found = prove(tmp_path / "out", against=llama)
+    assert found.tensors[0].is_equal
+    assert found.logits.kl < 0.001
+    assert found.logits.unexplained > 0
+    assert not found.is_ok
+    assert found.logits.first == "model.layers.0"
+
+
+def test_what_is_not_proved_is_said(llama: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare" / "ckpt-3"
+    shutil.copytree(llama, bare)
+    (bare / "tokenizer.json").write_text("{}")
+    consolidate(bare, tmp_path / "out")
+    assert prove(tmp_path / "out", against=bare).notes == ()
+    (bare / "tokenizer.json").write_text("[]")
+    (note,) = prove(tmp_path / "out", against=bare).notes
+    assert note.startswith("tokenizer.json: not as in")
+    (bare / "config.json").unlink()
+    (note,) = prove(tmp_path / "out", against=bare).notes
+    assert "with that of the export, which is not proved itself" in note
+
+
+def test_a_tie_of_what_differs_is_an_error(llama: Path, tmp_path: Path) -> None:
+    """In transformers 5 both stay as they are; other programs lose the head."""
+    consolidate(llama, tmp_path / "out")
+    change_config(tmp_path / "out", {"tie_word_embeddings": True})
+    with pytest.raises(Mismatch, match=r"ties it to `model\.embed_tokens\.weight`") as raised:
+        prove(tmp_path / "out", against=llama)
+    assert raised.value.tensor == "lm_head.weight"
+
+
 def test_tokens_may_be_given(llama: Path, tmp_path: Path) -> None:
     consolidate(llama, tmp_path / "out")
     (tmp_path / "tokens.json").write_text("[1, 2,\n 95]")
@@ -187,6 +222,8 @@ def test_tokens_may_be_given(llama: Path, tmp_path: Path) -> None:
         assert prove(tmp_path / "out", against=llama, tokens=tokens).logits.tokens == 3
     with pytest.raises(Usage, match="token 96 is not in the vocabulary, which has 96"):
         prove(tmp_path / "out", against=llama, tokens="1,96")
+    with pytest.raises(Usage, match="`absent` is no file"):
+        prove(tmp_path / "out", against=llama, tokens="absent")
     (tmp_path / "tokens.json").write_text("one two")
     with pytest.raises(Usage, match="holds no tokens"):
         prove(tmp_path / "out", against=llama, tokens=tmp_path / "tokens.json")

@@ -15,6 +15,7 @@ from ckptkit.errors import CkptError, Unsupported, Usage
 from ckptkit.ops.open import LazyCheckpoint
 from ckptkit.ops.proving.logits import Logits
 from ckptkit.ops.proving.model import Model
+from ckptkit.tensors.dtypes import DType
 
 
 def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[Model]) -> Tensor:
@@ -41,26 +42,37 @@ def vocabulary_of(model: Model) -> int:
 
 
 def compare_logits(one: Model, two: Model, ids: Tensor) -> Logits:
-    """Run both models on the same tokens and compare what they give; `two` is the source."""
+    """Run both models on the same tokens and compare what they give; `two` is the source.
+
+    Where dtypes differ the source is run once more with its weights in those of the other: what is left of a
+    difference then, rounding does not explain.
+    """
     ours, theirs = (Forward(model).run(ids) for model in (one, two))
     if ours.logits.shape != theirs.logits.shape:
         shapes = f"{list(ours.logits.shape)} and {list(theirs.logits.shape)}"
         raise Unsupported(f"the models give logits of two shapes, {shapes}", path=one.path)
+    dtypes = {name: tensor.spec.dtype for name, tensor in one.layout.tensors.items()}
+    is_rounded = dtypes != {name: tensor.spec.dtype for name, tensor in two.layout.tensors.items()}
+    alike = Forward(two, dtypes).run(ids) if is_rounded else theirs
     a, b = (logits.double().log_softmax(-1) for logits in (ours.logits, theirs.logits))
     divergence = (b.exp() * (b - a)).nan_to_num(nan=torch.inf).sum(-1).clamp(min=0)
-    first = next((name for name, output in theirs.outputs.items() if not is_same(ours.outputs.get(name), output)), None)
-    difference = (ours.logits - theirs.logits).abs().nan_to_num(nan=torch.inf)
-    dtypes = ({name: tensor.spec.dtype for name, tensor in model.layout.tensors.items()} for model in (one, two))
+    first = next((name for name, output in alike.outputs.items() if not is_same(ours.outputs.get(name), output)), None)
     return Logits(
         tokens=divergence.numel(),
         kl=float(divergence.mean()),
         max_kl=float(divergence.max()),
-        max_abs=float(difference.max()),
+        max_abs=largest_difference(ours, theirs),
+        unexplained=largest_difference(ours, alike),
         scale=float(theirs.logits.abs().max()),
         same_choice=int((a.argmax(-1) == b.argmax(-1)).sum()),
         first=first,
-        rounded=next(dtypes) != next(dtypes),
+        rounded=is_rounded,
     )
+
+
+def largest_difference(one: Outputs, two: Outputs) -> float:
+    """Return the largest difference of two logits; infinite where one is no number."""
+    return float((one.logits - two.logits).abs().nan_to_num(nan=torch.inf).max())
 
 
 def is_same(one: Tensor | None, two: Tensor) -> bool:
@@ -78,9 +90,13 @@ class Outputs:
 
 @dataclass
 class Forward:
-    """The forward pass of a model whose tensors are read when a block needs them, and forgotten after it."""
+    """The forward pass of a model whose tensors are read when a block needs them, and forgotten after it.
+
+    Those for which there is one of the `dtypes` are rounded to it first.
+    """
 
     source: Model
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
     _outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self, ids: Tensor) -> Outputs:
@@ -112,7 +128,7 @@ class Forward:
 
         def load(*_: Any) -> None:
             for full, owner, own in places:
-                fill(owner, own, tensors[full].torch())
+                fill(owner, own, self.round(full, tensors[full].torch()))
 
         def forget(_block: nn.Module, _args: Any, output: Any) -> None:
             for _, owner, own in places:
@@ -123,6 +139,11 @@ class Forward:
 
         block.register_forward_pre_hook(load)
         block.register_forward_hook(forget)
+
+    def round(self, name: str, stored: Tensor) -> Tensor:
+        """Return a tensor in the dtype that it is to be rounded to."""
+        dtype = self.dtypes.get(name)
+        return stored if dtype is None else stored.to(getattr(torch, dtype.name))
 
 
 def is_in_list(name: str) -> bool:

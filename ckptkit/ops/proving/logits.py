@@ -13,15 +13,17 @@ class Logits:
     """The logits of two models for `tokens` tokens: how they differ from the source's.
 
     `kl` is the divergence of the distribution of the next token from the source's, in nats, the mean over all tokens,
-    and `max_kl` that at the worst; `max_abs` is the largest difference of two logits, where the largest is `scale`;
-    `same_choice` is at how many tokens the likeliest next one is the same. `first` names the block of the model whose
-    output differs first, None if all are the same bit for bit. `rounded` says whether dtypes differ.
+    and `max_kl` that at the worst; `max_abs` is the largest difference of two logits, where the largest is `scale`, and
+    `unexplained` what is left of it if the source's weights are rounded alike; `same_choice` is at how many tokens the
+    likeliest next one is the same. `first` names the block of the model whose output differs first from the source's,
+    rounded alike; None if all are the same bit for bit. `rounded` says whether dtypes differ.
     """
 
     tokens: int
     kl: float
     max_kl: float
     max_abs: float
+    unexplained: float
     scale: float
     same_choice: int
     first: str | None
@@ -30,6 +32,4 @@ class Logits:
     @property
     def is_ok(self) -> bool:
         """Return whether they differ by no more than rounding does. Never where one is no number."""
-        if self.rounded:
-            return self.kl <= _MOST_KL
-        return self.max_abs <= _NOISE * self.scale
+        return self.unexplained <= _NOISE * self.scale and (not self.rounded or self.kl <= _MOST_KL)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.checkpoints.adapters.names import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import Companions
 from ckptkit.checkpoints.families.transformers import TRANSFORMERS
 from ckptkit.checkpoints.families.transformers_model import Blueprint, find_blueprint
+from ckptkit.checkpoints.fit import check_equal
 from ckptkit.checkpoints.naming import name_weights
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout
 from ckptkit.ops.conversion.named_weights import without_prefix
 
@@ -31,6 +33,9 @@ class Model:
         path = checkpoint.model_part.path
         blueprint = find_blueprint(config)
         weights = without_prefix(checkpoint.weights, Companions(config=dict(config)), notes)
+        if may_be_adapted(weights.layout.tensors):
+            hint = "`ckptkit consolidate SRC MERGED --merge` makes a model of it, against which others can be proved"
+            raise Unsupported("an adapter that is not merged is no model that could be run", path=path, hint=hint)
         named, remarks = name_weights(weights, config, TRANSFORMERS.name, checkpoint.trainer)
         if named.layout.tensors.keys() != weights.layout.tensors.keys():
             notes += [f"{path}: {remark}" for remark in remarks]
@@ -38,6 +43,8 @@ class Model:
         for name, origin in blueprint.tied.items():
             if name not in tensors and origin in tensors:
                 tensors[name] = tensors[origin]
+            elif name in tensors and origin in tensors:
+                check_equal(named.layout, name, origin)  # one of two that differ is lost in most programs
         made = cls(path, blueprint, replace(named.layout, tensors=tensors))
         made.check()
         return made

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.companions import find_companions
+from ckptkit.checkpoints.companions import Companions, find_companions
 from ckptkit.checkpoints.families.transformers_model import is_installed
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.files.file import read_small
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _TOKENS = 64
 _LIMIT = 1 << 24  # bytes of a file of tokens
 _DIGITS = 10
+_TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "tekken.")  # how its files' names begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +69,36 @@ def prove(
         hint = "pip install transformers; `ckptkit verify OUT --against SRC` compares the tensors without it"
         raise Unsupported("only transformers can compute what a model does, and it is not installed", hint=hint)
     ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
-    config, other = config_of(ours), config_of(theirs, None if base is None else str(base))
-    if config is None:
+    here, there = companions_of(ours), companions_of(theirs, None if base is None else str(base))
+    if here.config is None:
         raise Mismatch("no config.json", path=ours.path, hint="what is proved is an exported model, and it has one")
     wanted = read_tokens(tokens) if tokens is not None else None
+    notes = list(notes_on(here, there, theirs.path))
+    one = Model.of(ours, here.config, notes)
+    two = Model.of(theirs, here.config if there.config is None else there.config, notes)
     differences = compare_tensors(ours, theirs, allow_cast=True, jobs=jobs, progress=progress)
-    notes: list[str] = []
-    one = Model.of(ours, config, notes)
-    two = Model.of(theirs, config if other is None else other, notes)
     from ckptkit.ops.proving.forward import choose_tokens, compare_logits  # imports torch
 
     ids = choose_tokens(wanted, _TOKENS, seed, (one, two))
     return Proved(ours.path, theirs.path, tuple(differences.values()), compare_logits(one, two, ids), tuple(notes))
 
 
-def config_of(checkpoint: Checkpoint, base: str | None = None) -> Mapping[str, Any] | None:
-    """Return the config.json of a base, or that which lies by a checkpoint; None if there is none."""
-    return find_companions(checkpoint.model_part.path, base).config
+def companions_of(checkpoint: Checkpoint, base: str | None = None) -> Companions:
+    """Return config.json and tokenizer of a base, or those that lie by a checkpoint."""
+    return find_companions(checkpoint.model_part.path, base)
+
+
+def notes_on(here: Companions, there: Companions, source: Path) -> Iterator[str]:
+    """Yield what is not proved: a config that there is no other of, text that becomes other tokens."""
+    if there.config is None:
+        yield (
+            f"no config.json lies by {source}: it was run with that of the export, which is not proved itself; "
+            "--base names the model that the training began with"
+        )
+    tokenizers = [name for name in here.files if name.startswith(_TOKENIZER) and name in there.files]
+    others = [name for name in tokenizers if here.files[name] != there.files[name]]
+    if others:
+        yield f"{', '.join(others)}: not as in {there.found_in}; it is not proved that text becomes the same tokens"
 
 
 def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
@@ -93,6 +107,8 @@ def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
         return [int(one) for one in given]
     text = str(given)
     if not set(text) <= set("0123456789, []"):
+        if not Path(given).is_file():
+            raise Usage(f"`{given}` is no file, and no tokens like 1,2,3")
         text = read_small(Path(given), _LIMIT).decode(errors="replace")
     words = text.replace(",", " ").strip().removeprefix("[").removesuffix("]").split()
     if not words or not all(word.isdecimal() and len(word) < _DIGITS for word in words):
