@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -182,13 +183,23 @@ def places_in(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str
 
 
 def fill(owner: nn.Module, name: str, stored: Tensor) -> None:
-    """Put a tensor into its place in a module, floats as float32, in memory of torch's own."""
-    dtype = torch.float32 if stored.is_floating_point() else stored.dtype
-    tensor = torch.empty(stored.shape, dtype=dtype).copy_(stored)  # aligned as torch does: the same sums for all
+    """Put a tensor into its place in a module, floats as float32."""
+    tensor = pages(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(stored)
     if name in owner._parameters:
         owner._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     else:
         owner._buffers[name] = tensor
+
+
+def pages(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in pages of its own: aligned alike for all, and the system has them back when it is forgotten.
+
+    What the allocator of C has back it may keep, and so the memory of every block.
+    """
+    count = shape.numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
 
 def empty(owner: nn.Module, name: str) -> None:
