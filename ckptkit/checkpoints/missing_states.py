@@ -20,7 +20,7 @@ from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DType
 
 STEP, _MOMENTUM, _DAMPENING = "step", "momentum_buffer", "dampening"
-_FIRST_ZERO = frozenset(
+FIRST_ZERO = frozenset(
     [STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", _MOMENTUM]
 )
 _HINT = "leave --complete-optimizer out; who loads the checkpoint may go on without these states"
@@ -165,7 +165,7 @@ def forms_for(
         kinds = " and ".join(f"`{one}` has {', '.join(sorted(states.of[one]))}" for one in (peers[0], other))
         message = f"what state it should have is not certain: {kinds}"
         raise Unsupported(message, tensor=next(one for one in group if one not in states.of), hint=_HINT)
-    unknown = sorted(first - _FIRST_ZERO)
+    unknown = sorted(first - FIRST_ZERO)
     if unknown:
         message = f"its states have `{unknown[0]}`, which does not begin with zeros, or is not known here"
         raise Unsupported(message, tensor=states.name, hint=_HINT)

@@ -53,8 +53,10 @@ class LayoutReader(StorageReader):
     Where several layouts are given, what is in more than one is read from the first.
 
     What the state has and no layout is an error; with `missing` "keep" it stays as it is, with "zero" tensors become
-    zero, and either is said by a warning, `PartialLoad`. A planner that allows a partial load has them kept. A dtype
-    that is another in the state is an error, unless `cast` is "allow": then floats of 16 bits and more are converted.
+    zero, and either is said by a warning, `PartialLoad`. Of optimizers' states "zero" is what they begin with, where
+    torch's own do, and "keep" what torch made of them to load into, with a step counted. A planner that allows a
+    partial load has them kept. A dtype that is another in the state is an error, unless `cast` is "allow": then floats
+    of 16 bits and more are converted.
 
     A chunk that a rank reads whole is compared with its recorded CRC-32, and `Corrupt` raised if it differs. Of one
     that is read in part, as when the world size changes, or that has its elements in another order, the CRC-32 says

@@ -7,7 +7,7 @@ a word; and it never looks at dtypes: values are cast to those of the tensors th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoints.missing_states import FIRST_ZERO
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Spec
 
@@ -105,12 +106,14 @@ def abridge(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:_MOST]) + more
 
 
-def hint_on(names: Iterable[str]) -> str:
+def hint_on(names: Sequence[str]) -> str:
     """Return what to do about names that are missing."""
     keep = 'missing="keep" leaves what is there as it is, missing="zero" makes zeros of it'
-    if all("state." in name for name in names):
-        return f"a parameter that never had a gradient has no state: `ckptkit reshard --complete-optimizer`, or {keep}"
-    return keep
+    if not all("state." in name for name in names):
+        return keep
+    if all(name.rpartition(".")[2] in FIRST_ZERO for name in names):
+        keep = 'missing="zero", with which it begins ("keep" leaves what torch made to load into, with a step counted)'
+    return f"a parameter that never had a gradient has no state: `ckptkit reshard --complete-optimizer`, or {keep}"
 
 
 def fill_with_zeros(tensor: Tensor) -> None:

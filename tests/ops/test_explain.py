@@ -86,7 +86,7 @@ def test_a_state_that_was_never_made(produce: Produce) -> None:
 
 
 def test_a_state_that_one_file_lacks(tmp_path: Path) -> None:
-    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def fresh() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
         return model, torch.optim.AdamW(model.parameters())
 

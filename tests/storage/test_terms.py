@@ -155,6 +155,7 @@ def load_states(root: Path, missing: str) -> dict[str, Tensor]:
             assert isinstance(cause_of(caught), Mismatch)
             assert "`optimizer.state.spare.weight.exp_avg`" in cause_of(caught).message
             assert "--complete-optimizer" in str(cause_of(caught).hint)
+            assert 'missing="zero", with which it begins' in str(cause_of(caught).hint)
             return {"error": torch.ones(1)}
         dcp.load(state, storage_reader=Reader(root, missing=missing))
     said = [str(one.message) for one in heard if one.category is PartialLoad]

@@ -141,6 +141,13 @@ MESSAGES: tuple[Message, ...] = (
         "`use_orig_params=True`, or freeze what is not trained. Nothing was saved.",
     ),
     Message(
+        "is not in the optimizer state. The FSDPParamInfo has the param keys …",
+        "torch, FSDP1, when it saves",
+        "optimizer_state",
+        "Of a unit of FSDP1 some parameters had a gradient and others none. Wrap those that are not trained, or not "
+        "always, as units of their own. Nothing was saved.",
+    ),
+    Message(
         "used a DP world size of … but the current world size is ….",
         "DeepSpeed",
         "world_size",
