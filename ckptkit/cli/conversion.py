@@ -24,6 +24,10 @@ from ckptkit.settings import settings_of
 if TYPE_CHECKING:
     from ckptkit.ops.conversion.report import Converted
 
+# Read when numpy is first imported, which is later. Each of our threads multiplies matrices by itself: others of BLAS,
+# which wait by spinning, would take the cores from them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 _MOST_LEFT_OUT = 8  # lines
 
 Source = Annotated[
