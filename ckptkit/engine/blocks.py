@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.layout import Chunk
 from ckptkit.plan import ByRows, Copy, Plan, Region, Target, same
-from ckptkit.tensors.blocks import cut, cut_rows, span_of
+from ckptkit.tensors.blocks import cut, cut_rows
 from ckptkit.tensors.box import Box, BoxIndex
 
 Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box that it shares with an input
@@ -25,16 +25,15 @@ class Input(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A run of a target's chunk, made at once: a box of it, and the inputs that it is made of."""
+    """A run of a target's chunk, made at once: a box of it, and the inputs that it is made of.
+
+    It begins at byte `start` of the chunk.
+    """
 
     target: Target
     box: Box
+    start: int
     inputs: tuple[Input, ...]
-
-    @property
-    def start(self) -> int:
-        """Return its first byte, counted from the start of the target's chunk."""
-        return span_of(self.box, self.target.chunk.box, None).start * self.target.chunk.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +69,11 @@ def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
         boxes = cut_rows(whole, recipe.rows)
     else:
         boxes = cut(whole, BLOCK_BYTES // max(itemsize, width(target)))
+    start = 0
     for box in boxes:
-        yield Block(target, box, tuple(one.of(box) for one in wanted))
+        block = Block(target, box, start, tuple(one.of(box) for one in wanted))
+        yield block
+        start += block.nbytes
 
 
 def wanted_of(target: Target, sources: int) -> list[Wanted]:

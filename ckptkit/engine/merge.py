@@ -17,7 +17,7 @@ from ckptkit.engine.low_rank import Array, Product
 from ckptkit.errors import Corrupt
 from ckptkit.plan import Operand, Recipe, Region, same
 from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.casting import cast
+from ckptkit.tensors.casting import cast, widener
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 FLOAT32, FLOAT64 = DTYPES["float32"], DTYPES["float64"]
@@ -48,7 +48,7 @@ class Merge:
     def __init__(self, base: Operand | Recipe, steps: Sequence[Step], reach: Region = same) -> None:
         self._steps, self._reach = steps, reach
         self._base: Recipe = Taken(base) if isinstance(base, Operand) else base
-        self._dtype = base.dtype if isinstance(base, Operand) else FLOAT32
+        self._stored = base.dtype if isinstance(base, Operand) else FLOAT32
         operands = (*self._base.operands, *(operand for step in steps for operand in step.operands))
         self.operands = tuple(reaching(operand, reach) for operand in operands)
 
@@ -59,8 +59,8 @@ class Merge:
             np.frombuffer(block, _NUMPY[operand.dtype]).reshape(operand.region(box).size)
             for operand, block in zip(self.operands[taken:], blocks[taken:], strict=True)
         ]
-        made, _ = self._base(outer, self._dtype, blocks[:taken])
-        values = base = np.frombuffer(made, _NUMPY[self._dtype]).reshape(outer.size)
+        stored, _ = self._base(outer, self._stored, blocks[:taken])
+        values = base = widener(self._stored)(np.frombuffer(stored, f"u{self._stored.itemsize}")).reshape(outer.size)
         taken = 0
         for step in self._steps:
             count = len(step.operands)
@@ -68,7 +68,7 @@ class Merge:
             taken += count
         part = box.relative_to(outer)
         index = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
-        return as_stored(values[index], self._dtype, dtype), False
+        return as_stored(values[index], working_dtype(self._stored), dtype), False
 
 
 class Taken:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from math import prod
+from operator import mul, sub
+from typing import NamedTuple
 
 from ckptkit.tensors.box import Box, Shape
 
 
 def row_major(shape: Shape) -> Shape:
     """Return the strides, in elements, of a tensor whose elements lie in the order of their indices."""
-    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
 
 
 def cut(box: Box, limit: int) -> Iterator[Box]:
@@ -35,8 +36,7 @@ def cut_rows(box: Box, rows: int) -> Iterator[Box]:
         yield Box((at, *box.start[1:]), (min(rows, box.stop[0] - at), *box.size[1:]))
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The elements of a strided chunk from the first to the last of a box: `start` and `length` in elements."""
 
     start: int
@@ -46,12 +46,10 @@ class Span:
 
 def span_of(box: Box, chunk: Box, strides: Shape | None) -> Span:
     """Return where the elements of `box` lie in `chunk`, which holds them by `strides` (row-major if None)."""
-    inner = box.relative_to(chunk)
-    is_plain = strides is None
     steps = row_major(chunk.size) if strides is None else strides
-    start = sum(a * step for a, step in zip(inner.start, steps, strict=True))
-    length = 1 + sum((n - 1) * step for n, step in zip(box.size, steps, strict=True))
-    return Span(start, length, is_plain and length == box.numel)
+    start = sum(map(mul, map(sub, box.start, chunk.start), steps))
+    length = 1 + sum(map(mul, box.size, steps)) - sum(steps)
+    return Span(start, length, strides is None and length == box.numel)
 
 
 def halve(box: Box, strides: Shape) -> tuple[Box, Box]:

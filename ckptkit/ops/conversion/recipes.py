@@ -254,8 +254,7 @@ class Merging:
         found = self.begins.get(name, Operand(0, source, dtype))
         if not steps:
             return Taken(found._replace(dtype=dtype))
-        working = working_dtype(self.tensors[name].spec.dtype)
-        return Merge(found._replace(dtype=working), steps, self.reach.get(name, same))
+        return Merge(found._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
 
 
 def require_whole(source: Source, name: str, because: str) -> None:
