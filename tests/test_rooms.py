@@ -36,7 +36,7 @@ LAYERS = (
     ("files.crc32", "files.file", "tensors.*"),
     ("files.ahead",),
     ("files.allocation", "files.hidden", "files.folders", "files.locks", "files.temporary", "files.trees"),
-    ("files.exchange",),
+    ("files.early_sync", "files.exchange"),
     ("files.staging",),
     ("files.publish",),
     ("layout",),

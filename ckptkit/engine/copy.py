@@ -22,6 +22,7 @@ from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import crc32
+from ckptkit.files.early_sync import early_sync
 from ckptkit.layout import Place
 from ckptkit.plan import Plan, Recipe
 
@@ -53,10 +54,11 @@ def copy(
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
+    sync: bool = False,
 ) -> Ledger:
     """Do a share of the plan, but for the units that the journal says are done and that are still there.
 
-    Returns what was read and written, by the journal's account too.
+    Returns what was read and written, by the journal's account too. With `sync` the disk has most of it by then.
     """
     check_order(plan)
     done = finished_units(plan, journal, jobs)
@@ -65,17 +67,24 @@ def copy(
         ledger.add(finished)
     sources = Sources(plan, ledger)
     own = share.units(plan.whole_nbytes)
-    for unit, group in units_of(plan, share.unit_bytes(plan.whole_nbytes)):
-        if unit not in own:
-            continue
-        if unit in done:
+    with early_sync(plan.dst.root, sync=sync) as wrote:
+
+        def tell(block: Block) -> None:
+            wrote(block.target.chunk.path, block.nbytes)
             if progress:
-                progress(sum(block.nbytes for block in group))
-            continue
-        fresh = copy_unit(plan, group, sources, jobs, progress)
-        ledger.add(fresh)
-        if journal:
-            journal.note(unit, fresh)
+                progress(block.nbytes)
+
+        for unit, group in units_of(plan, share.unit_bytes(plan.whole_nbytes)):
+            if unit not in own:
+                continue
+            if unit in done:
+                if progress:
+                    progress(sum(block.nbytes for block in group))
+                continue
+            fresh = copy_unit(plan, group, sources, jobs, tell)
+            ledger.add(fresh)
+            if journal:
+                journal.note(unit, fresh)
     return ledger
 
 
@@ -89,9 +98,9 @@ def check_order(plan: Plan) -> None:
 
 
 def copy_unit(
-    plan: Plan, unit: Iterator[Block], sources: Sources, jobs: int | None, progress: Progress | None
+    plan: Plan, unit: Iterator[Block], sources: Sources, jobs: int | None, tell: Callable[[Block], None]
 ) -> Ledger:
-    """Make the blocks of a unit. Returns what was read and written for them."""
+    """Make the blocks of a unit, and tell of each. Returns what was read and written for them."""
     ledger = Ledger()
 
     def make(worker: Worker, block: Block) -> tuple[int, bool]:
@@ -111,8 +120,7 @@ def copy_unit(
         ledger.add_written(block.target.chunk, block.start, block.nbytes, crc)
         if is_noted:
             ledger.noted.add(block.target.name)
-        if progress:
-            progress(block.nbytes)
+        tell(block)
 
     visit(plan, make, note, jobs, among=unit)
     return ledger

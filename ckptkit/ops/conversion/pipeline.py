@@ -237,7 +237,9 @@ def copy_share(
     options = conversion.options
     progress = telling(options.progress, sum(plan.whole_nbytes for plan in plans) // share.count)
     pairs = zip(plans, journals, strict=True)
-    return [copy(plan, share, journal, jobs=options.jobs, progress=progress) for plan, journal in pairs]
+    return [
+        copy(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync) for plan, journal in pairs
+    ]
 
 
 def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage) -> Written:
