@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.adapters.names import may_be_adapted
+from ckptkit.checkpoints.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.companions import Companions
 from ckptkit.checkpoints.families.transformers import TRANSFORMERS

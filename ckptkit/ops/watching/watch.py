@@ -205,8 +205,8 @@ class Watcher:
                 ready[one] = look
         for one in oldest_first(ready):
             is_restless |= not self.handle(one, ready[one])
-        for error in failures:
-            raise error
+        if failures:
+            raise failures[0]
         return is_restless
 
     def is_settled(self, one: Checkpoint, look: Look) -> bool:
