@@ -19,6 +19,7 @@ from ckptkit.formats.torch_checkpointing.items import missing, read_item_files
 from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
 from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import Flat
+from ckptkit.formats.torchfile.held import lost_file
 from ckptkit.formats.torchfile.join import join_files
 from ckptkit.formats.torchfile.state_files import is_torch_save
 from ckptkit.layout import Extent, Layout, Place, check_cover
@@ -87,8 +88,10 @@ class TorchCheckpointing(Reader):
 def join_item(path: Path, name: str, item: Item, report: Report) -> Flat:
     """Return what all ranks have of an item; report files that cannot be read, and tensors that are in no other."""
     files = read_item_files(path, name, item, report)
-    flat = join_files(files, report)
-    if len(files) < len(item.files):
+    absent = {rank for ranks in item.spread.values() for rank in ranks} - {file.rank for file in files}
+    lost = [lost_file(files[0], rank, item.files[rank][0]) for rank in absent & item.files.keys()] if files else []
+    flat = join_files(sorted([*files, *lost], key=lambda file: file.rank), report)
+    if absent:
         for tensor in (".".join(map(str, (name, *key))) for key in item.spread):
             if tensor not in flat.tensors:
                 report(Corrupt("no file of a rank that has it can be read", path=path, tensor=tensor))

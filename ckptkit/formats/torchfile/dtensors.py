@@ -8,13 +8,13 @@ of mesh, placements and the order of cuts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.torchfile.inert_pickle import Global, Record
-from ckptkit.formats.torchfile.meshes import Mesh, ReadIntegers, read_mesh
+from ckptkit.formats.torchfile.meshes import Mesh, ReadIntegers, read_mesh, unravel
 from ckptkit.formats.torchfile.read_archive import place_tensor
 from ckptkit.formats.torchfile.tensor_calls import TensorRecord, as_shape, as_tensor
 from ckptkit.formats.torchfile.zip_entries import Entry
@@ -55,6 +55,12 @@ class Placed(NamedTuple):
         if len(pieces) > _MOST_PIECES:
             raise Unsupported(f"one rank's part of it lies in {len(pieces)} pieces")
         return pieces
+
+    def of_rank(self, rank: int) -> Placed:
+        """Return it as another rank of the mesh must have it."""
+        mesh = self.mesh._replace(coordinate=unravel(self.mesh.ranks.index(rank), self.mesh.shape))
+        shape, _ = place(self.spec.shape, mesh.shape, mesh.coordinate, self.placements, self.order)
+        return self._replace(mesh=mesh, held=replace(self.held, shape=shape))
 
 
 def is_dtensor(value: Any) -> bool:

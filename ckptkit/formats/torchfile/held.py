@@ -16,7 +16,7 @@ from ckptkit.formats.torchfile.sharded_tensors import Sharded, chunks_of_shards,
 from ckptkit.formats.torchfile.state_files import read_state_file
 from ckptkit.formats.torchfile.tensor_calls import as_tensor
 from ckptkit.formats.torchfile.zip_entries import Entry
-from ckptkit.layout import KeyPath, StoredTensor
+from ckptkit.layout import KeyPath, StoredTensor, nowhere
 
 _MOST_INTEGERS = 1 << 20  # in the tensor that a mesh is
 
@@ -92,3 +92,14 @@ def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict:
     except CkptError as error:
         raise error.blame(path=root / name) from None
     return RankFile(rank, name, holding.flat, state.value)
+
+
+def lost_file(like: RankFile, rank: int, name: str) -> RankFile:
+    """Return what a rank's file that cannot be read must have held of DTensors, by that of another rank."""
+    tensors: dict[str, StoredTensor] = {}
+    for own, held in like.tensors.items():
+        if isinstance(held.spread, Placed) and rank in held.spread.mesh.ranks:
+            placed = held.spread.of_rank(rank)
+            chunks = (nowhere(box, name, held.spec.dtype) for box, _ in placed.pieces)
+            tensors[own] = Held(held.spec, tuple(chunks), spread=placed)
+    return RankFile(rank, name, Flat(tensors, {}, like.flat.keys), None)
