@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit import convert, open_layout
 from ckptkit.errors import CkptError
 from tests.conftest import Produce
-from tests.ops.salvaging.damage import assert_truth, cut, load_dcp
+from tests.ops.salvaging.damage import assert_truth, cut, flip, load_dcp
 from tests.producers import Producer, Truth
 from tests.trainers import produced_megatron, produced_meta, produced_packages, produced_zero
 
@@ -86,6 +86,19 @@ def assert_kept(out: Path, truth: Truth, lost: set[str], rounded: set[str]) -> N
 def common(tensors: Truth) -> set[str]:
     """The names of what is no rank's own, which is of no other name if only one rank's is there."""
     return {name for name in tensors if not name.endswith("progress.own")}
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "layers.1.attention_norm.weight"])
+def test_another_rank_s_copy_is_taken(name: str, produce: Produce, tmp_path: Path) -> None:
+    pytest.importorskip("fairscale", reason="fairscale is not installed")
+    whole = produce(META).root / "llama3"
+    root = Path(shutil.copytree(whole, tmp_path / "damaged"))
+    (chunk,) = open_layout(root).tensors[name].chunks
+    flip(root / chunk.path, chunk.offset)
+    done = convert(root, tmp_path / "out", to="dcp", salvage=True, sync=False)
+    assert done.salvaged is not None
+    assert (done.salvaged.is_whole, done.salvaged.repaired) == (True, (name,))
+    assert_kept(tmp_path / "out", {name: lazy.torch() for name, lazy in ckptkit.open(whole).items()}, set(), set())
 
 
 def test_a_stage_of_a_pipeline_takes_its_layers_along(produce: Produce, tmp_path: Path) -> None:
