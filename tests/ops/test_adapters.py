@@ -118,6 +118,9 @@ def test_without_a_config_it_says_what_is_missing(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj"]}, "no target"),
         ({"use_dora": True}, "magnitudes"),
         ({"peft_type": "IA3"}, "IA3"),
+        ({"layers_to_transform": [1, 2]}, r"layers \[1, 2\]"),
+        ({"modules_to_save": ["classifier"]}, "classifier was trained whole"),
+        ({"trainable_token_indices": [1]}, "rows of tokens"),
     ],
 )
 def test_a_config_of_another_adapter_is_refused(tmp_path: Path, change: dict[str, Any], word: str) -> None:

@@ -86,6 +86,7 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
         if config.method != "LORA":
             raise unfit(adapter, change.a, f"the matrices are LoRA's, and `{config.path}` is of {config.method}")
         check_rank(adapter, config, change)
+        config.scaling_of(change.module)
         if config.flag("use_dora") != (change.magnitude is not None) and not config.names("target_parameters"):
             has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
             raise unfit(adapter, change.a, f"`{change.module}` has {has}, and `{config.path}` says {says}")
@@ -93,6 +94,33 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
         if is_listed and not has_tied and not is_target(change.module, config):
             message = f"`{change.module}` is no target in `{config.path}`, which has {', '.join(sorted(targets or []))}"
             raise unfit(adapter, change.a, message)
+        if not is_in_layers(change.module, config):
+            layers = config.values["layers_to_transform"]
+            raise unfit(adapter, change.a, f"`{change.module}` is of none of the layers {layers} in `{config.path}`")
+    check_complete(adapter, config)
+
+
+def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
+    """Raise `Mismatch` if nothing is here of what the config says was trained whole: modules, or rows of tokens."""
+    whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
+    if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
+        raise unfit(adapter, first, f"`{config.path}` says that {whole} was trained whole, and nothing of it is here")
+    has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
+    if config.values.get("trainable_token_indices") and not has_rows:
+        raise unfit(adapter, first, f"`{config.path}` says that rows of tokens were trained, and none are here")
+
+
+def is_saved_module(own: str, config: AdapterConfig) -> bool:
+    """Return whether a parameter is of a module that the config says is trained whole."""
+    return any(f".{module}." in f".{own}" for module in config.names("modules_to_save"))
+
+
+def is_in_layers(module: str, config: AdapterConfig) -> bool:
+    """Return whether a module is of one of the layers that have an adapter, as far as its name tells its layer."""
+    asked = config.values.get("layers_to_transform")
+    layers = [asked] if isinstance(asked, int) else asked
+    numbers = [part for part in module.split(".") if part.isdecimal()]
+    return not isinstance(layers, list) or len(numbers) != 1 or numbers[0] in map(str, layers)
 
 
 def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptkit.checkpoints.adapters.changes import Change, changes_of, trained_biases
+from ckptkit.checkpoints.adapters.changes import Change, changes_of, is_saved_module, trained_biases
 from ckptkit.checkpoints.adapters.config import AdapterConfig
 from ckptkit.checkpoints.adapters.find import Adapter
 from ckptkit.engine.low_rank import Experts, Linear, Product, Transposed
@@ -269,11 +269,6 @@ def own_biases(source: Source) -> Iterator[tuple[str, str]]:
     names = {name: own for own, name in source.base.items()}
     for name in trained_biases(source.adapter, source.config, source.base):
         yield name, names[name]
-
-
-def is_saved_module(own: str, config: AdapterConfig) -> bool:
-    """Return whether a parameter is of a module that the config says is trained whole."""
-    return any(f".{module}." in f".{own}" for module in config.names("modules_to_save"))
 
 
 def rows_of(shape: Shape) -> Region:
