@@ -52,6 +52,7 @@ def settle_ties(
         pair = {target, tied[target]}
         because = f"{', '.join(sorted(pair & changed))} changed"
         notes.append(f"{target} and {tied[target]} were tied, and are not any more: {because}")
+    notes += [f"{one} is what {tied[one]} became: the model's class has one for both" for one in sorted(apart & always)]
     bound = always if loose else tied.keys()
     left_out = {target for target in bound if {target, tied[target]} & changed or target not in base.tensors}
     for target in left_out & base.tensors.keys():
