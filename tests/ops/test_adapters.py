@@ -95,6 +95,26 @@ def test_several_adapters_lie_as_the_library_lays_them(tmp_path: Path) -> None:
     assert [adapter.name for adapter in ckptkit.inspect(src).adapters] == ["default", "other", "third"]
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_with_more_rows_than_the_base_come_along(tmp_path: Path, is_tied: bool) -> None:
+    """The new rows lie nowhere else; PEFT finds them so, and loads them onto a base that was made larger."""
+    from transformers import LlamaForCausalLM
+
+    tiny_llama(tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(44)
+    model = adapted(model, **(CONFIG | {"modules_to_save": None}))
+    model.save_pretrained(tmp_path / "saved")
+    (tmp_path / "state").mkdir()
+    torch.save({"model": model.state_dict()}, tmp_path / "state" / "state.pt")
+    shutil.copy(tmp_path / "saved" / SAID, tmp_path / "state")
+    ckptkit.consolidate(tmp_path / "state", tmp_path / "out")
+    assert "base_model.model.lm_head.weight" in load_file(tmp_path / "out" / WEIGHTS)
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "saved" / WEIGHTS).read_bytes()
+    done = ckptkit.merge(tmp_path / "base", tmp_path / "out", tmp_path / "merged")
+    assert any("vocab_size" in note and "44" in note for note in done.notes)
+
+
 def test_without_a_config_it_says_what_is_missing(tmp_path: Path) -> None:
     src = state(tmp_path)
     given = (src / SAID).rename(tmp_path / "given.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,13 @@ from ckptkit.checkpoints.adapters.changes import check, saved_base, trained_bias
 from ckptkit.checkpoints.adapters.config import NAME as CONFIG
 from ckptkit.checkpoints.adapters.config import AdapterConfig, find_adapter_config, without_training
 from ckptkit.checkpoints.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
-from ckptkit.checkpoints.adapters.names import DEFAULT, is_wrapped
+from ckptkit.checkpoints.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
 from ckptkit.checkpoints.adapters.signs import may_be_adapted
-from ckptkit.checkpoints.companions import tokenizer_beside
+from ckptkit.checkpoints.companions import CONFIG as MODEL_CONFIG
+from ckptkit.checkpoints.companions import read_config, tokenizer_beside
+from ckptkit.checkpoints.expected import HEAD, find_embedding
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.vocabulary import vocabulary_of
 from ckptkit.checkpoints.weights import LeftOut, Weights, find_weights
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.files.origin import Origin
@@ -125,7 +129,7 @@ def draft_adapters(
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"an adapter is loaded onto its base; --merge writes the merged model instead ({base})")
     if options.base is not None:
-        notes.append("--base was not needed: adapters keep the config that they have")
+        notes.append("--base tells how many tokens there were; adapters keep the config that they have")
     return Conversion(
         origins=[Origin.of(first.part.path)],
         output=output,
@@ -144,12 +148,26 @@ def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
     adapter, config, base = fitted.adapter, fitted.config, fitted.opened.adapted.base
     names = {name: entry.saved for name, entry in adapter.entries.items()}
     names |= trained_biases(adapter, config, base) | saved_base(adapter, config, base)
+    names |= resized_embeddings(fitted, options.base or config.base)
     new_name = options.edits.renaming()
     chosen = edits.select(adapter.layout, names.__contains__)
     layout, casts = options.edits.cast(edits.rename(chosen, lambda name: new_name(names[name])), lambda _: True)
     came_from = fitted.opened.weights.came_from
     renamed = {came_from[name]: saved for name, saved in names.items() if came_from[name] != saved}
     return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
+
+
+def resized_embeddings(fitted: Fitted, base: str | None) -> dict[str, str]:
+    """Return the embeddings beside an adapter that have other rows than its base, by the config.json of that.
+
+    PEFT saves them whole. A base on the Hub is not asked. Source: `get_peft_model_state_dict`.
+    """
+    said = os.path.join(base or "", MODEL_CONFIG)  # a stranger may have named it
+    rows = vocabulary_of(read_config(Path(said)) or {}) if base and os.path.isfile(said) else None
+    here, specs = fitted.opened.adapted.base, fitted.adapter.layout.specs
+    sought = {HEAD, find_embedding(here)} - set(fitted.adapter.replaced)
+    names = [name for own, name in here.items() if own in sought]
+    return {name: WRAPPER + own_name(name) for name in names if rows is not None and specs[name].shape[:1] != (rows,)}
 
 
 def describe(adapter: Adapter) -> str:
