@@ -408,6 +408,18 @@ def test_dtypes_that_a_load_converts_in_silence(tmp_path: Path) -> None:
     assert is_ok(run(found.fix), like=tmp_path / "ckpt-2")
 
 
+def test_dtypes_of_moments(tmp_path: Path) -> None:
+    weights = llama().state_dict()
+    moments = {name: {"exp_avg": torch.ones_like(one), "step": torch.tensor(1.0)} for name, one in weights.items()}
+    save_alone({"model": weights, "optim": {"state": moments}}, tmp_path / "ckpt-1")
+    for one in moments.values():
+        one["exp_avg"] = one["exp_avg"].bfloat16()
+    save_alone({"model": weights, "optim": {"state": moments}}, tmp_path / "ckpt-2")
+    found = the_one(tmp_path / "ckpt-1", "dtype", like=tmp_path / "ckpt-2")
+    assert str(found.fix).endswith("--dtype '*.exp_avg=bfloat16'")
+    assert is_ok(run(found.fix), like=tmp_path / "ckpt-2")
+
+
 def test_what_another_checkpoint_has_more_of(tmp_path: Path) -> None:
     a, b = ({"model": {"w": torch.ones(2)}, "optim": {"lr": 1, **more}} for more in ({}, {"amsgrad": False}))
     save_alone(a, tmp_path / "ckpt-1")

@@ -215,6 +215,14 @@ def test_a_tie_of_what_differs_is_an_error(llama: Path, tmp_path: Path) -> None:
     assert raised.value.tensor == "lm_head.weight"
 
 
+def test_an_adapter_is_no_model_to_prove_against(llama: Path, tmp_path: Path) -> None:
+    consolidate(llama, tmp_path / "out")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    save_alone({"model": {name: torch.ones(2, 32)}}, tmp_path / "ckpt-1")
+    with pytest.raises(Unsupported, match="an adapter that is not merged"):
+        prove(tmp_path / "out", against=tmp_path / "ckpt-1")
+
+
 def test_tokens_may_be_given(llama: Path, tmp_path: Path) -> None:
     consolidate(llama, tmp_path / "out")
     (tmp_path / "tokens.json").write_text("[1, 2,\n 95]")

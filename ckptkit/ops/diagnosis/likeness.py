@@ -125,10 +125,25 @@ def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, 
     is_simple = len(of_weights) == 1 and any(name in ours.weights for name in pairs)
     rules = [dtype.name for dtype in of_weights] if is_simple else []
     rest = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
-    rules += dict.fromkeys(f"*{fold(name)}={dtype.name}" for name, dtype in rest.items())
+    whole = kinds_of_one_change(rest, ours.layout)
+    globs = {name: f"*.{kind}" if (kind := kind_of(name)) in whole else f"*{fold(name)}" for name in rest}
+    rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in rest.items())
     if not rules or len(rules) > _MOST_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
         return None
     return rewrite(case.checkpoint, *(word for rule in rules for word in ("--dtype", rule)))
+
+
+def kinds_of_one_change(changed: Mapping[str, DType], layout: Layout) -> set[str]:
+    """Return the last words of names, such as `exp_avg`, of which all tensors change to the same dtype."""
+    found: dict[str, set[DType | None]] = {}
+    for name in layout.tensors:
+        found.setdefault(kind_of(name), set()).add(changed.get(name) if "." in name else None)
+    return {kind for kind, dtypes in found.items() if len(dtypes) == 1 and None not in dtypes}
+
+
+def kind_of(name: str) -> str:
+    """Return the last word of a name."""
+    return name.rpartition(".")[2]
 
 
 def said_elsewhere(ours: Layout, theirs: Layout) -> set[str]:

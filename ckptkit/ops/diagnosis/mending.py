@@ -24,6 +24,8 @@ class Mended:
 def settle(findings: Iterable[Finding], checkpoint: Checkpoint) -> Mended:
     """Return findings with those as one that say the same, and the fewest commands that are not refused."""
     found = group(findings)
+    if any(one.code == "other_model" for one in found):  # which no command makes the model that is wanted
+        return Mended(tuple(replace(one, fix=None) for one in found))
     own = {fix: Command.of(fix) for one in found if (fix := one.fix)}
     joint = join_all(own.values(), is_sharded=checkpoint.model_part.reader.name == SHARDS)
     trials = Trials(checkpoint, {})
