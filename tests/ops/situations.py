@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ckptkit import explain
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError
 from tests.producers import Truth, spawn
@@ -173,16 +174,26 @@ def load_idle(root: Path, said: Path) -> None:
 # -- ZeRO with another number of ranks ---------------------------------------------------------------------------------
 
 
-def load_zero(root: Path, said: Path, universal: bool) -> None:
-    """Load a checkpoint of ZeRO 1 with DeepSpeed, and leave in a file what it says."""
+def load_zero_and_again(root: Path, said: Path) -> None:
+    """Load a checkpoint of ZeRO 1 with DeepSpeed, and again what the command makes of it that explains the first end.
+
+    Leave in a file what DeepSpeed says both times, and the command.
+    """
+    first = load_zero(root)
+    (found,) = explain(first, root)
+    second = load_zero(run(found.fix), checkpoint={"load_universal": True})
+    said.write_text(json.dumps([first, found.fix, second]))
+
+
+def load_zero(root: Path, **more: Any) -> str:
+    """Load a checkpoint of ZeRO 1 with DeepSpeed, and return what it says."""
     from tests.trainers.produced_zero import KINDS, Model, be_cpu, start
 
     be_cpu()
     stage, flags = KINDS["zero1"]
-    engine = start(Model(flags), stage, flags, **({"checkpoint": {"load_universal": True}} if universal else {}))
+    engine = start(Model(flags), stage, flags, **more)
     try:
         path, _ = engine.load_checkpoint(str(root))
     except Exception as error:  # noqa: BLE001 - whatever DeepSpeed raises is what is asked for
-        said.write_text(f"{type(error).__name__}: {error}")
-    else:
-        said.write_text("loaded" if path else "nothing")
+        return f"{type(error).__name__}: {error}"
+    return "loaded" if path else "nothing"
