@@ -45,6 +45,7 @@ LAYERS = (
     ("engine.*",),
     (
         "formats.json_text",
+        "formats.each_file",
         "formats.protocols",
         "formats.torchfile.inert_pickle",
         "formats.torchfile",

@@ -13,6 +13,7 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.consolidated.rules import PARAMS, count_ranks, join, read_params
+from ckptkit.formats.each_file import read_each
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.torchfile.extents import extents_of
 from ckptkit.formats.torchfile.flatten import Flat, flatten
@@ -89,12 +90,8 @@ def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, Fl
 
     Raises `Corrupt` if none can, or two do not have the same tensors.
     """
-    found: dict[str, Flat] = {}
-    for name in filter(lambda name: is_there(root / name), files):
-        try:
-            found[name] = read_rank(root, name)
-        except CkptError as error:
-            report(error)
+    there = {name: name for name in files if is_there(root / name)}
+    found = read_each(root, there, lambda _, name: read_rank(root, name), report)
     if not found:
         raise Corrupt("no rank's file can be read", path=root)
     one, first = next(iter(found.items()))

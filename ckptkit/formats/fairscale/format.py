@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.each_file import read_each
 from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
 from ckptkit.formats.fairscale.shards import METADATA, count_ranks, cut_flat, plain, read_flats
 from ckptkit.formats.fairscale.shards import Flat as FlatParameter
@@ -120,16 +121,11 @@ def count_all(file: RankFile, flats: Mapping[str, FlatParameter]) -> int:
 
 def read_files(path: Path, names: list[str], report: Report) -> list[RankFile]:
     """Return what is in the shards that are there; report those that cannot be read. Raises `Corrupt` if none can."""
-    files = []
-    for rank, name in enumerate(names):
-        try:
-            if is_there(path / name):
-                files.append(read_rank_file(path, name, rank, ()))
-        except CkptError as error:
-            report(error)
+    there = {rank: name for rank, name in enumerate(names) if is_there(path / name)}
+    files = read_each(path, there, lambda rank, name: read_rank_file(path, name, rank, ()), report)
     if not files:
         raise Corrupt("no shard can be read", path=path)
-    return files
+    return list(files.values())
 
 
 def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]], names: Sequence[str]) -> Flat:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.errors import Corrupt, Report, refuse
 from ckptkit.files.file import file_size, is_there, names_in
+from ckptkit.formats.each_file import read_each
 from ckptkit.formats.llmc.header import HEADER, MODEL, Config, State, read_config, read_numbers, read_state, shapes_of
 from ckptkit.formats.llmc.states import find_moments
 from ckptkit.formats.protocols import Reader
@@ -91,7 +92,7 @@ def find_states(path: Path, report: Report) -> dict[str, State | None]:
         return {}
     if not is_there(root / f"DONE_{match[1]}"):
         raise Corrupt(f"no `DONE_{match[1]}`: the save did not finish", path=path, hint="use an older checkpoint")
-    states = read_states(root, found, report)
+    states = read_each(root, dict(sorted(found.items())), lambda _, name: read_state(root / name), report)
     ranks = next((state.ranks for state in states.values()), len(found))
     if len(found) > ranks:
         raise Corrupt(f"the states of {ranks} ranks belong to this model; there are {len(found)}", path=path)
@@ -102,17 +103,6 @@ def find_states(path: Path, report: Report) -> dict[str, State | None]:
         message = f"the states of {ranks} ranks belong to this model; missing: {names}"
         (report if len(found) == ranks else refuse)(Corrupt(message, path=root / found[missing[0]]))
     return {name: states.get(rank) for rank, name in sorted(found.items())}
-
-
-def read_states(root: Path, files: Mapping[int, str], report: Report) -> dict[int, State]:
-    """Return the headers of ranks' states; report files that have none."""
-    states: dict[int, State] = {}
-    for rank in sorted(files):
-        try:
-            states[rank] = read_state(root / files[rank])
-        except CkptError as error:
-            report(error)
-    return states
 
 
 def check_same_step(root: Path, files: list[str], states: Mapping[str, State]) -> None:

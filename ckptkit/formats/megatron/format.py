@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.each_file import read_each
 from ckptkit.formats.megatron.grid import FILES, Rank, file_in, find_directories, has_rank, place
 from ckptkit.formats.megatron.join import Job
 from ckptkit.formats.megatron.result import Result
@@ -102,13 +103,8 @@ def find_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
 
 def read_files(root: Path, files: Mapping[str, str], report: Report) -> dict[str, Saved]:
     """Return what is in the files of ranks, by directory; report those that cannot be read. Raises if none can."""
-    saved: dict[str, Saved] = {}
-    for name, file in files.items():
-        try:
-            if is_there(root / file):
-                saved[name] = Saved.read(root, file)
-        except CkptError as error:
-            report(error)
+    there = {name: file for name, file in files.items() if is_there(root / file)}
+    saved = read_each(root, there, lambda _, file: Saved.read(root, file), report)
     if not saved:
         raise Corrupt("no rank's file can be read", path=root)
     return saved

@@ -13,6 +13,7 @@ from pathlib import Path
 from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import names_in, read_small
+from ckptkit.formats.each_file import read_each
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import Writer
 from ckptkit.formats.ranks.example import example_of
@@ -148,10 +149,5 @@ def join_all(path: Path, found: RankFiles, report: Report) -> Flat:
 
 def read_files(path: Path, found: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:
     """Return what is in the files of one kind, in order of rank; report those that cannot be read."""
-    files = []
-    for rank, name in sorted(found.files.get(kind, {}).items()):
-        try:
-            files.append(read_rank_file(path, name, rank, above))
-        except CkptError as error:
-            report(error.blame(path=path / name))
-    return files
+    files = dict(sorted(found.files.get(kind, {}).items()))
+    return list(read_each(path, files, lambda rank, name: read_rank_file(path, name, rank, above), report).values())
