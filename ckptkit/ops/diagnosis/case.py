@@ -57,11 +57,16 @@ class Case:
         return without_extra_state(self.weights.layout)[0].shapes if self.weights else {}
 
     @cached_property
+    def misfits(self) -> Misfits | None:
+        """Return the tensors that the model misses or does not know, None where no model says which it has."""
+        if self.model is None or self.form is None or not self.is_plain:
+            return None
+        return Misfits.of(self.plain_shapes, self.form, self.model)
+
+    @cached_property
     def called(self) -> Mapping[str, str]:
         """Return what the model calls those of its tensors that are called otherwise here, by a rule for names."""
-        if self.model is None or self.form is None or not self.is_plain or self.checkpoint.family is not None:
-            return {}
-        return Misfits.of(self.plain_shapes, self.form, self.model).renamed()
+        return self.misfits.renamed() if self.misfits and self.checkpoint.family is None else {}
 
     @property
     def is_asked(self) -> bool:

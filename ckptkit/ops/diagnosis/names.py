@@ -30,10 +30,9 @@ def find_names(case: Case) -> Iterator[Finding]:
 
     With the rule, family or prefix that would mend it, where there is one.
     """
-    model = case.model
-    if model is None or case.form is None or case.weights is None or not case.is_plain:
+    model, misfits = case.model, case.misfits
+    if model is None or misfits is None:
         return
-    misfits = Misfits.of(case.plain_shapes, case.form, model)
     if not misfits:
         yield from find_names_on_disk(case, model)
         return
