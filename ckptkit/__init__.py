@@ -9,19 +9,19 @@ from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
+    from ckptkit.comparison.differences import Diff
+    from ckptkit.comparison.moved import Moved
+    from ckptkit.comparison.moved import moved as moved
+    from ckptkit.conversion.options import ConvertOptions
+    from ckptkit.conversion.report import Converted
+    from ckptkit.diagnosis.finding import Finding
     from ckptkit.errors import CkptError
     from ckptkit.estimates.estimate import Estimated, estimate
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
     from ckptkit.ops.average import average
-    from ckptkit.ops.comparison.differences import Diff
-    from ckptkit.ops.comparison.moved import Moved
-    from ckptkit.ops.comparison.moved import moved as moved
     from ckptkit.ops.consolidate import consolidate
-    from ckptkit.ops.conversion.options import ConvertOptions
-    from ckptkit.ops.conversion.report import Converted
     from ckptkit.ops.convert import convert
-    from ckptkit.ops.diagnosis.finding import Finding
     from ckptkit.ops.diff import diff
     from ckptkit.ops.doctor import Diagnosis, doctor
     from ckptkit.ops.explain import explain
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from ckptkit.ops.merge import merge
     from ckptkit.ops.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
     from ckptkit.ops.pin import pin, unpin
-    from ckptkit.ops.proving.prove import Proved, prove
     from ckptkit.ops.prune import Pruned, prune
     from ckptkit.ops.reshard import reshard
     from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.verify import Verified, verify
-    from ckptkit.ops.watching.watch import Watched, watch
+    from ckptkit.proving.prove import Proved, prove
     from ckptkit.reports.report import Reported, report
     from ckptkit.training.saving.run import Run
     from ckptkit.training.smoke.smoke import smoke
     from ckptkit.training.train import train
+    from ckptkit.watching.watch import Watched, watch
 
 __all__ = [
     "Checkpoint",
@@ -100,18 +100,18 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "ckptkit.checkpoints.checkpoint",
     "CkptError": "ckptkit.errors",
-    "ConvertOptions": "ckptkit.ops.conversion.options",
-    "Converted": "ckptkit.ops.conversion.report",
+    "ConvertOptions": "ckptkit.conversion.options",
+    "Converted": "ckptkit.conversion.report",
     "Diagnosis": "ckptkit.ops.doctor",
-    "Diff": "ckptkit.ops.comparison.differences",
+    "Diff": "ckptkit.comparison.differences",
     "Estimated": "ckptkit.estimates.estimate",
-    "Finding": "ckptkit.ops.diagnosis.finding",
+    "Finding": "ckptkit.diagnosis.finding",
     "Inspected": "ckptkit.ops.inspect",
     "LazyCheckpoint": "ckptkit.ops.open",
     "LazyTensor": "ckptkit.ops.open",
     "Listing": "ckptkit.ops.ls",
-    "Moved": "ckptkit.ops.comparison.moved",
-    "Proved": "ckptkit.ops.proving.prove",
+    "Moved": "ckptkit.comparison.moved",
+    "Proved": "ckptkit.proving.prove",
     "Pruned": "ckptkit.ops.prune",
     "Pulled": "ckptkit.hub.pull",
     "Pushed": "ckptkit.hub.push",
@@ -119,7 +119,7 @@ _HOMES = {
     "Run": "ckptkit.training.saving.run",
     "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
-    "Watched": "ckptkit.ops.watching.watch",
+    "Watched": "ckptkit.watching.watch",
     "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
@@ -133,11 +133,11 @@ _HOMES = {
     "ls": "ckptkit.ops.ls",
     "make_manifest": "ckptkit.ops.manifest",
     "merge": "ckptkit.ops.merge",
-    "moved": "ckptkit.ops.comparison.moved",
+    "moved": "ckptkit.comparison.moved",
     "open": "ckptkit.ops.open",
     "open_layout": "ckptkit.checkpoints.checkpoint",
     "pin": "ckptkit.ops.pin",
-    "prove": "ckptkit.ops.proving.prove",
+    "prove": "ckptkit.proving.prove",
     "prune": "ckptkit.ops.prune",
     "pull": "ckptkit.hub.pull",
     "push": "ckptkit.hub.push",
@@ -148,7 +148,7 @@ _HOMES = {
     "train": "ckptkit.training.train",
     "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",
-    "watch": "ckptkit.ops.watching.watch",
+    "watch": "ckptkit.watching.watch",
 }
 
 

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import ckptkit
-from ckptkit.ops.diagnosis.messages import MESSAGES
+from ckptkit.diagnosis.messages import MESSAGES
 from scripts.markdown import ROOT, WIDTH, fill_part, paragraph
 
 DOCS = ROOT / "docs"

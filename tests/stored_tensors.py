@@ -7,8 +7,7 @@ from math import prod
 
 import numpy as np
 
-from ckptkit import axes
-from ckptkit.layout import Chunk, Spec, StoredTensor
+from ckptkit.layout import Chunk, Spec, StoredTensor, axes
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DTYPES
 from tests.raw import Numbers

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.pipeline import write
 from ckptkit.errors import Unsupported
 from ckptkit.files.origin import Origin
 from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, writable_formats
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
-from ckptkit.ops.conversion.draft import Conversion, Draft
-from ckptkit.ops.conversion.options import ConvertOptions
-from ckptkit.ops.conversion.pipeline import write
 from ckptkit.ops.convert import convert
 from ckptkit.tensors.dtypes import DTYPES
 from tests import producers

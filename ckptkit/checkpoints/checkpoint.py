@@ -13,10 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ckptkit.checkpoints import trainers
-from ckptkit.checkpoints.companions import Companions, find_companions
+from ckptkit import trainers
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
-from ckptkit.checkpoints.families import family_of
 from ckptkit.checkpoints.find_parts import (
     OF_TRAINING,
     inner_folders,
@@ -31,20 +29,22 @@ from ckptkit.checkpoints.find_parts import (
 )
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.several_disks import Others, join_places
-from ckptkit.checkpoints.steps import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
-from ckptkit.checkpoints.weights import Weights, find_weights
-from ckptkit.edits import select
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import children, entry_of
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import list_ahead, to_local, to_path
 from ckptkit.formats import describe_formats, detect_format, unpack
-from ckptkit.formats.torchfile.values import load_value
+from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
+from ckptkit.layout.edits import select
+from ckptkit.models.companions import Companions, find_companions
+from ckptkit.names import family_of
+from ckptkit.names.weights import Weights, find_weights
+from ckptkit.trainers.steps import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoints.families.family import Family
+    from ckptkit.names.family import Family
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.checkpoints.trainers.trainer import Evidence
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import KeyPath, Layout
+from ckptkit.trainers.trainer import Evidence
 
 _LIMIT = 1 << 24  # bytes of a small file
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
-from ckptkit.checkpoints import trainers
+from ckptkit import trainers
 from ckptkit.checkpoints.part import Part
-from ckptkit.checkpoints.steps import ONE_FILE, may_be_step_name, step_of
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import folders
 from ckptkit.formats import Reader, detect_format, is_known_file
+from ckptkit.trainers.steps import ONE_FILE, may_be_step_name, step_of
 
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
 

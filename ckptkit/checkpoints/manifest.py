@@ -56,7 +56,6 @@ class Manifest:
 
 
 def dump(value: Mapping[str, Any]) -> bytes:
-    """Return a manifest as text."""
     return (json.dumps(value, indent=1) + "\n").encode()
 
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from ckptkit import edits
-from ckptkit.checkpoints.flat_parameters import unflatten_parameters
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.checkpoints.trainers import is_other_part
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.formats import Reader
-from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
+from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor, edits
+from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
+from ckptkit.trainers import is_other_part
 
 MODEL = "model"  # the key of a model that has none of its own, and lies beside an optimizer
 
@@ -40,7 +39,6 @@ class Part:
 
     @property
     def is_model(self) -> bool:
-        """Return whether it may hold the model, by its name."""
         return self.under is None and not is_other_part(self.place or self.path.name)
 
     @property

@@ -24,7 +24,6 @@ class Interrupted(BaseException):
 
 
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    """Handle a signal."""
     raise Interrupted(number)
 
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckptkit.checkpoints.weights import LeftOut
 from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
+from ckptkit.conversion.options import RANK, ConvertOptions
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import describe_writable, writable_formats
-from ckptkit.ops.conversion.options import RANK, ConvertOptions
+from ckptkit.names.weights import LeftOut
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.settings import settings_of
 
 if TYPE_CHECKING:
-    from ckptkit.ops.conversion.report import Converted
+    from ckptkit.conversion.report import Converted
 
 # Read when numpy is first imported, which is later. Each of our threads multiplies matrices by itself: others of BLAS,
 # which wait by spinning, would take the cores from them.
@@ -186,7 +186,6 @@ def completed(entries: Mapping[str, str]) -> list[str]:
 
 
 def amount_of(left: LeftOut) -> str:
-    """Return how much was left out."""
     return f"{count(left.entries, 'entry')}, {format_bytes(left.nbytes)}"
 
 

@@ -16,7 +16,7 @@ from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.ops.comparison.differences import Diff, Difference, Kind
+    from ckptkit.comparison.differences import Diff, Difference, Kind
 
 _ROWS = 20  # of a table, unless all are asked for
 
@@ -97,7 +97,7 @@ def difference_json(one: Difference) -> dict[str, Any]:
 
 def report(found: Diff, *, every: bool) -> None:
     """Print the result for a reader: what matters most first, the conclusion last."""
-    from ckptkit.ops.comparison.differences import Kind
+    from ckptkit.comparison.differences import Kind
 
     for text in found.notes:
         note(f"note: {text}")
@@ -170,7 +170,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
     """Print the renames, by as few rules as there are."""
     if not found.renamed:
         return
-    from ckptkit.ops.comparison.renames import explain
+    from ckptkit.comparison.renames import explain
 
     say("renamed:")
     if every:
@@ -182,7 +182,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
 
 def folded(names: Sequence[str]) -> list[str]:
     """Return names, with those as one that are the same in every layer."""
-    from ckptkit.ops.comparison.renames import fold
+    from ckptkit.comparison.renames import fold
 
     often = Counter(map(fold, names))
     lines = (times(fold(name), often[fold(name)]) if often[fold(name)] > 1 else name for name in names)

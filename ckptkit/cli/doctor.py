@@ -13,7 +13,7 @@ from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.diagnosis.finding import Finding
+    from ckptkit.diagnosis.finding import Finding
     from ckptkit.ops.doctor import Diagnosis
 
 _ROWS = 20  # of the table, unless all are asked for
@@ -58,7 +58,6 @@ def doctor(
 
 
 def to_json(found: Diagnosis) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
     findings = [pick(one, "code", "tensor", "message", "fix", "count", "names") for one in found.findings]
     return {"ok": found.is_ok, "path": found.path, "findings": findings, "notes": found.notes}
 

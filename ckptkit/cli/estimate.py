@@ -166,7 +166,6 @@ def row(budget: Budget) -> tuple[str, ...]:
 
 
 def label(setup: Setup) -> str:
-    """Return the name of a strategy, and the layout of the GPUs under hybrid_shard."""
     layout = f" {setup.replicas} x {setup.shards}" if setup.strategy == "hybrid_shard" else ""
     return setup.strategy + layout
 
@@ -187,7 +186,6 @@ def print_detail(budget: Budget) -> None:
 
 
 def bar(part: int, whole: int) -> str:
-    """Return a bar as long as the share that `part` has of `whole`."""
     return "█" * round(BAR * part / whole)
 
 

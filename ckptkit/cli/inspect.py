@@ -11,15 +11,15 @@ import typer
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
-from ckptkit.ops.salvaging.account import describe_account
 from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.salvaging.account import describe_account
 
 if TYPE_CHECKING:
+    from ckptkit.adapters.summary import InspectedAdapter
+    from ckptkit.inspection.groups import Group
     from ckptkit.layout import StoredTensor
     from ckptkit.ops.inspect import Inspected
-    from ckptkit.ops.inspection.adapters import InspectedAdapter
-    from ckptkit.ops.inspection.groups import Group
-    from ckptkit.ops.inspection.quantized import InspectedQuantized
+    from ckptkit.quantized.summary import InspectedQuantized
 
 _MOST_KEYS = 8
 
@@ -92,18 +92,15 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
 
 
 def adapter_json(adapter: InspectedAdapter) -> dict[str, Any]:
-    """Return an adapter in the result."""
     facts = ("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes", "base")
     return pick(adapter, *facts, "has_base") | {"config": None if adapter.config is None else str(adapter.config)}
 
 
 def quantized_json(found: InspectedQuantized | None) -> dict[str, Any] | None:
-    """Return what is quantized in the result, None if nothing is."""
     return None if found is None else pick(found, "method", "weights", "parameters", "sizes", "refusal")
 
 
 def group_json(group: Group) -> dict[str, Any]:
-    """Return one kind of entries in the result."""
     return {"entries": group.entries, "nbytes": group.nbytes, "dtypes": group.bytes_by_dtype}
 
 
@@ -178,7 +175,6 @@ def describe_quantized(found: InspectedQuantized) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first few of some names."""
     return ", ".join(names[:_MOST_KEYS]) + (", ..." if names[_MOST_KEYS:] else "")
 
 
@@ -218,7 +214,7 @@ def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
 
 def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
     """Return a row per module or tensor; modules alike share one."""
-    from ckptkit.ops.inspection.tree import fold
+    from ckptkit.inspection.tree import fold
 
     return [
         (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")

@@ -63,7 +63,6 @@ def ls(
 
 
 def to_json(found: Listing) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
     listed = [listed_json(one, is_latest=one.path == found.latest) for one in found.checkpoints]
     return {**pick(found, "root", "latest", "tracker"), "checkpoints": listed}
 
@@ -146,7 +145,6 @@ def choose_metrics(
 
 
 def number(value: float | None) -> str:
-    """Return a metric in four digits."""
     return "" if value is None else f"{value:.4g}"
 
 

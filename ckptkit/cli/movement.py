@@ -9,7 +9,7 @@ from ckptkit.cli.diff import times
 from ckptkit.cli.output import count, note, pick, print_json, print_table, progress_bar, say
 
 if TYPE_CHECKING:
-    from ckptkit.ops.comparison.moved import Moved, Movement
+    from ckptkit.comparison.moved import Moved, Movement
 
 
 def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool) -> None:
@@ -50,7 +50,6 @@ def row_of(movement: Movement) -> tuple[str, ...]:
 
 
 def cosine(movement: Movement) -> str:
-    """Return the cosine of the angle between before and after."""
     found = movement.distance.cosine
     return "" if found is None else f"{found:.4f}"
 

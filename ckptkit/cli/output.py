@@ -96,7 +96,6 @@ def print_problem(problem: CkptError) -> None:
 
 
 def describe(error: CkptError) -> str:
-    """Return file, tensor and message in one line."""
     where = [f"{error.path}" if error.path else "", f"tensor `{error.tensor}`" if error.tensor else ""]
     return ": ".join([*filter(None, where), error.message])
 

@@ -14,8 +14,8 @@ from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.ops.proving.logits import Logits
-    from ckptkit.ops.proving.prove import Proved
+    from ckptkit.proving.logits import Logits
+    from ckptkit.proving.prove import Proved
 
 
 def prove(
@@ -45,7 +45,7 @@ def prove(
 
     Exit codes: 0 proved; 1 not; 2 usage; 3 one is no checkpoint, or no model that transformers knows; 4 an I/O failure.
     """
-    from ckptkit.ops.proving.prove import prove as run_it
+    from ckptkit.proving.prove import prove as run_it
 
     reserve_stdout()
     against = with_others(against, also)

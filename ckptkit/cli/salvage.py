@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckptkit.cli.output import count, note
-from ckptkit.ops.salvaging.account import NAME, Account, Filled, Lost
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.salvaging.account import NAME, Account, Filled, Lost
 
 _MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
@@ -92,7 +92,6 @@ def spans(numbers: Sequence[str]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
     more = len(names) - _MOST_TENSORS
     return ", ".join(names[:_MOST_TENSORS]) + (f" and {more} more" if more > 0 else "")
 

@@ -64,13 +64,11 @@ def overriding(name: str, setting: Setting) -> inspect.Parameter:
 
 
 def parameter(name: str, kind: Any, default: object, described: Any) -> inspect.Parameter:
-    """Return a parameter that typer makes an option of."""
     annotation = Annotated[kind, described]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def kind_of(setting: Setting) -> Any:
-    """Return the type of an option's value."""
     return list[str] if get_origin(setting.kind) is tuple else setting.kind
 
 
@@ -82,7 +80,6 @@ def spell(value: object) -> str:
 
 
 def spell_bytes(size: int) -> str:
-    """Return a number of bytes as a user would type it."""
     return f"{size / 10**9:g}GB"
 
 

@@ -70,13 +70,11 @@ def stats(
 
 
 def to_json(found: Stats) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
     tensors = [tensor_json(tensor) for tensor in found.tensors]
     return {**pick(found, "path", "format"), "total": count_json(found.total), "tensors": tensors}
 
 
 def tensor_json(tensor: TensorStats) -> dict[str, Any]:
-    """Return one tensor of the result."""
     what = {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": list(tensor.spec.shape)}
     return what | count_json(tensor)
 

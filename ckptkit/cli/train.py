@@ -153,5 +153,4 @@ MARKS = {True: "ok", False: "FAILED", None: "skipped"}
 
 
 def note_check(check: Check) -> None:
-    """Say how a check went as soon as it is made."""
     note(f"{check.name}: {MARKS[check.ok]}")

@@ -34,7 +34,6 @@ class Group(TyperGroup):
 
 
 def take_over(parameters: Any) -> None:
-    """Put `process` between parameters and typer."""
     for parameter in parameters:
         parameter.process_value = partial(process, parameter, parameter.process_value)
 

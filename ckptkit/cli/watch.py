@@ -15,7 +15,7 @@ from ckptkit.errors import Usage
 from ckptkit.files.path import to_local
 
 if TYPE_CHECKING:
-    from ckptkit.ops.watching.watch import Event, Watched
+    from ckptkit.watching.watch import Event, Watched
 
 
 def watch(
@@ -55,7 +55,7 @@ def watch(
     Exit codes: 0 with --once: all are handled; 1 some failed; 2 usage; 3 no run is there; 4 an I/O failure; 5 a watch
     with the same commands is at work; 130 interrupted; 143 terminated.
     """
-    from ckptkit.ops.watching.watch import watch as run_it
+    from ckptkit.watching.watch import watch as run_it
 
     if json and not once:
         raise Usage("--json prints one object at the end, and a watch has none", hint="add --once")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.layout import Chunk
-from ckptkit.plan import ByRows, Copy, Plan, Region, Target, same
+from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, same
 from ckptkit.tensors.blocks import cut, cut_rows
 from ckptkit.tensors.box import Box, BoxIndex
 
@@ -50,7 +50,6 @@ class Wanted(NamedTuple):
     boxes: BoxIndex
 
     def of(self, box: Box) -> Input:
-        """Return the input of the block that is this box of the target."""
         region = self.region(box)
         return Input(self.source, region, tuple((self.copies[i].src, part) for i, part in self.boxes.meeting(region)))
 
@@ -87,12 +86,10 @@ def wanted_of(target: Target, sources: int) -> list[Wanted]:
 
 
 def wanted(source: int, region: Region, copies: tuple[Copy, ...]) -> Wanted:
-    """Return one of the inputs of a target."""
     return Wanted(source, region, copies, BoxIndex([copy.region for copy in copies]))
 
 
 def split(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
-    """Return the copies of each of `count` inputs."""
     return [tuple(copy for copy in copies if copy.operand == number) for number in range(count)]
 
 

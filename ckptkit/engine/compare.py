@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptkit.axes import index_in
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
@@ -16,7 +15,8 @@ from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.plan import Plan, in_order, join, make_plan
+from ckptkit.layout.axes import index_in
+from ckptkit.layout.plan import Plan, in_order, join, make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.distance import Distance, Tolerance
 
@@ -99,7 +99,6 @@ def are_equal(a: memoryview, b: memoryview) -> bool:
 
 
 def plan_comparison(a: Layout, b: Layout) -> Plan:
-    """Return the plan to read each chunk of `b` from both layouts."""
     targets = [target for name, tensor in b.tensors.items() for target in join(name, tensor, (a, b))]
     return Plan(a, b, in_order(targets), (b,))
 

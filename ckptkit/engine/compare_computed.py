@@ -11,7 +11,7 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.plan import Plan, Recipe, Target, join
+from ckptkit.layout.plan import Plan, Recipe, Target, join
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.distance import Distance
 from ckptkit.tensors.dtypes import DTYPES, DType

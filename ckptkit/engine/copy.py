@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
+from ckptkit.destinations.early_sync import early_sync
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.carry import carry
 from ckptkit.engine.gather import Gatherer
@@ -22,9 +23,8 @@ from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.early_sync import early_sync
 from ckptkit.layout import Place
-from ckptkit.plan import Plan, Recipe
+from ckptkit.layout.plan import Plan, Recipe
 
 Progress = Callable[[int], None]
 

@@ -12,7 +12,7 @@ from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.errors import CkptError, Corrupt, IOFailure
 from ckptkit.files.crc32 import Checksums, crc32, tell_damage
 from ckptkit.layout import ZEROS, Chunk, Layout
-from ckptkit.plan import plan_bytes
+from ckptkit.layout.plan import plan_bytes
 
 Run = tuple[str, int, int]  # a file, and the offset and length of bytes in it that have a checksum together
 

@@ -30,7 +30,6 @@ class Gatherer:
         self.files = Opened(root, in_order=True)
 
     def close(self) -> None:
-        """Close its files."""
         self.files.close()
 
     @cached_property

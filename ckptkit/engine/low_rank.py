@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import Corrupt
-from ckptkit.plan import Operand
+from ckptkit.layout.plan import Operand
 from ckptkit.tensors.box import Box, Shape
 
 Array = NDArray[Any]
@@ -40,7 +40,6 @@ class Product:
         raise NotImplementedError
 
     def of_b(self, box: Box) -> Box:
-        """Return the box of B that a box of the weight needs."""
         raise NotImplementedError
 
     def delta(self, box: Box, a: Array, b: Array) -> Array:
@@ -61,7 +60,6 @@ class Linear(Product):
         return Box((0, *box.start[1:]), (self.shape_of_a[0], *box.size[1:]))
 
     def of_b(self, box: Box) -> Box:
-        """Return the rows of B."""
         kernel = (1,) * (len(box.size) - 2)
         return Box((box.start[0], *(0 for _ in self.shape_of_b[1:])), (box.size[0], self.shape_of_b[1], *kernel))
 
@@ -98,7 +96,6 @@ class Experts(Product):
 
     @property
     def rank(self) -> int:
-        """Return the rank of each expert's product."""
         return self.shape_of_a[0] // self.count
 
     def of_a(self, box: Box) -> Box:

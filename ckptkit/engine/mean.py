@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Spec
-from ckptkit.plan import Operand
+from ckptkit.layout.plan import Operand
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.casting import cast
 from ckptkit.tensors.dtypes import DTYPES, DType

@@ -9,7 +9,7 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker, visit
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.plan import Plan, join
+from ckptkit.layout.plan import Plan, join
 from ckptkit.tensors.box import Box, whole
 
 

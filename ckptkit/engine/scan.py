@@ -20,7 +20,7 @@ from ckptkit.errors import CkptError, Report
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import Opened, read_at
 from ckptkit.layout import Extent, Place
-from ckptkit.plan import plan_bytes
+from ckptkit.layout.plan import plan_bytes
 
 Progress = Callable[[int], None]
 _PAGE = 4096  # bytes

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.layout import Blob, Chunk, Layout
-from ckptkit.plan import Plan, data_of
+from ckptkit.layout.plan import Plan, data_of
 
 UNIT_BYTES = 1 << 28  # at most so much is done again after an interruption
 

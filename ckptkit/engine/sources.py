@@ -11,7 +11,7 @@ from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import tell_damage
 from ckptkit.layout import ZEROS, Chunk, Piece, Place
-from ckptkit.plan import Copy, Plan, Target, in_order, itself
+from ckptkit.layout.plan import Copy, Plan, Target, in_order, itself
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
 
@@ -103,7 +103,6 @@ def count_asked(plan: Plan, runs: Mapping[SourcePlace, tuple[str, Chunk]]) -> Co
 
 
 def name_of(target: Target, copy: Copy) -> str:
-    """Return the name of the tensor that a copy for a target is of."""
     return target.name if target.recipe is None else target.recipe.operands[copy.operand].name
 
 

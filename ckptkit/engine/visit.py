@@ -17,7 +17,7 @@ from ckptkit.engine.workers import Step, work
 from ckptkit.errors import CkptError, Report, refuse
 from ckptkit.files.file import Opened
 from ckptkit.layout import Piece
-from ckptkit.plan import Plan
+from ckptkit.layout.plan import Plan
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 

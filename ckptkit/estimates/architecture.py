@@ -9,9 +9,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from ckptkit.checkpoints.expected import HEAD, expected_shapes, is_known, is_tied, letter_sizes
-from ckptkit.checkpoints.families.transformers_model import find_blueprint
 from ckptkit.errors import Unsupported
+from ckptkit.models.expected import HEAD, expected_shapes, is_known, is_tied, letter_sizes
+from ckptkit.models.transformers_model import find_blueprint
 from ckptkit.tensors.box import Shape
 
 _UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module of a list
@@ -41,7 +41,6 @@ class Architecture:
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of parameters."""
         return sum(map(prod, self.parameters.values()))
 
     @cached_property
@@ -76,7 +75,7 @@ class Architecture:
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture that a config.json describes.
 
-    Of a model type that `ckptkit.checkpoints.expected` does not know, transformers builds the model without memory.
+    Of a model type that `ckptkit.models.expected` does not know, transformers builds the model without memory.
     Raises `Unsupported` where it cannot, and where the config lacks a size.
     """
     if is_known(config):

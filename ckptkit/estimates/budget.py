@@ -171,12 +171,10 @@ def at_end(model: Architecture, setup: Setup) -> Parts:
 
 
 def shard_numel(model: Architecture, shards: int) -> int:
-    """Count the numbers in the largest shard of the model."""
     return sum(-(-rows // shards) * prod(row) for rows, *row in model.parameters.values())
 
 
 def resting(model: Architecture, setup: Setup) -> int:
-    """Count the bytes of the parameters that stay whole from forward to backward."""
     stays = model.numel if setup.strategy == "shard_grad_op" else model.root
     return stays * setup.param_dtype.itemsize
 

@@ -9,11 +9,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.expected import is_known
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.estimates.architecture import Architecture, read_architecture
 from ckptkit.estimates.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.files.file import read_small
+from ckptkit.models.expected import is_known
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
 
 _CONFIG = "config.json"

@@ -84,7 +84,6 @@ class JoinedPath(PosixPath):
         return self.place.is_dir()
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """Return True for a file."""
         return self.place.is_file()
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002

@@ -57,7 +57,6 @@ class RemotePath(PosixPath):
         return entry is not None and entry.is_dir
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """Return True for a file."""
         entry = self.entry()
         return entry is not None and not entry.is_dir
 
@@ -70,11 +69,9 @@ class RemotePath(PosixPath):
         return False
 
     def absolute(self) -> Self:
-        """Return the path itself."""
         return self
 
     def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002
-        """Return the path itself."""
         return self
 
     def iterdir(self) -> Generator[Self, None, None]:
@@ -116,12 +113,10 @@ class RemotePath(PosixPath):
 
     @property
     def store(self) -> Known:
-        """Return the store that it lies in."""
         return self._place[0]
 
     @property
     def key(self) -> str:
-        """Return its key in its store."""
         return self._place[1]
 
     @property

@@ -174,7 +174,7 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
 
     Reports each item that cannot be, and leaves it as it is.
     """
-    from ckptkit.formats.torchfile import zstd
+    from ckptkit.formats.archives import zstd
 
     return zstd.unpack(layout, report)
 
@@ -185,7 +185,7 @@ def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True)
     Compressed items are unpacked, or without `with_packed` left as they are, and so is each chunk of which the bytes
     are not found, which is reported.
     """
-    from ckptkit.formats.torchfile import locate as envelopes  # a layout of other formats has none
+    from ckptkit.formats.archives import locate as envelopes  # a layout of other formats has none
 
     with translate_os_errors(layout.root):
         return envelopes.locate(unpack(layout, report) if with_packed else layout, report, with_packed=with_packed)

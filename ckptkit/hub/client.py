@@ -63,7 +63,6 @@ class Repository:
 
     @property
     def url(self) -> str:
-        """Return the address of its page."""
         return page_of(self.repo_id)
 
 

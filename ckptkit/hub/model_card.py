@@ -9,9 +9,9 @@ from string import Template
 from typing import Any
 
 from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.steps import step_of
 from ckptkit.formats import title_of
 from ckptkit.ops.inspect import Inspected
+from ckptkit.trainers.steps import step_of
 from ckptkit.version import __version__
 
 NAME = "README.md"

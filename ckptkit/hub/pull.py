@@ -20,11 +20,11 @@ from huggingface_hub.file_download import http_get
 from tqdm.utils import CallbackIOWrapper
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.destinations.allocation import check_room, missing_bytes
+from ckptkit.destinations.staging import WORK, Stage
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
-from ckptkit.files.allocation import check_room, missing_bytes
 from ckptkit.files.file import check_name
 from ckptkit.files.path import to_local
-from ckptkit.files.staging import WORK, Stage
 from ckptkit.files.stores.hub import our_headers
 from ckptkit.formats import detect_format
 from ckptkit.hub.client import HubFile, Repository, look_up, parse_place, silent, talking
@@ -113,7 +113,6 @@ def choose(found: Repository, include: tuple[str, ...], exclude: tuple[str, ...]
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Return True if a glob matches."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 

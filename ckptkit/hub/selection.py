@@ -8,10 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.companions import read_companions
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.errors import Usage
 from ckptkit.files.folders import children
 from ckptkit.formats import Reader
@@ -19,8 +17,10 @@ from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
 from ckptkit.layout import Layout
+from ckptkit.models.companions import read_companions
 from ckptkit.ops.inspect import inspect
 from ckptkit.ops.own_files import OwnFiles
+from ckptkit.trainers.ckptkit import TRAINING
 
 _OF_TRAINING = (
     *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),

@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.deletion import delete, deleting
-from ckptkit.checkpoints.retention import find_holds
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.path import to_local
 from ckptkit.formats import unpack
 from ckptkit.layout import Layout
 from ckptkit.ops.open import LazyCheckpoint
+from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.retention import find_holds
 from ckptkit.storage.entries import find_archive, read_value
 from ckptkit.storage.ranks import translate
 from ckptkit.storage.writer import Writer

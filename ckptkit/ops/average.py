@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
-from ckptkit.checkpoints.run import Run
+from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
+from ckptkit.conversion.pipeline import carry_out
+from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
-from ckptkit.ops.conversion.options import ConvertOptions, Keywords, spell_out
-from ckptkit.ops.conversion.pipeline import carry_out
-from ckptkit.ops.conversion.report import Converted
+from ckptkit.runs.run import Run
 
 _SLACK = 1e-6  # by which given weights may miss 1 before that is said
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.ops.conversion.options import Keywords, spell_out
-from ckptkit.ops.conversion.report import Converted
+from ckptkit.conversion.options import Keywords, spell_out
+from ckptkit.conversion.report import Converted
 from ckptkit.ops.convert import convert
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.ops.conversion.options import ConvertOptions, Keywords, spell_out
-from ckptkit.ops.conversion.pipeline import carry_out
-from ckptkit.ops.conversion.report import Converted
+from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
+from ckptkit.conversion.pipeline import carry_out
+from ckptkit.conversion.report import Converted
 
 
 @spell_out

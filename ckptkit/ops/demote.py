@@ -13,17 +13,17 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.checkpoints.retention import read_metrics, write_metrics
 from ckptkit.checkpoints.sums import replace_manifest, sum_files
-from ckptkit.checkpoints.trainers.ckptkit import METRICS
-from ckptkit.files.allocation import create_file
-from ckptkit.files.staging import Stage
+from ckptkit.destinations.allocation import create_file
+from ckptkit.destinations.staging import Stage
 from ckptkit.files.system import again
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.verify import verify_part
 from ckptkit.progress import Told
+from ckptkit.runs.retention import read_metrics, write_metrics
 from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.trainers.ckptkit import METRICS
 
 _NARROW = DTYPES["bfloat16"]
 _MODEL = "model"  # the directory in the hidden one that the model is made in

@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 from operator import ne
 from pathlib import Path
 
-from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.comparison.differences import Diff, Difference, Reason
+from ckptkit.comparison.entries import differing_entries
+from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_hub
+from ckptkit.comparison.renames import find_renames
+from ckptkit.conversion.selection import Edits
 from ckptkit.engine.compare import Comparison, compare
 from ckptkit.formats import locate
-from ckptkit.layout import Layout, Spec
-from ckptkit.ops.comparison.differences import Diff, Difference, Reason
-from ckptkit.ops.comparison.entries import differing_entries
-from ckptkit.ops.comparison.matching import Side, match, pair_parts, with_names_of_hub
-from ckptkit.ops.comparison.renames import find_renames
-from ckptkit.ops.selection import Edits
+from ckptkit.layout import Layout, Spec, edits
 from ckptkit.progress import Progress, telling
 from ckptkit.tensors.distance import Distance, Tolerance
 from ckptkit.tensors.dtypes import DType
@@ -191,7 +190,6 @@ def is_measurable(name: str, a: Layout, b: Layout) -> bool:
 
 
 def narrow(layout: Layout, others: Mapping[str, Spec]) -> Layout:
-    """Return the layout with each float tensor in the dtype that it has in the other one, where that is narrower."""
     narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
     return cast_to(layout, narrower)
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
-from ckptkit.checkpoints.companions import CONFIG
 from ckptkit.collector import collector_paused
+from ckptkit.diagnosis import KINDS
+from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.damage import find_damage, look_for_damage
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.mending import settle
+from ckptkit.diagnosis.model import Model
+from ckptkit.diagnosis.optimizer_states import list_missing_states
 from ckptkit.errors import Usage
-from ckptkit.ops.diagnosis import KINDS
-from ckptkit.ops.diagnosis.case import Case
-from ckptkit.ops.diagnosis.damage import find_damage, look_for_damage
-from ckptkit.ops.diagnosis.finding import Finding
-from ckptkit.ops.diagnosis.mending import settle
-from ckptkit.ops.diagnosis.model import Model
-from ckptkit.ops.diagnosis.optimizer_states import list_missing_states
+from ckptkit.models.companions import CONFIG
 
 
 @dataclass(frozen=True, slots=True)

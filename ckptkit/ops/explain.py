@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.ops.diagnosis.finding import Finding
-from ckptkit.ops.diagnosis.mending import settle
-from ckptkit.ops.diagnosis.messages import MESSAGES, Message
-from ckptkit.ops.diagnosis.said import Said
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.mending import settle
+from ckptkit.diagnosis.messages import MESSAGES, Message
+from ckptkit.diagnosis.said import Said
 from ckptkit.ops.doctor import open_case
 
 _MOST = 1 << 20  # characters of a text that is searched: rank by rank it says the same

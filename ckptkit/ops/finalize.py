@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.checkpoints.several_disks import join_places
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.pipeline import finish_shares, report_on
+from ckptkit.conversion.report import Converted
+from ckptkit.destinations.staging import read_key
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.files.hidden import staging_path
 from ckptkit.files.path import to_local, to_path
-from ckptkit.files.staging import read_key
-from ckptkit.ops.conversion.options import ConvertOptions
-from ckptkit.ops.conversion.pipeline import finish_shares, report_on
-from ckptkit.ops.conversion.report import Converted
 from ckptkit.progress import Progress
 
 

@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.checkpoints.adapters.signs import may_be_adapted
+from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.companions import find_config
-from ckptkit.checkpoints.optimizer_keys import kind_of_keys
 from ckptkit.checkpoints.part import Part
-from ckptkit.checkpoints.quantized.signs import may_be_quantized
-from ckptkit.checkpoints.weights import find_weights, has_weights
 from ckptkit.collector import collector_paused
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
+from ckptkit.inspection.groups import Group, bytes_by_dtype, group
+from ckptkit.inspection.ties import Tie, find_ties
 from ckptkit.layout import Layout
-from ckptkit.ops.inspection.groups import Group, bytes_by_dtype, group
-from ckptkit.ops.inspection.ties import Tie, find_ties
-from ckptkit.ops.salvaging.account import read_account
+from ckptkit.models.companions import find_config
+from ckptkit.names.weights import find_weights, has_weights
+from ckptkit.optimizers.keys import kind_of_keys
+from ckptkit.quantized.signs import may_be_quantized
+from ckptkit.salvaging.account import read_account
 
 if TYPE_CHECKING:
-    from ckptkit.ops.inspection.adapters import InspectedAdapter
-    from ckptkit.ops.inspection.quantized import InspectedQuantized
+    from ckptkit.adapters.summary import InspectedAdapter
+    from ckptkit.quantized.summary import InspectedQuantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def find_adapters(model: Part) -> tuple[InspectedAdapter, ...]:
     """Return the adapters of a model; () for almost all, which need none of what knows adapters."""
     if not (model.is_model and may_be_adapted(model.layout.tensors)):
         return ()
-    from ckptkit.ops.inspection.adapters import inspect_adapters
+    from ckptkit.adapters.summary import inspect_adapters
 
     return inspect_adapters(model)
 
@@ -107,7 +107,7 @@ def find_quantized(model: Part) -> InspectedQuantized | None:
     """Return what is quantized of a model; None for almost all, which need none of what knows quantized weights."""
     if not (model.is_model and may_be_quantized(model.layout.specs)):
         return None
-    from ckptkit.ops.inspection.quantized import inspect_quantized
+    from ckptkit.quantized.summary import inspect_quantized
 
     return inspect_quantized(model)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
-from ckptkit.edits import select
 from ckptkit.engine.read import read
 from ckptkit.errors import CkptError
 from ckptkit.formats import locate
+from ckptkit.inspection.notebook import describe, html_of
 from ckptkit.layout import Layout, Spec
-from ckptkit.ops.inspection.notebook import describe, html_of
+from ckptkit.layout.edits import select
 from ckptkit.tensors.views import Index, View
 
 if TYPE_CHECKING:

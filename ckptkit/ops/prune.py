@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of, named_in, no_checkpoint
-from ckptkit.checkpoints.deletion import delete, deleting, is_being_written
-from ckptkit.checkpoints.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
-from ckptkit.checkpoints.steps import is_epoch
+from ckptkit.destinations.staging import clear_dead
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -26,11 +24,13 @@ from ckptkit.errors import (
 )
 from ckptkit.files.folders import folders
 from ckptkit.files.joined import roots_of
-from ckptkit.files.staging import clear_dead
 from ckptkit.ops.demote import demote, demoted_bytes
 from ckptkit.ops.ls import measure
 from ckptkit.ops.verify import verify_part
 from ckptkit.progress import Progress, Told, telling
+from ckptkit.runs.deletion import delete, deleting, is_being_written
+from ckptkit.runs.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
+from ckptkit.trainers.steps import is_epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
+from ckptkit.conversion.pipeline import carry_out
+from ckptkit.conversion.report import Converted
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import writable_formats
-from ckptkit.ops.conversion.options import ConvertOptions, Keywords, spell_out
-from ckptkit.ops.conversion.pipeline import carry_out
-from ckptkit.ops.conversion.report import Converted
 
 RUN = "run"  # where `ckptkit train` saves unless told otherwise
 
@@ -40,7 +40,6 @@ def reshard(
 
 
 def own_format(source: Checkpoint) -> str:
-    """Return the format that the shards of a checkpoint are in, or DCP if that is not written."""
     formats = {part.reader.name for part in source.parts if part.reader.is_sharded}
     return formats.pop() if len(formats) == 1 and formats <= set(writable_formats()) else "dcp"
 

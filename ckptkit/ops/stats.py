@@ -8,15 +8,14 @@ from functools import reduce
 from pathlib import Path
 from typing import Self, overload
 
-from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.comparison.moved import Moved, moved
+from ckptkit.conversion.selection import Edits
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
 from ckptkit.formats import locate
-from ckptkit.layout import Spec
-from ckptkit.ops.comparison.moved import Moved, moved
-from ckptkit.ops.inspection.tree import Branch, fold
-from ckptkit.ops.selection import Edits
+from ckptkit.inspection.tree import Branch, fold
+from ckptkit.layout import Spec, edits
 from ckptkit.progress import Progress, telling
 from ckptkit.tensors.counting import Count
 
@@ -30,7 +29,6 @@ class TensorStats(Count):
 
     @classmethod
     def of(cls, name: str, spec: Spec, count: Count) -> Self:
-        """Make those of a tensor in which this was counted."""
         counted = {field.name: getattr(count, field.name) for field in fields(Count)}
         return cls(name=name, spec=spec, **counted)
 

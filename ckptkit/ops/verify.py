@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.sums import sum_files
-from ckptkit.edits import twins_as_rounded
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.crc32 import tell_damage
@@ -24,11 +23,12 @@ from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
 from ckptkit.formats import find_format, locate
 from ckptkit.layout import Extent, Layout, Place
+from ckptkit.layout.edits import twins_as_rounded
 from ckptkit.ops.own_files import OwnFiles, within
 from ckptkit.progress import Progress, Told, telling
 
 if TYPE_CHECKING:
-    from ckptkit.ops.comparison.differences import Diff
+    from ckptkit.comparison.differences import Diff
     from ckptkit.ops.stats import TensorStats
 
 _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
@@ -130,7 +130,7 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     """Return what was found, with what is not the same in another checkpoint as further problems."""
     if compared is None:
         return found
-    from ckptkit.ops.comparison.problems import problems_of
+    from ckptkit.comparison.problems import problems_of
 
     return replace(found, problems=(*found.problems, *problems_of(compared)), compared=compared)
 

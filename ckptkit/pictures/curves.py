@@ -39,7 +39,6 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
 
 
 def summarise(series: Series) -> str:
-    """Return a metric in words."""
     bad = f", not finite at {series.bad_count:,} steps" if series.bad_count else ""
     return f"{series.name} from {brief(series.low)} to {brief(series.high)}, last {brief(series.latest or 0.0)}{bad}"
 

@@ -56,7 +56,6 @@ def cut(shape: Shape, boxes: Sequence[Box]) -> Cut:
 
 
 def span(box: Box, shape: Shape, axis: int) -> tuple[float, float]:
-    """Return the start and the end of a box along an axis, as fractions."""
     return box.start[axis] / shape[axis], (box.start[axis] + box.size[axis]) / shape[axis]
 
 

@@ -25,7 +25,6 @@ class Stretch:
 
     @property
     def mean(self) -> float:
-        """Return the mean of the numbers."""
         return self.total / self.count
 
     def join(self, later: Stretch) -> None:

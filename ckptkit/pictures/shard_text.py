@@ -109,6 +109,5 @@ def bars(shards: ShardMap, width: int, most_bars: int = 16) -> Iterator[Bar]:
 
 
 def bar(share: float, width: int) -> str:
-    """Return a bar as long as a share of `width` characters, in eighths of one."""
     eighths = round(share * width * 8)
     return ("█" * (eighths // 8) + _BLOCKS[eighths % 8]).rstrip()

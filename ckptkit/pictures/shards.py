@@ -205,7 +205,6 @@ def brace(words: Sequence[list[str]]) -> str:
 
 
 def shared_words(sequences: Sequence[Sequence[str]]) -> list[str]:
-    """Return the start that several sequences share."""
     columns = zip(*sequences, strict=False)
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 

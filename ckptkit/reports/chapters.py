@@ -70,7 +70,6 @@ def describe_history(history: History, drawn: Sequence[Series]) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Return a number for a table, nothing for None."""
     return "" if value is None else brief(value)
 
 
@@ -135,7 +134,6 @@ def shards(name: str, found: ShardMap) -> Chapter | None:
 
 
 def percent(share: float) -> str:
-    """Return a share in percent."""
     return f"{100 * share:.1f}%"
 
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptkit.checkpoints.weights import find_weights
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
+from ckptkit.names.weights import find_weights
 from ckptkit.pictures.layers import Kind
 from ckptkit.pictures.shards import is_number
 from ckptkit.progress import Told

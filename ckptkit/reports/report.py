@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source, path_of
+from ckptkit.destinations.publish import publish
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import file_size, opening, read_at, read_small
 from ckptkit.files.joined import roots_of
 from ckptkit.files.path import RemotePath, to_local
-from ckptkit.files.publish import publish
 from ckptkit.ops.inspect import Inspected, inspect
 from ckptkit.ops.ls import Listing, ls
 from ckptkit.pictures.numbers import brief, format_bytes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptkit.destinations.publish import publish
 from ckptkit.errors import Occupied
 from ckptkit.files.file import is_there
-from ckptkit.files.publish import publish
 from ckptkit.layout import Layout
 from ckptkit.pictures.shard_svg import draw_shards, standalone
 from ckptkit.pictures.shards import map_shards

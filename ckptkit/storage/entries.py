@@ -16,8 +16,8 @@ from torch.serialization import safe_globals
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import opening, read_at
-from ckptkit.formats.torchfile.write_archive import make_envelope
-from ckptkit.formats.torchfile.zip_entries import check_contents
+from ckptkit.formats.archives.write_archive import make_envelope
+from ckptkit.formats.archives.zip_entries import check_contents
 from ckptkit.layout import Blob, Layout
 
 

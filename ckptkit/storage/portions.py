@@ -13,17 +13,16 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptkit import edits
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.sums import sum_files
-from ckptkit.checkpoints.trainers.ckptkit import TRAINING
-from ckptkit.checkpoints.weights import find_prefix, keys_below, training_state
+from ckptkit.destinations.allocation import create_file, write_parts
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
-from ckptkit.files.allocation import create_file, write_parts
 from ckptkit.files.crc32 import whole_crc32
 from ckptkit.formats import EntryWriter, Writer, get_writer, locate
-from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, StoredTensor
+from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, StoredTensor, edits
+from ckptkit.names.weights import find_prefix, keys_below, training_state
+from ckptkit.trainers.ckptkit import TRAINING
 
 _BESIDE = "dcp"  # the format of `training`
 

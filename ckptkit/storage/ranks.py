@@ -36,7 +36,6 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Return the number of this rank."""
         return 0 if self._alone else dist.get_rank(self.group)
 
     def gather(self, value: T) -> list[T]:

@@ -25,11 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptkit import edits
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.families import KEEP, check_names
-from ckptkit.checkpoints.fit import restore_tied
-from ckptkit.checkpoints.naming import name_training
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.engine.blocks import Block, blocks_of
 from ckptkit.engine.ledger import Ledger
@@ -38,8 +34,11 @@ from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
 from ckptkit.files.path import to_path
 from ckptkit.formats import locate, unpack
-from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor
-from ckptkit.plan import Plan, make_plan, needed
+from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor, edits
+from ckptkit.layout.plan import Plan, make_plan, needed
+from ckptkit.models.fit import restore_tied
+from ckptkit.names import KEEP, check_names
+from ckptkit.names.naming import name_training
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, Entries, Terms

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checkpoints.missing_states import FIRST_ZERO
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Spec
+from ckptkit.optimizers.missing_states import FIRST_ZERO
 
 ERROR, KEEP, ZERO, ALLOW = "error", "keep", "zero", "allow"
 _MOST = 8  # names in a message

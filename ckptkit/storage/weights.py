@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.families import HUB, KEEP, family_of
-from ckptkit.checkpoints.families.sizes import Sizes
-from ckptkit.checkpoints.families.turn import settle_family
-from ckptkit.checkpoints.naming import name_weights
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
+from ckptkit.names import HUB, KEEP, family_of
+from ckptkit.names.naming import name_weights
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.turn import settle_family
 from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader

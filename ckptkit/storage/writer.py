@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
+from ckptkit.destinations.allocation import check_room, create_file
+from ckptkit.destinations.staging import Stage
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported, translate_os_errors
-from ckptkit.files.allocation import check_room, create_file
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import Opened, check_name
 from ckptkit.files.path import to_local
-from ckptkit.files.staging import Stage
 from ckptkit.files.trees import sync_path
 from ckptkit.formats import EntryWriter, get_writer
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Options, Spec, StoredTensor, check_cover
-from ckptkit.ops.conversion.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.portions import Portion, divide, read_made

@@ -53,7 +53,6 @@ class Count:
 
     @property
     def sparsity(self) -> float:
-        """Return the share of zeros."""
         return self.zero / self.numbers if self.numbers else 0.0
 
     def merge(self, other: Count) -> Count:

@@ -85,7 +85,6 @@ def _measure_part(a: Elements, b: Elements, box: Box, start: int, tolerance: Tol
 
 
 def index_in(box: Box, at: int) -> Index:
-    """Return the index of the element of a box that comes after `at` others in row-major order."""
     index = np.unravel_index(at, box.size) if box.size else ()
     return tuple(low + int(i) for low, i in zip(box.start, index, strict=True))
 
@@ -147,7 +146,6 @@ def _widen(numbers: Array) -> Array:
 
 
 def _squares(numbers: Array) -> float:
-    """The sum of squares of the finite ones of some numbers of double precision."""
     total = _dot(numbers)
     return total if np.isfinite(total) else _dot(numbers[np.isfinite(numbers)])
 

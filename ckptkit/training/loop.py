@@ -55,7 +55,6 @@ def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> It
 
 
 def is_due(config: TrainConfig, step: int) -> bool:
-    """Return True if a checkpoint follows this step."""
     return step == config.steps or bool(config.save_every and step % config.save_every == 0)
 
 

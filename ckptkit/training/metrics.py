@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ckptkit.destinations.publish import publish
 from ckptkit.errors import Corrupt, Usage, translate_os_errors
-from ckptkit.files.publish import publish
 from ckptkit.training.config import TrainConfig
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptkit.checkpoints.adapters.config import NAME as ADAPTER_CONFIG
+from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.storage.ranks import Ranks
@@ -79,7 +79,6 @@ def find(config: TrainConfig) -> Findings:
 
 
 def has_adapters_alone(path: Path) -> bool:
-    """Return whether a checkpoint has adapters, and not the weights that they are on."""
     return are_adapters(Checkpoint.open(path).weights.layout.tensors)
 
 

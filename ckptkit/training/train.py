@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.run import Run
+from ckptkit.runs.run import Run
 from ckptkit.training import loop
 from ckptkit.training.config import TrainConfig, find_settings, read_settings
 from ckptkit.training.launch import launch

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckptkit import storage
-from ckptkit.checkpoints.adapters.names import read_entry
+from ckptkit.adapters.names import read_entry
 from ckptkit.errors import Mismatch
 from ckptkit.training.parallel.shard import Sharded
 

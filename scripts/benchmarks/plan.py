@@ -8,7 +8,7 @@ from statistics import median
 
 from ckptkit.engine.blocks import blocks
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, check_cover
-from ckptkit.plan import make_plan
+from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DTYPES
 from scripts.markdown import paragraph, table

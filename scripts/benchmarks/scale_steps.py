@@ -21,15 +21,15 @@ from itertools import chain
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.weights import find_weights
+from ckptkit.conversion.draft import Draft
+from ckptkit.conversion.made_files import plan
+from ckptkit.conversion.options import ConvertOptions
 from ckptkit.engine.shares import Share
 from ckptkit.files.crc32 import crc32
 from ckptkit.formats.dcp.shards import Item, Known, deal, end_of
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.layout import Chunk, Layout, NewFile, Part, Spec, StoredTensor
-from ckptkit.ops.conversion.draft import Draft
-from ckptkit.ops.conversion.made_files import plan
-from ckptkit.ops.conversion.options import ConvertOptions
+from ckptkit.names.weights import find_weights
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
 from scripts.benchmarks import shapes

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.run import Run
-from ckptkit.checkpoints.steps import is_epoch, step_of
 from ckptkit.errors import NotACheckpoint, Unsupported
+from ckptkit.runs.run import Run
+from ckptkit.trainers.steps import is_epoch, step_of
 from tests import producers
 from tests.conftest import Produce
 

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 import ckptkit
 from ckptkit import storage
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.run import Run
 from ckptkit.errors import CkptError, IOFailure, Unsupported
+from ckptkit.runs.run import Run
 from tests.producers import Oddments, save_alone, spawn
 
 
@@ -108,7 +108,7 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "doctor": lambda source, _: ckptkit.doctor(source),
     "explain": lambda source, _: ckptkit.explain("Missing key in checkpoint state_dict: w", source),
 }
-# tests/ops/test_merge.py names the model and the adapters of `merge` in several ways
+# tests/adapters/test_merge.py names the model and the adapters of `merge` in several ways
 SOURCELESS = {"estimate", "finalize", "merge", "prove", "pull", "prune", "smoke", "train", "unpin", "watch"}
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.checkpoints.retention import write_metrics
-from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.cli.inspect import count_parameters, share
 from ckptkit.cli.ls import age
+from ckptkit.runs.retention import write_metrics
+from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
 from tests.conftest import Produce
 

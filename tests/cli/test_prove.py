@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ckptkit.ops.consolidate import consolidate
-from tests.ops.test_prove import train
+from tests.proving.test_prove import train
 
 pytest.importorskip("transformers")
 

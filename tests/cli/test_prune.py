@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.checkpoints.deletion import deleting
+from ckptkit.runs.deletion import deleting
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone

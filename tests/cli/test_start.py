@@ -46,9 +46,14 @@ def test_a_command_is_loaded_without_the_others(command: str) -> None:
 def test_a_small_checkpoint_is_inspected_with_little(producer: producers.Producer, produce: Produce) -> None:
     imported = imported_by("inspect", produce(producer).root, "--tensors")
     assert "ckptkit.ops.inspect" in imported
-    assert not imported & {"ckptkit.plan", "ckptkit.files.publish", "ckptkit.cli.shard_map", "ckptkit.pictures.shards"}
+    assert not imported & {
+        "ckptkit.layout.plan",
+        "ckptkit.destinations.publish",
+        "ckptkit.cli.shard_map",
+        "ckptkit.pictures.shards",
+    }
     assert not imported & HEAVY
-    assert not any(name.startswith(("ckptkit.engine.", "ckptkit.ops.conversion.")) for name in imported)
+    assert not any(name.startswith(("ckptkit.engine.", "ckptkit.conversion.")) for name in imported)
 
 
 def test_options_with_values_need_no_pydantic(produce: Produce) -> None:

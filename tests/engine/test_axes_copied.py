@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit import axes
 from ckptkit.engine.copy import execute
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.layout import Spec, StoredTensor
-from ckptkit.plan import make_plan
+from ckptkit.layout import Spec, StoredTensor, axes
+from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DTYPES
 from tests.raw import Files, allocated, contents

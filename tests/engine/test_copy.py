@@ -22,7 +22,7 @@ from ckptkit.engine.shares import Share, narrow
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import Corrupt, Unsafe
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.plan import Plan, make_plan, needed
+from ckptkit.layout.plan import Plan, make_plan, needed
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.dtypes import DTYPES
 from tests.raw import Files, Numbers, allocated, contents

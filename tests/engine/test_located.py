@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.destinations.allocation import create_file
 from ckptkit.engine.compare import compare, fingerprints
 from ckptkit.engine.copy import execute
 from ckptkit.engine.mean import means
 from ckptkit.engine.read import read
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
-from ckptkit.files.allocation import create_file
 from ckptkit.formats import find_format, get_writer, locate
 from ckptkit.layout import Blob, Layout, Options
-from ckptkit.plan import make_plan
+from ckptkit.layout.plan import make_plan
 from tests.conftest import Produce
 from tests.producers import fsdp2
 

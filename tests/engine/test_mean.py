@@ -19,7 +19,7 @@ from ckptkit.engine.shares import Share
 from ckptkit.engine.sources import Sources
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
-from ckptkit.plan import make_plan
+from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES, DType
 from tests.raw import Files, Numbers, allocated, contents

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.edits import select
 from ckptkit.engine.copy import copy, execute, settle
 from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.plan import make_plan
+from ckptkit.layout.edits import select
+from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
 from tests.raw import contents

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit import axes
 from ckptkit.engine.compare import compare
 from ckptkit.engine.copy import execute
 from ckptkit.engine.read import read
-from ckptkit.layout import ZEROS, Chunk, Spec, StoredTensor, check_cover
-from ckptkit.plan import make_plan
+from ckptkit.layout import ZEROS, Chunk, Spec, StoredTensor, axes, check_cover
+from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import Box, whole
 from ckptkit.tensors.dtypes import DTYPES
 from tests.raw import Files, allocated, contents

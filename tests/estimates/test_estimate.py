@@ -33,7 +33,7 @@ from ckptkit.training.models.llama import Llama
 from ckptkit.training.parallel.fsdp2 import prefetch
 from ckptkit.training.parallel.ranks import Place, process_group
 from ckptkit.training.parallel.recompute import recompute
-from tests.checkpoints.test_fit import FAMILIES, SIZES
+from tests.models.test_fit import FAMILIES, SIZES
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

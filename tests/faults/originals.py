@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.expected import expected_shapes
+from ckptkit.models.expected import expected_shapes
 from tests import producers
 from tests.faults.trained import MAKERS, named
 from tests.producers import Truth

@@ -16,11 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints import companions, expected, manifest, retention, steps
+from ckptkit.checkpoints import manifest
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import CkptError
 from ckptkit.formats import find_format
+from ckptkit.formats.archives import legacy, read_archive, zip_entries
+from ckptkit.formats.archives.flatten import flatten
+from ckptkit.formats.archives.state_files import StateFile
+from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.dcp.format import Dcp
 from ckptkit.formats.deepspeed.experts import Experts, read_experts
 from ckptkit.formats.deepspeed.gathering import Gathering
@@ -30,11 +34,11 @@ from ckptkit.formats.deepspeed.partitions import read_partition
 from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
 from ckptkit.formats.deepspeed.zero import parameters_of
 from ckptkit.formats.hf.format import HuggingFace
+from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pt.format import Pt
-from ckptkit.formats.torchfile import inert_pickle, legacy, read_archive, zip_entries
-from ckptkit.formats.torchfile.flatten import flatten
-from ckptkit.formats.torchfile.state_files import StateFile
-from ckptkit.formats.torchfile.unflatten import unflatten
+from ckptkit.models import companions, expected
+from ckptkit.runs import retention
+from ckptkit.trainers import steps
 from tests.faults.zips import be_archive
 
 Seeds = Callable[[], list[bytes]]

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckptkit.checkpoints.run import Run as Directory
 from ckptkit.ops.verify import verify
+from ckptkit.runs.run import Run as Directory
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checkpoints.deletion import deleting
 from ckptkit.ops.prune import prune
 from ckptkit.ops.verify import verify
+from ckptkit.runs.deletion import deleting
 from tests.producers import spawn
 from tests.trainers.produced_lightning import be_torchrun
 
@@ -95,7 +95,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning_too(tmp_path: Path, cap
 
 
 def test_under_torchrun_the_commands_are_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptkit.ops.watching.watch import watch
+    from ckptkit.watching.watch import watch
 
     train(tmp_path / "run", ["inspect {ckpt}"])
     for name, value in {

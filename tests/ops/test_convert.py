@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from ckptkit import consolidate, convert, reshard
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Usage
 from tests import producers
-from tests.checkpoints.test_fit import make_model
 from tests.conftest import Produce
+from tests.models.test_fit import make_model
 from tests.ops.judges import judge_shards, raw, structure
 from tests.producers import counted, save_alone, spawn
 from tests.test_matrix import assert_same, leaves, load_dcp, load_hf, load_pt, nested

@@ -20,8 +20,8 @@ import ckptkit
 from ckptkit import Checkpoint, Finding, doctor
 from ckptkit.errors import NotACheckpoint, Usage
 from tests import producers
-from tests.checkpoints.families.tiny_models import make_model
 from tests.conftest import Produce
+from tests.names.tiny_models import make_model
 from tests.ops import situations
 from tests.ops.situations import blank, config_alone, from_pretrained, llama, load_into, run, saved, write_hf
 from tests.ops.test_bad_input import DAMAGES
@@ -116,7 +116,7 @@ def test_a_prefix_of_its_trainer(tmp_path: Path) -> None:
 
 
 def test_names_of_another_family(tmp_path: Path) -> None:
-    from tests.checkpoints.families.titan_model import Titan, Widths
+    from tests.names.tables.titan_model import Titan, Widths
 
     root = tmp_path / "step-20"
     save_alone(dict(Titan(Widths()).state_dict()), root)
@@ -298,7 +298,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
 
 
 def test_quantized_weights(tmp_path: Path) -> None:
-    from tests.quantized_models import deepseek
+    from tests.quantized.quantized_models import deepseek
 
     root, _ = deepseek(tmp_path / "quantized")
     assert is_ok(root)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit.checkpoints.pins import set_pin
-from ckptkit.checkpoints.retention import write_metrics
-from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.errors import NotACheckpoint
 from ckptkit.ops.ls import Listed, Listing, list_run
+from ckptkit.runs.pins import set_pin
+from ckptkit.runs.retention import write_metrics
+from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
 from tests.conftest import Produce
 

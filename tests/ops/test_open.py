@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.inspection.notebook import html_of
 from ckptkit.layout import Layout, Spec, StoredTensor
-from ckptkit.ops.inspection.notebook import html_of
 from ckptkit.tensors.dtypes import DTYPES
 from tests import producers
 from tests.conftest import Produce

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from ckptkit import pin, prune, unpin
-from ckptkit.checkpoints.deletion import deleting
-from ckptkit.checkpoints.pins import FOLDER, pinned_in
 from ckptkit.errors import NotACheckpoint, Usage
+from ckptkit.runs.deletion import deleting
+from ckptkit.runs.pins import FOLDER, pinned_in
 from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce

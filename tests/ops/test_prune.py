@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ckptkit.checkpoints.deletion import delete, deleting
-from ckptkit.checkpoints.pins import set_pin
-from ckptkit.checkpoints.retention import write_metrics
-from ckptkit.checkpoints.trainers.ckptkit import METRICS
+from ckptkit.destinations.staging import Stage
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
 from ckptkit.files.hidden import lock_path, staging_path
 from ckptkit.files.locks import acquire, release
-from ckptkit.files.staging import Stage
 from ckptkit.ops.prune import Pruned, prune
+from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.pins import set_pin
+from ckptkit.runs.retention import write_metrics
+from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce

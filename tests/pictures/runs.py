@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.checkpoints.retention import write_metrics
-from ckptkit.checkpoints.trainers.ckptkit import METRICS
 from ckptkit.ops.pin import pin
 from ckptkit.ops.reshard import reshard
+from ckptkit.runs.retention import write_metrics
+from ckptkit.trainers.ckptkit import METRICS
 from tests.producers import save_alone
 
 HOSTILE = "<script>document.title='caught'</script><img src=x onerror=alert(1)>"

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.weights import find_weights
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.names.weights import find_weights
 from ckptkit.storage import LayoutReader, Reader, find_cause
 from ckptkit.storage.reader import share_of
 from ckptkit.tensors.box import Box

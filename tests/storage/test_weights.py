@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.weights import find_weights
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported
+from ckptkit.names.weights import find_weights
 from ckptkit.storage import LayoutReader, load_weights
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import Place, process_group

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ckptkit.checkpoints.run import Run
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError
+from ckptkit.runs.run import Run
 from ckptkit.training.config import settings
 from ckptkit.training.smoke.checks import CHECKS
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit.checkpoints.adapters.names import read_entry
+from ckptkit.adapters.names import read_entry
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.merge import merge

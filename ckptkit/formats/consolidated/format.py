@@ -12,13 +12,13 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.flatten import Flat, flatten
+from ckptkit.formats.archives.state_files import entries_of, is_torch_save, opened, read_state_file
 from ckptkit.formats.consolidated.rules import PARAMS, count_ranks, join, read_params
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.flatten import Flat, flatten
-from ckptkit.formats.torchfile.join_ranks import as_lost, spares_of
-from ckptkit.formats.torchfile.state_files import entries_of, is_torch_save, opened, read_state_file
+from ckptkit.formats.shards.join_ranks import as_lost, spares_of
 from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
 
 _RANK = re.compile(r"consolidated\.([0-9]{2})\.pth")
@@ -37,7 +37,6 @@ class Consolidated(Reader):
         return bool(_RANK.fullmatch(name))
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank in the name of a file."""
         match = _RANK.fullmatch(name)
         return int(match[1]) if match else None
 
@@ -136,11 +135,9 @@ def with_last(root: Path, files: list[str], count: int, report: Report) -> list[
 
 
 def name_of(rank: int) -> str:
-    """Return what a rank's file is called."""
     return f"consolidated.{rank:02d}.pth"
 
 
 def missing(path: Path) -> Corrupt:
-    """Return the error for a rank's file that is not there."""
     hint = "a download that did not end? every rank has a part of every tensor"
     return Corrupt("the file is missing", path=path, hint=hint)

@@ -17,15 +17,7 @@ from typing import Any
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.formats.torchfile.join_ranks import (
-    BY_COLUMNS,
-    BY_ROWS,
-    COPIED,
-    Rules,
-    find_rule,
-    join_copies,
-    join_ranks,
-)
+from ckptkit.formats.shards.join_ranks import BY_COLUMNS, BY_ROWS, COPIED, Rules, find_rule, join_copies, join_ranks
 from ckptkit.layout import StoredTensor
 
 PARAMS = "params.json"
@@ -135,5 +127,4 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
 
 
 def fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    """Return whether a shape is the one that is wanted, where it is said."""
     return len(shape) == len(wanted) and all(m in (n, None) for n, m in zip(shape, wanted, strict=True))

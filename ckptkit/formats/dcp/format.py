@@ -16,12 +16,12 @@ from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import Opened, file_size, names_in
 from ckptkit.files.ranges import read_ahead
+from ckptkit.formats.archives.locate import ends_of
+from ckptkit.formats.archives.zip_entries import large_entries
 from ckptkit.formats.dcp.model_space import unfold
 from ckptkit.formats.dcp.names import find_metadata, is_metadata, name_data, rank_of
 from ckptkit.formats.dcp.read_metadata import Reading, has_strides, read_metadata
 from ckptkit.formats.protocols import Writer
-from ckptkit.formats.torchfile.locate import ends_of
-from ckptkit.formats.torchfile.zip_entries import large_entries
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
 
 
@@ -106,7 +106,6 @@ class Dcp(Writer):
         return write_files.arrange(wanted, options)
 
     def entries_file(self, rank: int) -> str:
-        """Return the name of the second of a rank's files."""
         return name_data(rank, 1)
 
     def embed(self, wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from math import prod
 from operator import add
 
-from ckptkit.axes import boxes_of_run
-from ckptkit.edits import select
 from ckptkit.errors import Corrupt, Report
-from ckptkit.formats.torchfile.locate import locate
+from ckptkit.formats.archives.locate import locate
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.axes import boxes_of_run
+from ckptkit.layout.edits import select
 from ckptkit.tensors.box import Box, Shape
 
 

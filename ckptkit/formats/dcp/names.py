@@ -17,7 +17,6 @@ _DATA = re.compile(r".*?__(\d+)_\d+\.distcp")
 
 
 def name_data(rank: int, number: int) -> str:
-    """Return the name of one of a rank's files of data."""
     return f"__{rank}_{number}.distcp"
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, read_small, recognise
+from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.dcp.flat_names import infer_keys
-from ckptkit.formats.torchfile import inert_pickle
-from ckptkit.formats.torchfile.inert_pickle import Flat, Global
-from ckptkit.formats.torchfile.locate import ENVELOPE
-from ckptkit.formats.torchfile.tensor_calls import as_shape, as_shapes
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.inert_pickle import Flat, Global
+from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.dtypes import DTYPES, DType

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.torchfile.write_archive import Envelope, describe_tensor, make_envelope
-from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.archives.write_archive import Envelope, describe_tensor, make_envelope
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Layout, Part, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape, whole
 
@@ -51,7 +51,6 @@ def deal(wanted: Layout, ranks: int) -> list[list[Item]]:
 
 
 def append(file: list[Item], name: str, box: Box | None, nbytes: int, envelope: Envelope | None) -> None:
-    """Add an item at the end of a file."""
     offset = file[-1].offset + file[-1].nbytes if file else 0
     file.append(Item(name, box, offset, nbytes if envelope is None else envelope.nbytes, envelope))
 

@@ -38,5 +38,4 @@ def seal(made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Pa
 
 
 def items_by_file(wanted: Layout, options: Options) -> dict[str, list[Item]]:
-    """Return what lies in each rank's file of a checkpoint to be written."""
     return {name_data(rank, 0): items for rank, items in enumerate(deal(wanted, options.world_size))}

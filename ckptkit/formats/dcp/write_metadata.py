@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ckptkit.formats.dcp.shards import Item
-from ckptkit.formats.torchfile.inert_pickle import Global, Record
-from ckptkit.formats.torchfile.write_pickle import Pickler
+from ckptkit.formats.pickles.inert_pickle import Global, Record
+from ckptkit.formats.pickles.write_pickle import Pickler
 from ckptkit.layout import Layout, Spec
 from ckptkit.tensors.box import Shape
 from ckptkit.tensors.dtypes import DType

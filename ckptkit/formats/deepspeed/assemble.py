@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.expert_states import put_experts, put_unpartitioned_experts
 from ckptkit.formats.deepspeed.experts import Experts, read_experts
 from ckptkit.formats.deepspeed.gathering import Gathering, Settings
@@ -15,8 +16,7 @@ from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.parts import PartOfModel, read_part
 from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
 from ckptkit.formats.deepspeed.zero import parameters_of
-from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Layout, StoredTensor
 
 NAME = "deepspeed"
@@ -116,7 +116,6 @@ def put_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: l
 
 
 def are_alike(one: Settings, other: Settings) -> bool:
-    """Return whether two groups have the same hyperparameters."""
     first, second = ({key: value for key, value in group.items() if key != "params"} for group in (one, other))
     return dump(first) == dump(second)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt
+from ckptkit.formats.archives.flatten import Flattening
+from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.deepspeed.experts import Experts, expert_ranks, without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
@@ -27,9 +29,7 @@ from ckptkit.formats.deepspeed.unpartitioned import (
     trained,
 )
 from ckptkit.formats.deepspeed.values import as_dict
-from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.state_files import read_state_file
-from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Unsupported
+from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.partitions import Partition
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind
-from ckptkit.formats.torchfile.flatten import pairs_of
-from ckptkit.formats.torchfile.state_files import StateFile, read_state_file
 from ckptkit.tensors.box import Shape
 
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..+)")

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.state_files import entries_of, is_torch_save, opened
 from ckptkit.formats.deepspeed.assemble import NAME, assemble, names_of
 from ckptkit.formats.deepspeed.expert_states import read_optimizers
 from ckptkit.formats.deepspeed.experts import read_experts
 from ckptkit.formats.deepspeed.names import Files, is_ours, is_part_alone, rank_and_part, rank_of
 from ckptkit.formats.deepspeed.parts import read_part
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.state_files import entries_of, is_torch_save, opened
 from ckptkit.layout import Extent, Layout
 
 
@@ -35,7 +35,6 @@ class DeepSpeed(Reader):
         return is_ours(name)
 
     def rank_of(self, name: str) -> int | None:
-        """Return the data-parallel rank in a name."""
         return rank_of(name)
 
     def ranks_in(self, names: Iterable[str]) -> set[Hashable]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.archives.flatten import Flat, Flattening
 from ckptkit.formats.deepspeed.values import without_classes
-from ckptkit.formats.torchfile.flatten import Flat, Flattening
-from ckptkit.formats.torchfile.tensor_calls import is_tensor
-from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.pickles.tensor_calls import is_tensor
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 
 Settings = Mapping[str | int, Any]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt
+from ckptkit.formats.archives.flatten import Flattening
+from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.deepspeed.gathering import MODEL, Gathering
 from ckptkit.formats.deepspeed.model_states import tensor_parallel
 from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.values import as_dict
-from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.state_files import read_state_file
-from ckptkit.formats.torchfile.tensor_calls import is_tensor
+from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import StoredTensor
 
 _SHARED = "tied_modules."  # and a key, and the name in the layer

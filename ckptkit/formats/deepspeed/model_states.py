@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import Unsupported
+from ckptkit.formats.archives.flatten import Flattening
+from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.deepspeed.values import as_dict, as_kind, dict_or_none, shapes_in
-from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.state_files import StateFile
 from ckptkit.tensors.box import Shape
 
 DEGREES = "checkpoint_parallel_dimensions"

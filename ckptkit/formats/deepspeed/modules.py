@@ -7,14 +7,14 @@ from math import prod
 from typing import Any
 
 from ckptkit.errors import Corrupt, Report, Unsupported
+from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.parts import PartOfModel
 from ckptkit.formats.deepspeed.pieces import join, runs_of_each, share_of
 from ckptkit.formats.deepspeed.zero import Parameter
-from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 
@@ -56,7 +56,6 @@ def put_module(gathering: Gathering, part: PartOfModel, masters: Mapping[str, St
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value is a tensor without elements."""
     return is_tensor(value) and 0 in as_tensor(value).shape
 
 

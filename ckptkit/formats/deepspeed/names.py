@@ -104,7 +104,6 @@ class Files:
         return {rank: name for (of, rank), name in sorted(self.models.items()) if of == part}
 
     def optimizer_files(self, part: int) -> dict[int, str]:
-        """Return the files with the optimizer of a part of the model by data-parallel rank."""
         return {rank: name for (of, rank), name in sorted(self.optimizers.items()) if of == part}
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.formats.archives.flatten import Flattening
+from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
-from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.state_files import StateFile
-from ckptkit.formats.torchfile.tensor_calls import is_tensor
+from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import Chunk
 
 _FLAT = "single_partition_of_fp32_groups"  # ZeRO 1 and 2

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.lost import with_lost
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.formats.deepspeed.names import Files, check_ranks
 from ckptkit.formats.deepspeed.partitions import Partition, read_partition
-from ckptkit.formats.torchfile.state_files import StateFile, read_state_file
 
 Found = TypeVar("Found")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from ckptkit.axes import boxes_of_run
 from ckptkit.layout import Chunk, Spec, StoredTensor
+from ckptkit.layout.axes import boxes_of_run
 from ckptkit.tensors.box import Shape
 
 

@@ -9,6 +9,8 @@ from pathlib import Path, PurePosixPath
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported
 from ckptkit.files.file import is_there, names_in
 from ckptkit.files.folders import folders
+from ckptkit.formats.archives.flatten import Flattening, pairs_of
+from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering, Settings
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
@@ -16,9 +18,7 @@ from ckptkit.formats.deepspeed.modules import put_copy
 from ckptkit.formats.deepspeed.names import Files
 from ckptkit.formats.deepspeed.parts import blame
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
-from ckptkit.formats.torchfile.flatten import Flattening, pairs_of
-from ckptkit.formats.torchfile.state_files import StateFile, read_state_file
-from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import Blob, Layout, Spec, StoredTensor, nowhere
 from ckptkit.tensors.box import Shape, whole
 from ckptkit.tensors.dtypes import DTYPES
@@ -102,7 +102,6 @@ def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def missing(path: Path) -> Corrupt:
-    """Return the error for a parameter of which there is no file."""
     return Corrupt("the file is missing", path=path, hint="a file was lost or never copied here")
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, Report, Unsafe, refuse
 from ckptkit.files.file import check_name, is_there, read_small
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.state_files import opened
+from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.deepspeed.names import is_ours
 from ckptkit.formats.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, ZERO, check_files, read_universal
 from ckptkit.formats.deepspeed.write_universal import files_for
 from ckptkit.formats.protocols import Writer
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.state_files import opened
-from ckptkit.formats.torchfile.zip_entries import read_directory
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 _POINTER_LIMIT = 1 << 10  # bytes
@@ -82,5 +82,4 @@ def tag_of(path: Path) -> str | None:
 
 
 def holds_parameters(path: Path) -> bool:
-    """Return whether a directory has one with the files of parameters."""
     return is_there(path / ZERO / OPTIMIZER)

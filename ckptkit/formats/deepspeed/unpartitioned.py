@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import Corrupt
+from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, without_classes
-from ckptkit.formats.torchfile.flatten import Flattening
-from ckptkit.formats.torchfile.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 
@@ -36,7 +36,6 @@ class Numbered:
 
     @property
     def numbers(self) -> list[list[Any]]:
-        """Return the numbers in each group."""
         return [as_kind(group.get("params"), list, "params") for group in self.groups]
 
 

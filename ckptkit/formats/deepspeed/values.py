@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from ckptkit.errors import Corrupt
-from ckptkit.formats.torchfile.flatten import describe, pairs_of
-from ckptkit.formats.torchfile.inert_pickle import Record
-from ckptkit.formats.torchfile.tensor_calls import as_shape, is_tensor
+from ckptkit.formats.archives.flatten import describe, pairs_of
+from ckptkit.formats.pickles.inert_pickle import Record
+from ckptkit.formats.pickles.tensor_calls import as_shape, is_tensor
 from ckptkit.tensors.box import Shape
 
 Kind = TypeVar("Kind")

@@ -12,15 +12,15 @@ from typing import Any
 
 from ckptkit.errors import Mismatch, Unsafe, Unsupported
 from ckptkit.files.file import opening, read_at
+from ckptkit.formats.archives.locate import locate
+from ckptkit.formats.archives.storages import Storages
+from ckptkit.formats.archives.unflatten import unflatten
+from ckptkit.formats.archives.write_archive import describe_tensor, make_envelope
 from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE
 from ckptkit.formats.deepspeed.read_universal import MASTER, OPTIMIZER, POINTER, STEP, ZERO, join
-from ckptkit.formats.torchfile.inert_pickle import Global, Record
-from ckptkit.formats.torchfile.locate import locate
-from ckptkit.formats.torchfile.storages import Storages
-from ckptkit.formats.torchfile.unflatten import unflatten
-from ckptkit.formats.torchfile.write_archive import describe_tensor, make_envelope
-from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.pickles.inert_pickle import Global, Record
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Layout, NewFile, Options, StoredTensor
 
 _MODEL_STATES = "mp_rank_00_model_states.pt"  # of ZeRO 1 and 2
@@ -96,13 +96,11 @@ def files_for(wanted: Layout, options: Options) -> Iterator[NewFile]:
 
 
 def tag_for(wanted: Layout) -> str:
-    """Return the name of the directory that the pointer points to."""
     steps = number_in(wanted, "global_steps")
     return "universal" if steps is None else f"global_step{steps}"
 
 
 def number_in(wanted: Layout, name: str) -> int | None:
-    """Return the number that is a layout's entry of this name, None if it has none."""
     value = Storages(wanted).value(name) if name in wanted.blobs else None
     return value if type(value) is int and value >= 0 else None
 
@@ -148,7 +146,6 @@ def model_states(wanted: Layout, entries: Entries, path: str, world_size: int, *
 
 
 def shapes_of(wanted: Layout, entries: Entries, names: Iterable[str]) -> dict[str, Record]:
-    """Return the shapes of parameters by name."""
     return {name: Record(_SIZE, (wanted.tensors[entries.weights[name]].spec.shape,)) for name in names}
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.experts import Experts, fleets
 from ckptkit.formats.deepspeed.partitions import Group, Partition
 from ckptkit.formats.deepspeed.pieces import Run, join, runs_in_row, runs_of_each, share_of
-from ckptkit.formats.torchfile.flatten import Flattening
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.tensors.box import Shape
 

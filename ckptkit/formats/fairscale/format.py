@@ -12,15 +12,15 @@ from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.flatten import Flat
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
 from ckptkit.formats.fairscale.shards import METADATA, count_ranks, cut_flat, plain, read_flats
 from ckptkit.formats.fairscale.shards import Flat as FlatParameter
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.flatten import Flat
-from ckptkit.formats.torchfile.held import RankFile, read_rank_file
-from ckptkit.formats.torchfile.join import OWN, join_blobs, join_tensors
+from ckptkit.formats.shards.held import RankFile, read_rank_file
+from ckptkit.formats.shards.join import OWN, join_blobs, join_tensors
 from ckptkit.layout import Extent, KeyPath, Layout, StoredTensor, check_cover
 
 _SHARD = re.compile(r"(?P<name>.+)-shard(?P<rank>[0-9]{1,7})\.pt")
@@ -36,11 +36,9 @@ class Fairscale(Reader):
     is_sharded = True
 
     def owns(self, name: str) -> bool:
-        """Return True for a shard."""
         return bool(_SHARD.fullmatch(name))
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank that wrote a shard."""
         match = _SHARD.fullmatch(name)
         return int(match["rank"]) if match else None
 
@@ -100,7 +98,6 @@ def check_count(path: Path, count: int) -> None:
 
 
 def missing(path: Path) -> Corrupt:
-    """Return the error for a shard that is not there."""
     return Corrupt("the file is missing", path=path, hint=ELSEWHERE)
 
 
@@ -158,7 +155,6 @@ def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]]
 
 
 def only_model(flat: Flat, flats: set[str]) -> Flat:
-    """Return the tensors of the model that are not flat parameters."""
     tensors = {n: t for n, t in flat.tensors.items() if flat.keys[n][0] == MODEL and n not in flats}
     return Flat(tensors, {}, flat.keys)
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptkit.formats.archives.flatten import Flat, pairs_of
+from ckptkit.formats.archives.param_groups import numbers_of
+from ckptkit.formats.archives.values import with_value
 from ckptkit.formats.fairscale.shards import Flat as FlatParameter
 from ckptkit.formats.fairscale.shards import cut_flat
-from ckptkit.formats.torchfile.flatten import Flat, pairs_of
-from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.join import OWN
-from ckptkit.formats.torchfile.param_groups import numbers_of
-from ckptkit.formats.torchfile.values import with_value
+from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.shards.join import OWN
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 
 OPTIMIZER, STATE = "optimizer", "state"

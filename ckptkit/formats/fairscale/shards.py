@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptkit.axes import boxes_of_run
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.torchfile.flatten import pairs_of
-from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.tensor_calls import as_shape
+from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.pickles.tensor_calls import as_shape
+from ckptkit.formats.shards.held import RankFile
 from ckptkit.layout import Chunk, StoredTensor, nowhere
+from ckptkit.layout.axes import boxes_of_run
 from ckptkit.tensors.box import Shape, whole
 
 METADATA = ("shard_metadata", "fsdp_metadata")  # as fairscale's own example and metaseq, and as fairseq

@@ -15,8 +15,8 @@ from ckptkit.files.file import file_size, is_there, names_in
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.llmc.header import HEADER, MODEL, Config, State, read_config, read_numbers, read_state, shapes_of
 from ckptkit.formats.llmc.states import find_moments
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import NOWHERE, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 
@@ -31,7 +31,6 @@ class LlmC(Reader):
     known_by = "llm.c's `.bin`"
 
     def owns(self, name: str) -> bool:
-        """Return True for the name of a model's file."""
         return bool(_MODEL.fullmatch(name))
 
     def detect(self, path: Path) -> bool:

@@ -56,7 +56,6 @@ def find_moments(
 
 
 def moments_in(state: State) -> int:
-    """Return how many numbers a rank's state has for each parameter."""
     return 3 if state.has_masters else 2
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.state_files import entries_of, opened
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.megatron.grid import FILES, Rank, file_in, find_directories, has_rank, place
 from ckptkit.formats.megatron.join import Job
 from ckptkit.formats.megatron.result import Result
 from ckptkit.formats.megatron.saved import VERSION, Saved, check_arguments
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.state_files import entries_of, opened
 from ckptkit.layout import Extent, Layout
 
 _EMBEDDING = "word_embeddings.weight"
@@ -38,7 +38,6 @@ class Megatron(Reader):
         return bool(find_directories([name]))
 
     def rank_of(self, name: str) -> int | None:
-        """Return a number for the directory of a rank, one for each."""
         found = find_directories([name])
         return int("".join(f"{number:04d}" for number in found[0].numbers)) if found else None
 

@@ -14,7 +14,7 @@ from ckptkit.formats.megatron.numbering import Numbering, Run, count_layers, num
 from ckptkit.formats.megatron.old_order import CURRENT, has_fused, in_new_order
 from ckptkit.formats.megatron.rules import rule_for
 from ckptkit.formats.megatron.saved import VERSION, Saved
-from ckptkit.formats.torchfile.join_ranks import join_copies, join_ranks, spares_of
+from ckptkit.formats.shards.join_ranks import join_copies, join_ranks, spares_of
 from ckptkit.layout import Chunk, StoredTensor
 
 _GROUPED = (".experts.weight1", ".experts.weight2")
@@ -153,5 +153,4 @@ def joined(tensor: StoredTensor, parts: Sequence[StoredTensor], other: Joined | 
 
 
 def is_first(rank: Rank) -> bool:
-    """Return whether a rank is the first of its stage."""
     return rank.tensor == rank.expert == 0

@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ckptkit import axes
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.layout import StoredTensor
+from ckptkit.layout import StoredTensor, axes
 
 CURRENT = 2.0
 _FUSED = re.compile(r"(?:.*\.)?(query_key_value|key_value)\.(?:weight|bias)")

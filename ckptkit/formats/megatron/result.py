@@ -9,13 +9,13 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Report
 from ckptkit.files.file import is_there
+from ckptkit.formats.archives.flatten import Flat, flatten
+from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.megatron.grid import BUFFERS, Rank
 from ckptkit.formats.megatron.join import Job
 from ckptkit.formats.megatron.saved import OPTIMIZER, VERSION, is_own_state
 from ckptkit.formats.megatron.states import Named, name_states
-from ckptkit.formats.torchfile.flatten import Flat, flatten
-from ckptkit.formats.torchfile.state_files import read_state_file
-from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor
 
 _MODEL = "model"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.torchfile.join_ranks import BY_COLUMNS, BY_HALVES, BY_ROWS, COPIED, Rule, Rules, find_rule
+from ckptkit.formats.shards.join_ranks import BY_COLUMNS, BY_HALVES, BY_ROWS, COPIED, Rule, Rules, find_rule
 from ckptkit.layout import Spec
 
 _RULES: Rules = (

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.formats.archives.flatten import Flat, Flattening, pairs_of
+from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.megatron.grid import Sizes
-from ckptkit.formats.torchfile.flatten import Flat, Flattening, pairs_of
-from ckptkit.formats.torchfile.inert_pickle import Record
-from ckptkit.formats.torchfile.join_ranks import as_lost
-from ckptkit.formats.torchfile.state_files import StateFile, read_state_file
+from ckptkit.formats.pickles.inert_pickle import Record
+from ckptkit.formats.shards.join_ranks import as_lost
 from ckptkit.layout import Spec, StoredTensor
 
 _MODEL = re.compile(r"model([0-9]{0,3})")
@@ -99,7 +99,6 @@ class Saved:
 
     @property
     def others(self) -> Mapping[str, Any]:
-        """Return what it holds beside the model and the optimizer, by key."""
         return {key: value for key, value in self.entries.items() if not (_MODEL.fullmatch(key) or key == OPTIMIZER)}
 
     def flatten(self, value: Any) -> Flat:

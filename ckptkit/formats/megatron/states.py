@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.megatron.saved import OPTIMIZER, Saved
-from ckptkit.formats.torchfile.flatten import pairs_of
 from ckptkit.layout import Blob, Spec, StoredTensor
 
 MASTER = "fp32_param"

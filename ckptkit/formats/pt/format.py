@@ -14,15 +14,15 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.files.ranges import read_ahead
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.flatten import flatten
+from ckptkit.formats.archives.state_files import HEAD, entries_of, is_torch_save, opened, read_state_file
+from ckptkit.formats.archives.storages import Storages
+from ckptkit.formats.archives.unflatten import unflatten
+from ckptkit.formats.archives.write_archive import make_envelope
+from ckptkit.formats.archives.zip_entries import read_directory
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import Writer
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.flatten import flatten
-from ckptkit.formats.torchfile.state_files import HEAD, entries_of, is_torch_save, opened, read_state_file
-from ckptkit.formats.torchfile.storages import Storages
-from ckptkit.formats.torchfile.unflatten import unflatten
-from ckptkit.formats.torchfile.write_archive import make_envelope
-from ckptkit.formats.torchfile.write_pickle import dump
-from ckptkit.formats.torchfile.zip_entries import read_directory
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 MAIN = "state.pt"

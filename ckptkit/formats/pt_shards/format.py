@@ -15,11 +15,11 @@ from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, is_there, names_in
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.flatten import Flat, Flattening, describe
+from ckptkit.formats.archives.state_files import entries_of, opened, read_state_file
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.flatten import Flat, Flattening, describe
-from ckptkit.formats.torchfile.state_files import entries_of, opened, read_state_file
 from ckptkit.layout import Extent, KeyPath, Layout
 
 _INDEX = re.compile(r".*\.(?:bin|pt|pth)\.index\.json")
@@ -40,7 +40,6 @@ class Index:
 
     @property
     def files(self) -> list[str]:
-        """Return the files that it names."""
         return [*sorted(set(self.places.values())), *([self.groups] if self.groups else [])]
 
     def full_name(self, name: str) -> str:
@@ -158,6 +157,5 @@ def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]]
 
 
 def missing(index: Index, name: str) -> Corrupt:
-    """Return the error for a file that is not there."""
     hint = "a download that did not end? the files belong in one directory"
     return Corrupt(f"the file is missing, which `{index.name}` names", path=index.root / name, hint=hint)

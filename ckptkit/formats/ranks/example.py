@@ -10,13 +10,13 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
 from ckptkit.files.file import names_in
+from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk
 from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
-from ckptkit.formats.torchfile.dtensors import Placed, is_dtensor
-from ckptkit.formats.torchfile.flatten import pairs_of
-from ckptkit.formats.torchfile.held import RankFile, read_rank_file
-from ckptkit.formats.torchfile.inert_pickle import PersistentId, Record, walk
-from ckptkit.formats.torchfile.sharded_tensors import Sharded
-from ckptkit.formats.torchfile.write_dtensors import Grid
+from ckptkit.formats.shards.dtensors import Placed, is_dtensor
+from ckptkit.formats.shards.held import RankFile, read_rank_file
+from ckptkit.formats.shards.sharded_tensors import Sharded
+from ckptkit.formats.shards.write_dtensors import Grid
 from ckptkit.layout import Layout
 from ckptkit.tensors.placements import Placement, Shard
 
@@ -100,7 +100,6 @@ def how_spread(spread: Placed | Sharded | None) -> tuple[Placement, ...] | None:
 
 
 def dtensors_in(model: RankFile) -> dict[str, Record]:
-    """Return the calls that make the model's DTensors, by name."""
     return {f"{MODEL}.{name}": value for name, value in pairs_of(model.value) or () if is_dtensor(value)}
 
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import names_in, read_small
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.state_files import entries_of, opened
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import Writer
@@ -23,11 +26,8 @@ from ckptkit.formats.ranks.rest import join_rest
 from ckptkit.formats.ranks.seal import seal_files
 from ckptkit.formats.ranks.views import without_views
 from ckptkit.formats.ranks.write_files import arrange_files
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.flatten import Flat
-from ckptkit.formats.torchfile.held import RankFile, read_rank_file
-from ckptkit.formats.torchfile.join import join_files
-from ckptkit.formats.torchfile.state_files import entries_of, opened
+from ckptkit.formats.shards.held import RankFile, read_rank_file
+from ckptkit.formats.shards.join import join_files
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
 
 _CONFIG_LIMIT = 1 << 16  # bytes
@@ -148,6 +148,5 @@ def join_all(path: Path, found: RankFiles, report: Report) -> Flat:
 
 
 def read_files(path: Path, found: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:
-    """Return what is in the files of one kind, in order of rank; report those that cannot be read."""
     files = dict(sorted(found.files.get(kind, {}).items()))
     return list(read_each(path, files, lambda rank, name: read_rank_file(path, name, rank, above), report).values())

@@ -25,7 +25,6 @@ class Naming:
 
     @cached_property
     def compiled(self) -> dict[str, re.Pattern[str]]:
-        """Return the patterns, compiled."""
         return {kind: re.compile(pattern) for kind, pattern in self.patterns.items()}
 
     def match(self, name: str) -> tuple[str, re.Match[str]] | None:
@@ -66,7 +65,6 @@ class RankFiles:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all files."""
         return [name for by_rank in self.files.values() for name in by_rank.values()]
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptkit.axes import boxes_of_run
 from ckptkit.errors import Corrupt
-from ckptkit.formats.torchfile.dtensors import Placed
-from ckptkit.formats.torchfile.held import Held, RankFile
+from ckptkit.formats.shards.dtensors import Placed
+from ckptkit.formats.shards.held import Held, RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
+from ckptkit.layout.axes import boxes_of_run
 from ckptkit.tensors.box import Shape
 
 _STEP = "step"  # a moment that is one number, whatever the parameter's shape
@@ -70,7 +70,6 @@ def match(
 
 
 def fits_shape(shape: Shape, found: Shape | int) -> bool:
-    """Return whether moments that were found can be those of a parameter of `shape`."""
     return prod(shape) == found if isinstance(found, int) else shape == found
 
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.param_groups import numbers_of
+from ckptkit.formats.archives.values import with_value
 from ckptkit.formats.ranks import numbered
 from ckptkit.formats.ranks.numbered import Parameter, is_moment
 from ckptkit.formats.ranks.units import join_units, match_units
-from ckptkit.formats.torchfile.flatten import Flat
-from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.join import join_files
-from ckptkit.formats.torchfile.param_groups import numbers_of
-from ckptkit.formats.torchfile.values import with_value
+from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.shards.join import join_files
 from ckptkit.layout import StoredTensor
 
 PARAMS = "params"  # the list of a group's parameters
@@ -54,7 +54,6 @@ def join_optimizer(
 
 
 def without_moments(file: RankFile) -> RankFile:
-    """Return a rank's file without what is to be joined in another way."""
     tensors = {name: held for name, held in file.tensors.items() if not is_moment(file.flat.keys[name], held)}
     return replace(file, flat=Flat(dict[str, StoredTensor](tensors), file.flat.blobs, file.flat.keys))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptkit.errors import Corrupt
-from ckptkit.formats.torchfile.flatten import Flat
-from ckptkit.formats.torchfile.held import RankFile
+from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.shards.held import RankFile
 from ckptkit.layout import StoredTensor
 
 _OWN = ("rng",)  # what is each rank's own also where all have the same

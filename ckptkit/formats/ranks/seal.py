@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.files.file import Opened, read_at
-from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.state_files import entries_of, opened
-from ckptkit.formats.torchfile.zip_entries import Entry
+from ckptkit.formats.archives.state_files import entries_of, opened
+from ckptkit.formats.archives.zip_entries import Entry
+from ckptkit.formats.shards.held import RankFile
 from ckptkit.layout import Chunk, Part, Place
 from ckptkit.tensors.box import Box
 
@@ -48,7 +48,6 @@ def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:
 
 
 def entries_in(root: Path, name: str) -> dict[int, Entry]:
-    """Return the entries of a file by where their content begins."""
     with opened(root / name) as (read, length):
         return {entry.offset: entry for entry in entries_of(read, length).values() if entry.length}
 

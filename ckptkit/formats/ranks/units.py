@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ckptkit.axes import boxes_of_run
+from ckptkit.formats.archives.flatten import Flat
 from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment
-from ckptkit.formats.torchfile.flatten import Flat
-from ckptkit.formats.torchfile.held import RankFile
+from ckptkit.formats.shards.held import RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
+from ckptkit.layout.axes import boxes_of_run
 
 _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
 Unit = list[tuple[Parameter, int]]  # the parameters in a flat one, and where each begins
@@ -69,7 +69,6 @@ def fits(units: Sequence[Unit], count: int, totals: Mapping[int, int], world: in
 
 
 def size_of(unit: Unit) -> int:
-    """Return the numbers in a unit."""
     return sum(prod(parameter.shape) for parameter, _ in unit)
 
 

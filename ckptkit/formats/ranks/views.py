@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ckptkit.formats.torchfile.held import RankFile
-from ckptkit.formats.torchfile.sharded_tensors import Sharded
+from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.shards.sharded_tensors import Sharded
 
 _FLAT = ("_flat_param", "flat_param")
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.archives.storages import Storages
+from ckptkit.formats.archives.unflatten import unflatten
+from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.write_archive import describe_tensor, make_envelope
+from ckptkit.formats.pickles.inert_pickle import Record
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.ranks.example import Example
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD
 from ckptkit.formats.ranks.numbered import AT
-from ckptkit.formats.torchfile.inert_pickle import Record
-from ckptkit.formats.torchfile.join import OWN
-from ckptkit.formats.torchfile.meshes import unravel
-from ckptkit.formats.torchfile.storages import Storages
-from ckptkit.formats.torchfile.unflatten import unflatten
-from ckptkit.formats.torchfile.values import load_value
-from ckptkit.formats.torchfile.write_archive import describe_tensor, make_envelope
-from ckptkit.formats.torchfile.write_dtensors import Grid, describe_dtensor, describe_mesh, rank_map
-from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.shards.join import OWN
+from ckptkit.formats.shards.meshes import unravel
+from ckptkit.formats.shards.write_dtensors import Grid, describe_dtensor, describe_mesh, rank_map
 from ckptkit.layout import KeyPath, Layout, NewFile, Spec
 from ckptkit.tensors.placements import Placement, Shard, place
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.archives.extents import extents_of
+from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.state_files import is_torch_save
 from ckptkit.formats.protocols import Reader
+from ckptkit.formats.shards.held import lost_file
+from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.torch_checkpointing.items import missing, read_item_files
 from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
-from ckptkit.formats.torchfile.extents import extents_of
-from ckptkit.formats.torchfile.flatten import Flat
-from ckptkit.formats.torchfile.held import lost_file
-from ckptkit.formats.torchfile.join import join_files
-from ckptkit.formats.torchfile.state_files import is_torch_save
 from ckptkit.layout import Extent, Layout, Place, check_cover
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?:pt|safetensors|json|bin)")
@@ -119,5 +119,4 @@ def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
 
 
 def files_of(items: Iterable[Item]) -> Iterator[str]:
-    """Yield the name of every file of items."""
     return (file for item in items for file, _ in item.files.values())

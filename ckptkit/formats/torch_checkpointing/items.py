@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.axes import part_of
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report
 from ckptkit.files.file import is_there, read_small
+from ckptkit.formats.archives.flatten import Flat
 from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.pickles.tensor_calls import TensorRecord
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.safetensors_headers import read_header
+from ckptkit.formats.shards.dtensors import Placed
+from ckptkit.formats.shards.held import Held, RankFile, read_rank_file
 from ckptkit.formats.torch_checkpointing.read_metadata import JSON, SAFETENSORS, TORCH, Item, Spread
-from ckptkit.formats.torchfile.dtensors import Placed
-from ckptkit.formats.torchfile.flatten import Flat
-from ckptkit.formats.torchfile.held import Held, RankFile, read_rank_file
-from ckptkit.formats.torchfile.tensor_calls import TensorRecord
-from ckptkit.formats.torchfile.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, Spec
+from ckptkit.layout.axes import part_of
 from ckptkit.tensors.blocks import row_major
 from ckptkit.tensors.box import Box
 
@@ -92,5 +92,4 @@ def as_part(held: Held, how: Spread, rank: int) -> Held:
 
 
 def cut(chunk: Chunk, placed: Placed) -> list[Chunk]:
-    """Return the boxes of the whole tensor that lie in the chunk that is a rank's part."""
     return [part_of(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.pieces]

@@ -15,9 +15,9 @@ from typing import Any
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.files.file import check_name, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.formats.torchfile import inert_pickle
-from ckptkit.formats.torchfile.meshes import Mesh, unravel
-from ckptkit.formats.torchfile.tensor_calls import as_shape
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.tensor_calls import as_shape
+from ckptkit.formats.shards.meshes import Mesh, unravel
 from ckptkit.layout import KeyPath
 from ckptkit.tensors.box import Shape
 from ckptkit.tensors.placements import Placement, Shard

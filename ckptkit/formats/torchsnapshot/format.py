@@ -12,10 +12,10 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Report, refuse
 from ckptkit.files.file import names_in, opening, read_at
+from ckptkit.formats.archives.locate import ENVELOPE, locate
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.torchfile.join import OWN
-from ckptkit.formats.torchfile.locate import ENVELOPE, locate
-from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.torchsnapshot.plain_lists import join_lists
 from ckptkit.formats.torchsnapshot.read_manifest import NAME, Entry, Places, is_container, read_manifest, value_of
 from ckptkit.layout import NOWHERE, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, check_cover
@@ -112,7 +112,6 @@ class _Gathering:
             self.values[key] = value_of(entry)
 
     def add_values(self) -> None:
-        """Add the values that the manifest itself has."""
         for key, value in join_lists(self.values, list(self.keys.values())).items():
             self.blobs[self.name(key)] = Blob(NAME, 0, 0, dump(value))
 

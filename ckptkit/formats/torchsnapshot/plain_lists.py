@@ -39,5 +39,4 @@ def join_lists(values: Mapping[KeyPath, Any], others: Iterable[KeyPath]) -> dict
 
 
 def lists_above(key: KeyPath) -> Iterator[KeyPath]:
-    """Yield the lists that a key path leads through."""
     return (key[:end] for end in range(1, min(len(key), _DEEPEST)) if isinstance(key[end], int))

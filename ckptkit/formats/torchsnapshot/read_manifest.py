@@ -16,9 +16,9 @@ from urllib.parse import unquote
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Report, Unsafe, Unsupported
 from ckptkit.files.file import check_name, file_size, read_small
+from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.json_text import parse_json
-from ckptkit.formats.torchfile.locate import ENVELOPE
-from ckptkit.formats.torchfile.tensor_calls import as_shape
+from ckptkit.formats.pickles.tensor_calls import as_shape
 from ckptkit.layout import NOWHERE, Chunk, KeyPath, Spec, nowhere
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.dtypes import DTYPES, DType

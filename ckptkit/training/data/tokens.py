@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.destinations.publish import publish
+from ckptkit.destinations.staging import Stage
 from ckptkit.errors import Corrupt, Unsupported, Usage, translate_os_errors
-from ckptkit.files.publish import publish
-from ckptkit.files.staging import Stage
 from ckptkit.training.data.documents import TOKEN_FILES, Ids, Text, find_files, read
 from ckptkit.training.data.tokenizer import Tokenizer
 
@@ -200,6 +200,5 @@ def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
 
 
 def stray(where: str, vocab_size: int, name: str, path: Path) -> Usage:
-    """Return the error for a token id out of bounds."""
     hint = "name the tokenizer that made the ids with `--tokenizer`"
     return Usage(f"{where} is not one of the {vocab_size} of the tokenizer `{name}`", path=path, hint=hint)

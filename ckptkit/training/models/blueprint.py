@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from ckptkit.checkpoints.companions import FILES
 from ckptkit.errors import Unsupported, Usage
+from ckptkit.models.companions import FILES
 from ckptkit.training.models.config import SIZES, ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptkit.checkpoints.adapters.config import NAME as ADAPTER_CONFIG
-from ckptkit.checkpoints.adapters.names import DEFAULT
+from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
+from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.seeds import derive
@@ -83,7 +83,6 @@ class LoraBlueprint:
         return model
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the blocks of the model."""
         return self._base.blocks(model)
 
     def initialise(self, name: str, module: nn.Module) -> None:
@@ -152,11 +151,9 @@ def find_linear(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str,
 
 
 def is_called(name: str, target: str) -> bool:
-    """Return whether a module's name is a target's, or ends in it."""
     return name == target or name.endswith(f".{target}")
 
 
 def last_parts(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the last parts of the names of all linear layers in some modules, each once."""
     named = [item for module in modules for item in module.named_modules()]
     return tuple(dict.fromkeys(name.rpartition(".")[2] for name, module in named if type(module) is nn.Linear))

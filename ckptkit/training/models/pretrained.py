@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from ckptkit.checkpoints.companions import read_companions
 from ckptkit.errors import NotACheckpoint, Unsupported
+from ckptkit.models.companions import read_companions
 from ckptkit.training.models.packing import apart
 
 
@@ -77,7 +77,6 @@ class Pretrained:
             self._require_values(name, own)
 
     def tie(self, model: nn.Module) -> None:
-        """Tie what transformers ties."""
         model.tie_weights()  # type: ignore[operator]
 
     def logits(self, model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:

@@ -96,7 +96,6 @@ def freeze(model: nn.Module, globs: Iterable[str]) -> None:
 
 
 def find_first_names(model: nn.Module) -> dict[str, str]:
-    """Return each name of a model's state dict, with the first name of the same tensor: of tied ones, another."""
     first: dict[torch.Tensor, str] = {}
     return {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
 

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptkit.checkpoints.trainers.ckptkit import TRAINING
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
 from ckptkit.layout import Spec
 from ckptkit.ops.verify import verify_part
 from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, translate
+from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap
 from ckptkit.training.saving.trees import Tree, map_tensors, outlined
 
@@ -90,7 +90,6 @@ def read_outline(reader: Reader) -> Tree:
 
 
 def without_data(spec: Spec) -> Tensor:
-    """Return a tensor of a shape and a dtype without memory."""
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
 
 

@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.deletion import delete, deleting
-from ckptkit.checkpoints.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
-from ckptkit.checkpoints.run import Run as Directory
-from ckptkit.checkpoints.trainers.ckptkit import METRICS
+from ckptkit.destinations.staging import Stage, clear_dead
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import check_name
-from ckptkit.files.staging import Stage, clear_dead
+from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
+from ckptkit.runs.run import Run as Directory
 from ckptkit.storage.ranks import Ranks
+from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.quiet import quiet, silence
 from ckptkit.training.saving.save import ADAPTER, FORMATS, Held, Saver

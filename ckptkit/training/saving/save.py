@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from ckptkit.checkpoints.expected import HEAD, find_embedding, is_tied
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
+from ckptkit.models.expected import HEAD, find_embedding, is_tied
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.storage.weights import identify, local_part

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckptkit.checkpoints.adapters.names import read_entry
+from ckptkit.adapters.names import read_entry
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.trees import Tree, blank, fit, map_tensors

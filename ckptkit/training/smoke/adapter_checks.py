@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ckptkit.checkpoints.adapters.names import read_entry
+from ckptkit.adapters.names import read_entry
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.merge import merge
 from ckptkit.training.models.config import ModelConfig
@@ -91,7 +91,6 @@ def merged(runs: SmokeRuns) -> Llama:
 
 @torch.no_grad()
 def logits(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a model's logits of the prompt."""
     return model(runs.prompt)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ckptkit.checkpoints.run import Run
 from ckptkit.estimates.estimate import estimate
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
+from ckptkit.runs.run import Run
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
 from ckptkit.training.smoke.adapter_checks import ADAPTER_CHECKS
@@ -87,12 +87,10 @@ def resumes_losses(runs: SmokeRuns) -> str:
 
 
 def resumes_weights(runs: SmokeRuns) -> str:
-    """Check that it ends with the same weights and optimizer."""
     return compare_checkpoints(runs.checkpoint, runs.scratch / "resumed" / runs.checkpoint.name)
 
 
 def loads_at_another_size(runs: SmokeRuns) -> str:
-    """Check that the checkpoint is unchanged when another number of ranks loads it and gathers it into one file."""
     return f"{runs.nproc + 1} ranks: " + compare_checkpoints(runs.checkpoint, runs.at_another_size)
 
 
@@ -142,13 +140,11 @@ def holds_what_was_estimated(runs: SmokeRuns) -> str:
 
 
 def consolidates(runs: SmokeRuns) -> str:
-    """Check that the last checkpoint becomes safetensors."""
     done = consolidate(runs.checkpoint, runs.out, overwrite=True)
     return f"{done.tensors} tensors, {done.checked_bytes:,} bytes compared with their checksums"
 
 
 def has_equal_tensors(runs: SmokeRuns) -> str:
-    """Check that the export has the tensors that `dcp.load` gives; of tied ones, the first."""
     expected = {name: tensor for name, tensor in runs.trained.state_dict().items() if name not in tied_names(runs)}
     return f"{compare_tensors(expected, runs.exported)} tensors equal to dcp.load's"
 
@@ -186,7 +182,6 @@ def compare_logits(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> str:
 
 
 def tied_names(runs: SmokeRuns) -> set[str]:
-    """Return the names that an export leaves out since another name holds the same weight."""
     return set() if runs.config.untied else {"lm_head.weight"}
 
 

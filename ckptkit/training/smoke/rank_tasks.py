@@ -84,12 +84,10 @@ def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: Plac
 
 
 def state_of(trainer: Trainer) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the state of a trainer's scheduler, and its place in the data."""
     return trainer.scheduler.state_dict(), trainer.progress.state_dict()
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of this rank's part of all tensors."""
     return sum(part.nbytes for tensor in tensors for part in local_parts(tensor))
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckptkit.checkpoints.run import Run
 from ckptkit.ops.reshard import reshard
+from ckptkit.runs.run import Run
 from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.launch import launch
 from ckptkit.training.models.config import ModelConfig
@@ -44,17 +44,14 @@ class SmokeRuns:
 
     @cached_property
     def first(self) -> list[Account]:
-        """Return the ranks' accounts of the run itself."""
         return run_ranks(partial(train_and_report, self.config), self.nproc)
 
     @cached_property
     def resumed(self) -> list[Account]:
-        """Return the ranks' accounts of a run that resumes the first checkpoint."""
         return run_ranks(partial(train_and_report, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
 
     @cached_property
     def replicated(self) -> list[Account]:
-        """Return the ranks' accounts of two steps in which each holds all parameters."""
         config = replace(self.config, run=self.scratch / "ddp", strategy="ddp", steps=2)
         return run_ranks(partial(train_and_report, config), self.nproc)
 
@@ -121,7 +118,6 @@ class SmokeRuns:
 
     @cached_property
     def adapted(self) -> list[Account]:
-        """Return the ranks' accounts of a training of adapters on the export."""
         return run_ranks(partial(train_and_report, self._lora), self.nproc)
 
     @cached_property
@@ -133,7 +129,6 @@ class SmokeRuns:
 
     @property
     def adapters(self) -> Path:
-        """Return the last checkpoint of the training of adapters."""
         return Run(self._lora.run).checkpoint(self.adapted[0].steps[-1].step)
 
     @cached_property

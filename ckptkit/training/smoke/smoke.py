@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import CkptError, Occupied, translate_os_errors
-from ckptkit.files.staging import check_destination
 from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.smoke.checks import CHECKS
 from ckptkit.training.smoke.judging import Skipped

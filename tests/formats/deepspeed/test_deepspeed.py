@@ -17,8 +17,8 @@ import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import detect_format, locate
+from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.deepspeed.names import OFFLOADED
-from ckptkit.formats.torchfile.values import load_value
 from ckptkit.layout import Layout, check_cover
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes, spec_of

@@ -14,7 +14,7 @@ import torch
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.torchfile.values import load_value
+from ckptkit.formats.archives.values import load_value
 from tests.conftest import Produce
 from tests.formats.deepspeed.test_deepspeed import MODEL, OPTIMIZER, assert_holds, change, refused, truth_of
 from tests.trainers import produced_experts as experts

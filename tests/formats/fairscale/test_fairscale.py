@@ -11,7 +11,7 @@ import torch
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError
-from ckptkit.formats.torchfile.values import load_value
+from ckptkit.formats.archives.values import load_value
 from tests.conftest import Produce
 from tests.formats.ranks.test_ranks import assert_is
 from tests.trainers import produced_packages as produced

@@ -15,10 +15,10 @@ import torch
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError
-from ckptkit.formats.torchfile.inert_pickle import Global, Record, walk
-from ckptkit.formats.torchfile.state_files import read_state_file
-from ckptkit.formats.torchfile.write_archive import make_envelope
-from ckptkit.formats.torchfile.write_pickle import dump
+from ckptkit.formats.archives.state_files import read_state_file
+from ckptkit.formats.archives.write_archive import make_envelope
+from ckptkit.formats.pickles.inert_pickle import Global, Record, walk
+from ckptkit.formats.pickles.write_pickle import dump
 from tests.conftest import Produce
 from tests.faults.damage import flip_bit
 from tests.trainers import produced_ranks as produced

@@ -13,7 +13,7 @@ import pytest
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError
 from ckptkit.formats import locate
-from ckptkit.formats.torchfile.values import load_value
+from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.torchsnapshot.plain_lists import join_lists
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoints.adapters.names import read_entry
+from ckptkit.adapters.names import read_entry
 from ckptkit.errors import CkptError, Unsupported, Usage
 from ckptkit.training.metrics import flops_per_token
 from ckptkit.training.models.config import ModelConfig

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
-from ckptkit.checkpoints.deletion import delete, deleting
-from ckptkit.checkpoints.pins import set_pin
-from ckptkit.checkpoints.run import Run as Directory
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
+from ckptkit.runs.deletion import delete, deleting
+from ckptkit.runs.pins import set_pin
+from ckptkit.runs.run import Run as Directory
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import Place, process_group
 from ckptkit.training.saving.run import Run

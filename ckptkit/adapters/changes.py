@@ -1,0 +1,183 @@
+"""Join an adapter's tensors to the changes that they are to its base, and check them against each other and the config.
+
+Shapes as PEFT has them: of a linear layer A is `[r, in]` and B `[out, r]`, of a convolution with the kernel's axes
+behind; of an embedding A is `[r, V]` and B `[H, r]`; of E experts A is `[r*E, in]` and B `[out, r*E]`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckptkit.adapters.config import AdapterConfig
+from ckptkit.adapters.find import Adapter
+from ckptkit.adapters.names import WRAPPER, Kind, own_name
+from ckptkit.errors import CkptError, Mismatch
+
+_EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES in peft/utils/other.py
+_INPUTS = ("shared", "embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")  # the first is the model's
+_PARTNERS: dict[Kind, Kind] = {"A": "B", "B": "A", "embedding_A": "embedding_B", "embedding_B": "embedding_A"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A low-rank change of a module, or of one of its parameters: the names of the tensors that it is made of.
+
+    With a `magnitude` it is DoRA's; with a `bias` it changes the module's bias too.
+    """
+
+    module: str
+    depth: int
+    a: str
+    b: str
+    is_embedding: bool
+    bias: str | None = None
+    magnitude: str | None = None
+
+
+def changes_of(adapter: Adapter) -> Iterator[Change]:
+    """Yield the low-rank changes of an adapter. Raises `Mismatch` for a matrix without the other."""
+    found: dict[tuple[str, int], dict[Kind, str]] = defaultdict(dict)
+    for name, entry in adapter.entries.items():
+        if entry.kind not in ("module", "tokens"):
+            found[entry.module, entry.depth][entry.kind] = name
+    for (module, depth), names in found.items():
+        for kind, name in names.items():
+            partner = _PARTNERS.get(kind)
+            if partner is not None and partner not in names:
+                hint = "is a shard of the checkpoint missing, or was something left out?"
+                raise Mismatch(
+                    f"there is no lora_{partner} of `{module}` to it", path=adapter.layout.root, tensor=name, hint=hint
+                )
+        is_embedding = "embedding_A" in names
+        if not is_embedding and "A" not in names:
+            first = next(iter(names.values()))
+            raise Mismatch(f"no matrices of `{module}` are here", path=adapter.layout.root, tensor=first)
+        a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
+        yield Change(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
+
+
+def without_copies(adapter: Adapter, config: AdapterConfig) -> Adapter:
+    """Return an adapter without the trained rows of what is tied to an embedding: they are the same rows.
+
+    A state in training has them several times. Only the layers that the config names have rows of their own; where it
+    names none, the model's input embedding has.
+    """
+    rows = {name: entry.module for name, entry in adapter.entries.items() if entry.kind == "tokens"}
+    asked = config.values.get("trainable_token_indices")
+    if len(rows) < 2 or asked is None:
+        return adapter
+    named = map(str, asked) if isinstance(asked, dict) else _INPUTS
+    found = [{name for name, module in rows.items() if is_called(module, layer)} for layer in named]
+    own = set().union(*found) if isinstance(asked, dict) else next(filter(None, found), set())
+    copies = rows.keys() - own if own else set()
+    return replace(adapter, entries={name: entry for name, entry in adapter.entries.items() if name not in copies})
+
+
+def check(adapter: Adapter, config: AdapterConfig) -> None:
+    """Raise `Mismatch` if an adapter does not fit its config: another rank, a module that is no target, no magnitudes.
+
+    Experts have the rows of all of them in one matrix, which must be a multiple of the rank.
+    """
+    targets, changes = config.values.get("target_modules"), list(changes_of(adapter))
+    has_tied = config.flag("ensure_weight_tying") and any(change.is_embedding for change in changes)  # none is listed
+    for change in changes:
+        if config.method != "LORA":
+            raise unfit(adapter, change.a, f"the matrices are LoRA's, and `{config.path}` is of {config.method}")
+        check_rank(adapter, config, change)
+        config.scaling_of(change.module)
+        if config.flag("use_dora") != (change.magnitude is not None) and not config.names("target_parameters"):
+            has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
+            raise unfit(adapter, change.a, f"`{change.module}` has {has}, and `{config.path}` says {says}")
+        is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+        if is_listed and not has_tied and not is_target(change.module, config):
+            message = f"`{change.module}` is no target in `{config.path}`, which has {', '.join(sorted(targets or []))}"
+            raise unfit(adapter, change.a, message)
+        if not is_in_layers(change.module, config):
+            layers = config.values["layers_to_transform"]
+            raise unfit(adapter, change.a, f"`{change.module}` is of none of the layers {layers} in `{config.path}`")
+    check_complete(adapter, config)
+
+
+def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
+    """Raise `Mismatch` if nothing is here of what the config says was trained whole: modules, or rows of tokens."""
+    whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
+    if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
+        raise unfit(adapter, first, f"`{config.path}` says that {whole} was trained whole, and nothing of it is here")
+    has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
+    if config.values.get("trainable_token_indices") and not has_rows:
+        raise unfit(adapter, first, f"`{config.path}` says that rows of tokens were trained, and none are here")
+
+
+def is_saved_module(own: str, config: AdapterConfig) -> bool:
+    """Return whether a parameter is of a module that the config says is trained whole."""
+    return any(f".{module}." in f".{own}" for module in config.names("modules_to_save"))
+
+
+def is_in_layers(module: str, config: AdapterConfig) -> bool:
+    """Return whether a module is of one of the layers that have an adapter, as far as its name tells its layer."""
+    asked = config.values.get("layers_to_transform")
+    layers = [asked] if isinstance(asked, int) else asked
+    numbers = [part for part in module.split(".") if part.isdecimal()]
+    return not isinstance(layers, list) or len(numbers) != 1 or numbers[0] in map(str, layers)
+
+
+def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
+    """Raise `Mismatch` if the matrices are of another rank than the config gives, or do not fit each other."""
+    a, b = (adapter.specs[name].shape for name in (change.a, change.b))
+    if len(a) < 2 or len(b) < 2 or a[0] != b[1]:
+        raise unfit(adapter, change.b, f"shape {list(b)} does not fit {list(a)} of `{change.a}`")
+    is_of_parameter = bool(config.names("target_parameters")) and not is_module_target(change.module, config)
+    if not is_of_parameter:
+        rank = config.rank_of(change.module)
+        if a[0] != rank:
+            raise unfit(adapter, change.a, f"the rank is {a[0]} by its shape {list(a)}, and {rank} by `{config.path}`")
+
+
+def is_target(module: str, config: AdapterConfig) -> bool:
+    parameters = [name.rpartition(".")[0] for name in config.names("target_parameters")]
+    return is_module_target(module, config) or any(is_called(module, name) for name in parameters)
+
+
+def is_module_target(module: str, config: AdapterConfig) -> bool:
+    """Return whether a module is a target itself."""
+    targets = config.values.get("target_modules")
+    if not isinstance(targets, list):
+        return bool(targets)
+    return any(is_called(module, str(target)) for target in targets)
+
+
+def is_called(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
+
+
+def unfit(adapter: Adapter, name: str, message: str) -> CkptError:
+    hint = "is the config that of another adapter? --adapter-config names one"
+    return Mismatch(message, path=adapter.layout.root, tensor=name, hint=hint)
+
+
+def trained_biases(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the biases beside an adapter that were trained with it: their names here, and in the adapter's file."""
+    if config.bias == "none":
+        return {}
+    modules = set(adapter.modules)
+    return {
+        name: WRAPPER + own_name(name)
+        for own, name in base.items()
+        if "bias" in own and (config.bias == "all" or own.removesuffix(".bias") in modules)
+    }
+
+
+def saved_base(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the embeddings that PEFT saves whole since they have an adapter: their names here, and in its file.
+
+    Source: `get_peft_model_state_dict`, `save_embedding_layers="auto"`.
+    """
+    targets, adapted = config.values.get("target_modules"), {name.rpartition(".")[2] for name in adapter.modules}
+    named = set(config.names("target_modules")) if isinstance(targets, list) else adapted
+    if named.isdisjoint(_EMBEDDINGS) or config.values.get("trainable_token_indices") is not None:
+        return {}
+    modules = {module for module in adapter.modules if module.rpartition(".")[2] in (*_EMBEDDINGS, *_INPUTS)}
+    found = {f"{module}.weight" for module in modules}
+    return {name: WRAPPER + own_name(name) for own, name in base.items() if own in found}

@@ -1,0 +1,195 @@
+"""Read what `adapter_config.json` says of an adapter: ranks, scalings, and methods that are not known here.
+
+A stranger may have written it: numbers are checked, and patterns of names matched only where that takes little.
+Source: peft/tuners/lora/config.py; `get_pattern_key` in peft/utils/other.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckptkit.adapters.names import DEFAULT
+from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
+from ckptkit.files.file import read_small
+from ckptkit.formats.json_text import parse_json
+from ckptkit.models.companions import places_of
+
+NAME = "adapter_config.json"
+_LIMIT = 1 << 24  # bytes
+_MOST_RANK = 1 << 31
+_MOST_REPEATS = 3  # in a pattern: with so many, matching a name is a polynomial of small degree
+_MOST_PATTERN = 500  # characters
+_HARMLESS = frozenset(
+    {
+        *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern"),
+        *("alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "lora_bias", "modules_to_save"),
+        *("target_parameters", "trainable_token_indices", "layers_to_transform", "layers_pattern", "megatron_core"),
+        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+        *("ensure_weight_tying", "runtime_config"),
+    }
+)
+_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they begin by changing the base
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The config of an adapter: what is in the file at `path`, as it lay and parsed."""
+
+    path: Path
+    content: bytes
+    values: Mapping[str, Any]
+
+    @cached_property
+    def method(self) -> str:
+        """Return the method, `LORA` for all that can be merged."""
+        return str(self.values.get("peft_type"))
+
+    @cached_property
+    def base(self) -> str | None:
+        """Return the id or path of the base model, None where it is not said."""
+        found = self.values.get("base_model_name_or_path")
+        return found if isinstance(found, str) and found else None
+
+    def flag(self, key: str) -> bool:
+        """Return a switch, which is off where it is not said. Raises `Corrupt` for anything else."""
+        found = self.values.get(key)
+        if found not in (None, True, False):
+            raise Corrupt(f"`{key}` is {found!r}, and should be true or false", path=self.path)
+        return bool(found)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """Return a list of names; () where there is none."""
+        found = self.values.get(key) or []
+        if isinstance(found, str):
+            return (found,)
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise Corrupt(f"`{key}` is no list of names", path=self.path)
+        return tuple(found)
+
+    @property
+    def bias(self) -> str:
+        """Return which biases were trained: none, all or lora_only."""
+        found = self.values.get("bias") or "none"
+        if found not in ("none", "all", "lora_only"):
+            raise Corrupt(f"`bias` is {found!r}, and should be none, all or lora_only", path=self.path)
+        return str(found)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module. Raises `Corrupt` if it is no positive number."""
+        found = self.of_module("rank_pattern", "r", module, 8)
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MOST_RANK:
+            raise Corrupt(f"the rank of `{module}` is {found!r}", path=self.path)
+        return found
+
+    def scaling_of(self, module: str) -> float:
+        """Return what the product of a module's matrices is multiplied by: alpha over the rank, or over its root."""
+        alpha, rank = self.of_module("alpha_pattern", "lora_alpha", module, 8), self.rank_of(module)
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_sound(alpha):
+            raise Corrupt(f"alpha of `{module}` is {alpha!r}", path=self.path)
+        return alpha / math.sqrt(rank) if self.flag("use_rslora") else alpha / rank
+
+    def of_module(self, patterns: str, key: str, module: str, default: int) -> Any:
+        """Return what the first pattern that matches a module's name gives, or else what all modules have."""
+        found = self.values.get(patterns) or {}
+        if not isinstance(found, dict):
+            raise Corrupt(f"`{patterns}` is no mapping of names", path=self.path)
+        for pattern, value in found.items():
+            if matches(pattern, module, self.path):
+                return value
+        return self.values.get(key, default)
+
+    def token_rows(self, module: str) -> tuple[int, ...]:
+        """Return the rows of an embedding that were trained. Raises `Corrupt` if they are not said, or said twice."""
+        found = self.values.get("trainable_token_indices")
+        if isinstance(found, dict):
+            found = next((rows for name, rows in found.items() if module == name or module.endswith(f".{name}")), None)
+        if not isinstance(found, list) or not all(type(row) is int and row >= 0 for row in found):
+            message = f"`trainable_token_indices` does not say which rows of `{module}` were trained"
+            raise Corrupt(message, path=self.path)
+        if len(set(found)) != len(found):
+            raise Corrupt(f"`trainable_token_indices` has a row of `{module}` twice", path=self.path)
+        return tuple(found)
+
+    def check_known(self) -> None:
+        """Raise `Unsupported` for a method whose arithmetic is not known here, by its name."""
+        if self.method != "LORA":
+            raise Unsupported(f"the adapter is of {self.method}: only LoRA's can be merged", path=self.path)
+        for key, value in self.values.items():
+            if key not in _HARMLESS and value not in (None, False, [], {}):
+                message = f"`{key}` is {abridged(value)}: adapters trained with that cannot be merged here"
+                raise Unsupported(message, path=self.path)
+
+    @property
+    def has_changed_base(self) -> bool:
+        """Return whether training began by changing the base, so that the adapter does not fit the one of that name."""
+        return str(self.values.get("init_lora_weights")).lower().startswith(_BASE_CHANGED)
+
+
+def read_config(path: Path) -> AdapterConfig:
+    """Return the config in a file. Raises `Corrupt` if it is none."""
+    content = read_small(path, _LIMIT)
+    values = parse_json(content, path)
+    if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
+        raise Corrupt("no config of an adapter: it has no `peft_type`", path=path)
+    return AdapterConfig(path, content, values)
+
+
+def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | None = None) -> AdapterConfig | None:
+    """Return the config of an adapter: in the file or directory `given`, else in the checkpoint or the run above it.
+
+    As PEFT saves them, that of `default` lies on top, and any other in a directory of its name.
+    """
+    if given is not None:
+        path = Path(given)
+        path = path / NAME if path.is_dir() else path
+        if not path.is_file():
+            raise NotACheckpoint("there is no config of an adapter", path=path)
+        return read_config(path)
+    for place in places(checkpoint, adapter):
+        if (place / NAME).is_file():
+            return read_config(place / NAME)
+    return None
+
+
+def places(checkpoint: Path, adapter: str) -> Iterator[Path]:
+    for place in places_of(checkpoint.absolute()):
+        yield place if adapter == DEFAULT else place / adapter
+
+
+def without_training(config: AdapterConfig) -> bytes:
+    """Return the config as PEFT saves it beside weights that were trained: for inference."""
+    if config.values.get("inference_mode") is True:
+        return config.content
+    return (json.dumps({**config.values, "inference_mode": True}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def is_sound(alpha: float) -> bool:
+    """Return whether a number can be multiplied by: it is finite, and does not get lost as float32."""
+    return abs(alpha) < 1e30
+
+
+def matches(pattern: str, module: str, path: Path) -> bool:
+    """Return whether a pattern is that of a module, or of the end of its name.
+
+    Raises `Unsupported` for one that could take long to match, or is none.
+    """
+    repeats = sum(pattern.count(sign) for sign in "*+{")
+    if repeats > _MOST_REPEATS or len(pattern) > _MOST_PATTERN or re.search(r"\)[*+{]", pattern):
+        raise Unsupported(f"the pattern `{pattern[:60]}` could take long to match", path=path)
+    try:
+        return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise Corrupt(f"the pattern `{pattern[:60]}` is none: {error}", path=path) from error
+
+
+def abridged(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) < 60 else f"{text[:57]}..."

@@ -1,0 +1,186 @@
+"""Draft the adapters in a checkpoint as PEFT saves them, each with its config: `default` on top, others in folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.adapters.changes import check, saved_base, trained_biases, without_copies
+from ckptkit.adapters.config import NAME as CONFIG
+from ckptkit.adapters.config import AdapterConfig, find_adapter_config, without_training
+from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
+from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
+from ckptkit.adapters.signs import may_be_adapted
+from ckptkit.checkpoints.part import Part
+from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.errors import NotACheckpoint, Unsupported, Usage
+from ckptkit.files.origin import Origin
+from ckptkit.layout import edits
+from ckptkit.models.companions import CONFIG as MODEL_CONFIG
+from ckptkit.models.companions import read_config, tokenizer_beside
+from ckptkit.models.expected import HEAD, find_embedding
+from ckptkit.models.vocabulary import vocabulary_of
+from ckptkit.names.weights import LeftOut, Weights, find_weights
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """An adapter of a checkpoint, and its config."""
+
+    opened: Opened
+    adapter: Adapter
+    config: AdapterConfig
+
+    @property
+    def path(self) -> Path:
+        """Return where the adapter lies."""
+        return self.opened.part.path
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The part of a checkpoint that adapters are in, with the names of its weights, and the adapters."""
+
+    part: Part
+    weights: Weights
+    adapted: Adapted
+
+    def fitted(self, adapter: Adapter, given: str | None) -> Fitted:
+        """Return an adapter with its config, which it fits. Raises `NotACheckpoint` if there is none."""
+        if given is not None and len(self.adapted.adapters) > 1:
+            names = ", ".join(one.name for one in self.adapted.adapters)
+            hint = f"put each beside the checkpoint, as NAME/{CONFIG}, or take one adapter with --include '*.NAME.*'"
+            raise Usage(f"one config is given, and there are {len(self.adapted.adapters)} adapters: {names}", hint=hint)
+        config = find_adapter_config(self.part.path, adapter.name, given)
+        if config is None:
+            raise NotACheckpoint(
+                f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "
+                f"{describe(adapter)} is what its tensors say, and nothing says alpha",
+                path=self.part.path,
+                hint="--adapter-config FILE names it; `LoraConfig(...).save_pretrained(DIR)` of the training writes it",
+            )
+        check(adapter, config)
+        return Fitted(self, without_copies(adapter, config), config)
+
+
+def open_adapters(part: Part, options: ConvertOptions) -> Opened | None:
+    """Return the adapters in a part of a checkpoint, as far as they are asked for; None if it has none."""
+    if not may_be_adapted(part.layout.tensors):
+        return None
+    chosen = replace(options.edits, include=()) if options.merge else options.edits  # what is merged has other names
+    chosen.check_globs([part.layout])
+    weights = find_weights(edits.select(part.layout, chosen.admit))
+    adapted = find_adapters(weights.layout)
+    if adapted is not None:
+        return Opened(part, weights, adapted)
+    refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
+    return None
+
+
+def refuse_wrapped(part: Part, names: Sequence[str]) -> None:
+    """Raise `Unsupported` for a model in PEFT's wrapper, or what PEFT saved of one, with nothing in it that is known.
+
+    As a model it would have names that nothing loads. The config beside it says by which method it was trained.
+    """
+    wrapped = next(filter(is_wrapped, names), None)
+    config = find_adapter_config(part.path) if may_be_adapted(names) else None
+    if config is not None and (wrapped or config.method != "LORA"):
+        message = f"no matrices of LoRA's are here: {config.path} says {config.method}"
+        raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
+    if wrapped and any(".base_layer." in name for name in names):
+        message = "it lies in PEFT's wrapper, and no adapter that is known here does"
+        raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
+
+
+def draft_adapters(
+    opened: Sequence[Opened], remarks: Sequence[str], output: Path, options: ConvertOptions
+) -> Conversion:
+    """Draft the adapters of a checkpoint, with their configs. Raises `Unsupported` for the mean of several.
+
+    `remarks` are what there is to say already.
+    """
+    first, *others = opened
+    if others or options.weights:
+        hint = "`ckptkit merge BASE A B OUT --weights 0.5,0.5` adds up their products"
+        message = "these are adapters: the mean of their matrices is not the mean of what they change"
+        raise Unsupported(message, path=first.part.path, hint=hint)
+    made: dict[str, bytes] = {}
+    drafts: list[Draft] = []
+    if options.quantize:
+        raise Usage("adapters are not quantized", hint="merge them into their base first")
+    if options.changes_names:
+        hint = "leave --names, --map and --vocab-size out, or merge the adapter into its base first"
+        raise Usage("these are adapters, which fit the names and rows that their model had in training", hint=hint)
+    notes = list(remarks)
+    for adapter in first.adapted.adapters:
+        fitted = first.fitted(adapter, options.adapter_config)
+        config, place = fitted.config, "" if adapter.name == DEFAULT else adapter.name
+        drafts.append(draft_adapter(fitted, options, place))
+        made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
+        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(adapter)}")
+        if config.has_changed_base:
+            said = config.values["init_lora_weights"]
+            notes.append(f"the training began by changing the base ({said}): the adapter is of no use on another one")
+    base = "its base is here too" if first.adapted.base else "with --base MODEL"
+    notes.append(f"an adapter is loaded onto its base; --merge writes the merged model instead ({base})")
+    if options.base is not None:
+        notes.append("--base tells how many tokens there were; adapters keep the config that they have")
+    return Conversion(
+        origins=[Origin.of(first.part.path)],
+        output=output,
+        options=options,
+        drafts=drafts,
+        made=made,
+        carried={} if options.adapter_config else tokenizer_beside(first.part.path),
+        dropped=left_out(first),
+        wrapper=first.weights.wrapper,
+        notes=notes,
+    )
+
+
+def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
+    """Draft one adapter: all of it under the names that PEFT gives it, in the one file that it looks for."""
+    adapter, config, base = fitted.adapter, fitted.config, fitted.opened.adapted.base
+    names = {name: entry.saved for name, entry in adapter.entries.items()}
+    names |= trained_biases(adapter, config, base) | saved_base(adapter, config, base)
+    names |= resized_embeddings(fitted, options.base or config.base)
+    new_name = options.edits.renaming()
+    chosen = edits.select(adapter.layout, names.__contains__)
+    layout, casts = options.edits.cast(edits.rename(chosen, lambda name: new_name(names[name])), lambda _: True)
+    came_from = fitted.opened.weights.came_from
+    renamed = {came_from[name]: saved for name, saved in names.items() if came_from[name] != saved}
+    return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
+
+
+def resized_embeddings(fitted: Fitted, base: str | None) -> dict[str, str]:
+    """Return the embeddings beside an adapter that have other rows than its base, by the config.json of that.
+
+    PEFT saves them whole. A base on the Hub is not asked. Source: `get_peft_model_state_dict`.
+    """
+    said = os.path.join(base or "", MODEL_CONFIG)  # a stranger may have named it
+    rows = vocabulary_of(read_config(Path(said)) or {}) if base and os.path.isfile(said) else None
+    here, specs = fitted.opened.adapted.base, fitted.adapter.layout.specs
+    sought = {HEAD, find_embedding(here)} - set(fitted.adapter.replaced)
+    names = [name for own, name in here.items() if own in sought]
+    return {name: WRAPPER + own_name(name) for name in names if rows is not None and specs[name].shape[:1] != (rows,)}
+
+
+def describe(adapter: Adapter) -> str:
+    """Return the method, the ranks and the targets of an adapter, in words."""
+    rows = sorted(adapter.rows)
+    rank = f" of rank {rows[0]}" if len(rows) == 1 else f" of ranks {rows[0]} to {rows[-1]}" if rows else ""
+    targets = list(adapter.targets)
+    named = ", ".join(targets[:8]) + (", ..." if targets[8:] else "")
+    return f"{adapter.method}{rank} on {named}"
+
+
+def left_out(opened: Opened) -> list[LeftOut]:
+    """Return what is not written: what is no weight, and the base."""
+    base = [opened.weights.layout.tensors[name].spec.nbytes for name in opened.adapted.base.values()]
+    more = [LeftOut("base_layer", len(base), sum(base))] if base else []
+    return [*opened.weights.left_out, *more]

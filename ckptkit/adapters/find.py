@@ -1,0 +1,129 @@
+"""Find the adapters in a checkpoint, whatever else is in it, by the names and shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptkit.adapters.names import (
+    DEFAULT,
+    WRAPPER,
+    Entry,
+    base_name,
+    find_stranger,
+    is_unused,
+    other_method,
+    own_name,
+    read_entry,
+)
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.layout import Layout, Spec
+
+AS_THEY_ARE = "`ckptkit convert --to pt` keeps all tensors under the names that they have"
+_RANKED = ("A", "embedding_A")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter: its `entries` by the names that they have in `layout`."""
+
+    name: str
+    layout: Layout
+    entries: Mapping[str, Entry]
+
+    @property
+    def method(self) -> str:
+        """Return the method, as far as names tell."""
+        kinds = {entry.kind for entry in self.entries.values()}
+        return "trained tokens" if kinds == {"tokens"} else "DoRA" if "magnitude" in kinds else "LoRA"
+
+    @property
+    def rows(self) -> Counter[int]:
+        """Return the rows that its first matrices have, and how many have them; those of experts have all theirs."""
+        specs = self.layout.specs
+        return Counter(
+            specs[name].shape[0] for name, entry in self.entries.items() if entry.kind in _RANKED and specs[name].shape
+        )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the modules that it changes, in the base model's names."""
+        return tuple(dict.fromkeys(entry.module for entry in self.entries.values() if entry.kind != "module"))
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Return the last parts of these modules' names, each once."""
+        return tuple(dict.fromkeys(module.rpartition(".")[2] for module in self.modules))
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Return the parameters of the base model that it has a trained copy of."""
+        return tuple(entry.module for entry in self.entries.values() if entry.kind == "module")
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Return the dtype and shape of each of its tensors, by their names in the layout."""
+        return {name: self.layout.tensors[name].spec for name in self.entries}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The adapters of a checkpoint, and its other tensors: what the base model calls them, and their names here.
+
+    Where it is `saved` by itself, as for PEFT to load it, names do not hold an adapter's.
+    """
+
+    adapters: tuple[Adapter, ...]
+    base: Mapping[str, str]
+    is_saved: bool
+
+
+def find_adapters(layout: Layout) -> Adapted | None:
+    """Return the adapters among the tensors of a model, and what the base model calls the others; None without any.
+
+    Raises `Unsupported` for tensors of methods that are not known here, `Corrupt` for names that contradict each other.
+    """
+    method = other_method(layout.tensors)
+    if method is not None:
+        message = f"an adapter by {method}: only LoRA's are known here, and DoRA's"
+        raise Unsupported(message, path=layout.root, hint=AS_THEY_ARE)
+    stranger = find_stranger(layout.tensors)
+    if stranger is not None:
+        message = "it is a matrix of an adapter, and not called as PEFT calls it: only PEFT's are known here"
+        raise Unsupported(message, path=layout.root, tensor=stranger, hint=AS_THEY_ARE)
+    entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
+    if not any(entry.kind != "module" for entry in entries.values()):
+        return None
+    rest = [name for name in layout.tensors if name not in entries and not is_unused(name)]
+    nameless = {entry.adapter is None for entry in entries.values()}
+    if len(nameless) > 1:
+        first = next(name for name, entry in entries.items() if entry.adapter is None)
+        message = "some tensors of adapters have the adapter's name in theirs, and this has none"
+        raise Corrupt(message, path=layout.root, tensor=first)
+    if nameless == {True}:
+        whole = {name: Entry("module", None, base_name(name), 0, own_name(name)) for name in rest}
+        return Adapted((Adapter(DEFAULT, layout, with_wrapper(entries | whole)),), {}, is_saved=True)
+    by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for name, entry in entries.items():
+        by_name[entry.adapter or DEFAULT][name] = entry
+    in_order = sorted(by_name.items(), key=lambda item: (item[0] != DEFAULT, item[0]))
+    adapters = tuple(Adapter(name, layout, with_wrapper(found)) for name, found in in_order)
+    return Adapted(adapters, dict(unwrapped(layout, rest)), is_saved=False)
+
+
+def with_wrapper(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the entries under the names that PEFT gives them in a file, whatever stood before them here."""
+    return {name: entry._replace(saved=WRAPPER + entry.saved) for name, entry in entries.items()}
+
+
+def unwrapped(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield what the base model calls each of its tensors, and the name here. Raises `Corrupt` where two are one."""
+    seen: dict[str, str] = {}
+    for name in names:
+        own = base_name(name)
+        if own in seen:
+            message = f"`{seen[own]}` and this are both the base model's `{own}`"
+            raise Corrupt(message, path=layout.root, tensor=name)
+        seen[own] = name
+        yield own, name

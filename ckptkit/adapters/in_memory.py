@@ -1,0 +1,99 @@
+"""Merge adapters into tensors that are called and cut otherwise in files than in the model that they were trained on.
+
+In memory the experts of a layer are one parameter, which in files is a tensor for each expert and matrix. What an
+adapter changes is a box of it there, and that whole tensor here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckptkit.adapters.merged_blocks import Inside
+from ckptkit.adapters.recipes import Merging
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.names.naming import name_weights
+from ckptkit.names.tables.transformers import TRANSFORMERS
+from ckptkit.names.weights import Weights
+from ckptkit.tensors.box import Shape
+
+
+class Within(NamedTuple):
+    """The place of a tensor in one of the model in memory: its name, and the index of the first element."""
+
+    name: str
+    start: Shape
+
+
+def in_memory(weights: Weights, config: Mapping[str, Any]) -> Layout | None:
+    """Return weights as transformers has them in memory; None where that is not known."""
+    try:
+        return name_weights(weights, config, TRANSFORMERS.name, None)[0].layout
+    except (Mismatch, Unsupported):  # the base is then as its files have it, and what does not fit that is named
+        return None
+
+
+def find_places(files: Layout, memory: Layout) -> dict[str, Within]:
+    """Return where each tensor of the files lies in memory; by the bytes, which are the same ones."""
+    owners = {
+        (chunk.path, chunk.offset): (name, chunk) for name, tensor in memory.tensors.items() for chunk in tensor.chunks
+    }
+    found: dict[str, Within] = {}
+    for name, tensor in files.tensors.items():
+        if name in memory.tensors and memory.tensors[name].spec == tensor.spec:
+            found[name] = Within(name, (0,) * len(tensor.spec.shape))
+        elif (place := place_of(tensor, owners)) is not None:
+            found[name] = place
+    return found
+
+
+def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]) -> Within | None:
+    """Return where a tensor lies, all of it in a row; None if it lies in pieces, or turned."""
+    places = set()
+    for chunk in tensor.chunks:
+        name, there = owners.get((chunk.path, chunk.offset), ("", chunk))
+        more = len(there.size) - len(chunk.size)
+        if not name or there.size != (1,) * more + chunk.size or (there.strides or ())[more:] != (chunk.strides or ()):
+            return None
+        start = (0,) * more + chunk.start
+        places.add(Within(name, tuple(a - b for a, b in zip(there.start, start, strict=True))))
+    return places.pop() if len(places) == 1 else None
+
+
+def to_files(merging: Merging, files: Layout) -> Merging:
+    """Return changes of a model in memory as changes of the tensors in its files.
+
+    Raises `Unsupported` for one of a tensor that lies in files in pieces, or turned.
+    """
+    found, memory, reached = Merging(files), merging.base, set()
+    found.notes = merging.notes
+    for name, place in find_places(files, memory).items():
+        reached.add(place.name)
+        is_whole = memory.tensors[place.name].spec.shape == files.tensors[name].spec.shape
+        move_changes(merging, place.name, found, name, None if is_whole else place.start)
+    for name in merging.changed:
+        if name not in memory.tensors:
+            move_changes(merging, name, found, name, None)
+        elif name not in reached:
+            message = "an adapter changes it, and in the base's files its elements lie in another order"
+            raise Unsupported(message, path=files.root, tensor=name, hint="--names keep onto a base saved as in memory")
+    return found
+
+
+def move_changes(merging: Merging, name: str, found: Merging, new: str, start: Shape | None) -> None:
+    """Make the changes of tensor `name` those of `new`: the same one, or the box of it that begins at `start`."""
+    if name not in merging.changed:
+        return
+    begin, steps = merging.begins.get(name), merging.steps.get(name, [])
+    if start is None:
+        found.tensors[new] = merging.tensors[name]
+        found.reach |= {new: merging.reach[name]} if name in merging.reach else {}
+    elif begin is not None or name in merging.reach:
+        message = "its parts are tensors of their own in the base's files, and this change is of all of it at once"
+        raise Unsupported(message, path=merging.base.root, tensor=name)
+    else:
+        steps = [Inside(step, start) for step in steps]
+    if begin is not None:
+        found.begins[new] = begin
+    found.steps[new] += steps

@@ -1,0 +1,214 @@
+"""Merge changes into the tensors that they are of, block by block, and round once. Names no format.
+
+All is computed in float32, or in float64 for a tensor of that dtype. Source of DoRA's formula:
+peft/tuners/lora/dora.py and peft/tuners/lora/variants.py; it is of the tensor as it was before any change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Protocol
+
+import numpy as np
+
+from ckptkit.engine.low_rank import Array, Product
+from ckptkit.errors import Corrupt
+from ckptkit.layout.plan import Operand, Recipe, Region, same
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.casting import cast, widener
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+FLOAT32, FLOAT64 = DTYPES["float32"], DTYPES["float64"]
+_NUMPY = {FLOAT32: np.float32, FLOAT64: np.float64}
+
+
+class Step(Protocol):
+    """A change of a tensor, which is made box by box."""
+
+    @property
+    def operands(self) -> Sequence[Operand]:
+        """Return the tensors that it takes."""
+
+    def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
+        """Return the elements of `box` changed, given those of the tensor as it was at first, and of the operands.
+
+        The result is another array, or `values`; what is given is not written over.
+        """
+
+
+class Merge:
+    """The recipe of a tensor that is another after some steps, one after the other.
+
+    What it is at first is read, or computed in float32 by a recipe of its own. Where a step needs more of the tensor
+    than the box that is to be changed, `reach` says what.
+    """
+
+    def __init__(self, base: Operand | Recipe, steps: Sequence[Step], reach: Region = same) -> None:
+        self._steps, self._reach = steps, reach
+        self._base: Recipe = Taken(base) if isinstance(base, Operand) else base
+        self._stored = base.dtype if isinstance(base, Operand) else FLOAT32
+        operands = (*self._base.operands, *(operand for step in steps for operand in step.operands))
+        self.operands = tuple(reaching(operand, reach) for operand in operands)
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+        """Return the elements of a box as `dtype`. Raises `Corrupt` for operands that are no finite numbers."""
+        outer, taken = self._reach(box), len(self._base.operands)
+        inputs = [
+            np.frombuffer(block, _NUMPY[operand.dtype]).reshape(operand.region(box).size)
+            for operand, block in zip(self.operands[taken:], blocks[taken:], strict=True)
+        ]
+        stored, _ = self._base(outer, self._stored, blocks[:taken])
+        values = base = widener(self._stored)(np.frombuffer(stored, f"u{self._stored.itemsize}")).reshape(outer.size)
+        taken = 0
+        for step in self._steps:
+            count = len(step.operands)
+            values = step.apply(values, base, outer, inputs[taken : taken + count])
+            taken += count
+        part = box.relative_to(outer)
+        index = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
+        return as_stored(values[index], working_dtype(self._stored), dtype), False
+
+
+class Taken:
+    """The recipe of a tensor that is another, of another source or by another name."""
+
+    def __init__(self, operand: Operand) -> None:
+        self.operands = (operand,)
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
+        """Return the elements of a box as they are."""
+        return blocks[0], False
+
+
+@dataclass(frozen=True)
+class Directed:
+    """DoRA: after a product is added, the weights of each output are scaled to the length that `magnitude` gives.
+
+    Outputs lie along `axis` of the weight. The magnitudes are a vector, or one with axes of 1 around it.
+    """
+
+    product: Product
+    magnitude: Operand
+    shape_of_magnitude: Shape
+    axis: int
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Return the operands of the product, and the magnitudes."""
+        return *self.product.operands, self.magnitude._replace(region=self._of_magnitude)
+
+    def _of_magnitude(self, box: Box) -> Box:
+        outputs = max(range(len(self.shape_of_magnitude)), key=self.shape_of_magnitude.__getitem__)
+        span = {outputs: (box.start[self.axis], box.size[self.axis])}
+        pairs = [span.get(axis, (0, 1)) for axis in range(len(self.shape_of_magnitude))]
+        return Box(tuple(start for start, _ in pairs), tuple(size for _, size in pairs))
+
+    def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
+        """Return the elements changed. Raises `Corrupt` for an output with weights of 0: they have no length."""
+        *factors, magnitude = inputs
+        delta = self.product.delta(box, *factors)
+        others = tuple(axis for axis in range(base.ndim) if axis != self.axis)
+        lengths = np.sqrt(np.square(base + delta).sum(axis=others, keepdims=True))
+        if not (lengths.all() and np.isfinite(magnitude).all()):
+            raise Corrupt("weights of length 0, or magnitudes that are infinite or NaN: DoRA's quotient is no number")
+        result: Array = magnitude.reshape(lengths.shape) / lengths * (values + delta)
+        return result
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The addition of a tensor of the same shape, times `scaling`."""
+
+    operand: Operand
+    scaling: float
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Return the tensor."""
+        return (self.operand,)
+
+    def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:  # noqa: ARG002
+        """Return the elements with those of the tensor added."""
+        (added,) = inputs
+        if not np.isfinite(added).all():
+            raise Corrupt("a tensor of the adapter holds numbers that are infinite or NaN")
+        result: Array = values + added * added.dtype.type(self.scaling)
+        return result
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The replacement of some rows, given by their indices, by those of another tensor."""
+
+    operand: Operand
+    indices: tuple[int, ...]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Return the tensor that has the new rows."""
+        return (self.operand._replace(region=self._columns),)
+
+    def _columns(self, box: Box) -> Box:
+        return Box((0, *box.start[1:]), (len(self.indices), *box.size[1:]))
+
+    def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:  # noqa: ARG002
+        """Return the elements with those of the new rows in their places."""
+        (rows,) = inputs
+        found = [
+            (i, row - box.start[0]) for i, row in enumerate(self.indices) if row in range(box.start[0], box.stop[0])
+        ]
+        if not found:
+            return values
+        changed = values.copy()
+        changed[[row for _, row in found]] = rows[[i for i, _ in found]]
+        return changed
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A step of a tensor of which another is a box, without leading axes of one element: a change of that other.
+
+    The box begins at index `start`.
+    """
+
+    step: Step
+    start: Shape
+
+    @property
+    def operands(self) -> Sequence[Operand]:
+        """Return those of the step, with what a box needs at its place."""
+        return [reaching(operand, self._there) for operand in self.step.operands]
+
+    def _there(self, box: Box) -> Box:
+        more = (len(self.start) - len(box.start)) * (0,)
+        return Box(tuple(map(add, self.start, more + box.start)), tuple(1 for _ in more) + box.size)
+
+    def apply(self, values: Array, base: Array, box: Box, inputs: Sequence[Array]) -> Array:
+        """Return the elements changed."""
+        there = self._there(box)
+        return self.step.apply(values.reshape(there.size), base.reshape(there.size), there, inputs).reshape(box.size)
+
+
+def reaching(operand: Operand, reach: Region) -> Operand:
+    """Return an operand of which what is needed for a box is what is needed for all that is at hand with it."""
+    if reach is same:
+        return operand
+    region = operand.region
+    return operand._replace(region=lambda box: region(reach(box)))
+
+
+def working_dtype(dtype: DType) -> DType:
+    """Return the dtype in which changes of a tensor of `dtype` are computed."""
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32
+
+
+def as_stored(values: Array, src: DType, dst: DType) -> memoryview:
+    """Return numbers, rounded once to the dtype that they are stored in."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if src == dst:
+        return flat.data.cast("B")
+    rounded = np.empty(len(flat), f"u{dst.itemsize}")
+    cast(flat, src, dst, rounded)
+    return rounded.data.cast("B")

@@ -1,0 +1,286 @@
+"""Turn adapters into the recipes of the tensors that they change, and say what does not fit. Reads no tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from ckptkit.adapters.changes import Change, changes_of, is_saved_module, trained_biases
+from ckptkit.adapters.config import AdapterConfig
+from ckptkit.adapters.find import Adapter
+from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, Scaled, Step, Taken, working_dtype
+from ckptkit.engine.low_rank import Experts, Linear, Product, Transposed
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout.plan import Operand, Recipe, Region, same
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.dtypes import DType
+
+Kind = Callable[[Operand, Operand, Shape, Shape, float], Product]
+
+_MOST_AT_HAND = 1 << 28  # bytes of one tensor, where a block needs all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An adapter that is to be merged: the number of its layout among the sources, and by how much it counts."""
+
+    number: int
+    adapter: Adapter
+    config: AdapterConfig
+    base: Mapping[str, str]  # what lies beside it
+    weight: float = 1.0
+
+    def shape(self, name: str) -> Shape:
+        """Return the shape of one of its tensors."""
+        return self.adapter.layout.tensors[name].spec.shape
+
+    def blame(self, message: str, name: str, hint: str | None = None) -> Mismatch:
+        return Mismatch(message, path=self.adapter.layout.root, tensor=name, hint=hint)
+
+
+@dataclass
+class Merging:
+    """The tensors of a base while adapters are added to it: what each begins as, and the steps that change it.
+
+    Of a base of quantized weights `plain` are the recipes of these.
+    """
+
+    base: Layout
+    plain: Mapping[str, Recipe] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    begins: dict[str, Operand] = field(default_factory=dict)
+    steps: dict[str, list[Step]] = field(default_factory=lambda: defaultdict(list))
+    reach: dict[str, Region] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tensors = dict(self.base.tensors)
+
+    def add(self, source: Source) -> None:
+        """Add an adapter. Raises `Mismatch` where it does not fit, `Unsupported` for what cannot be merged."""
+        source.config.check_known()
+        self.replace_parameters(source)
+        for change in changes_of(source.adapter):
+            self.change(source, change)
+        for name, entry in source.adapter.entries.items():
+            if entry.kind == "tokens":
+                self.replace_rows(source, f"{entry.module}.weight", name, entry.module)
+
+    def replace_parameters(self, source: Source) -> None:
+        """Replace the parameters that were trained whole."""
+        replaced = {entry.module: name for name, entry in source.adapter.entries.items() if entry.kind == "module"}
+        replaced |= {own: name for name, own in own_biases(source)}
+        for own, name in replaced.items():
+            require_whole(source, name, f"`{own}` was trained whole")
+            if self.begins.get(own) is not None:
+                raise source.blame(f"two adapters have a trained `{own}` each", name)
+            found = source.adapter.layout.tensors[name]
+            there = self.tensors.get(own)
+            if there is None and not is_saved_module(own, source.config):
+                raise source.blame(f"the base has no `{own}`", name, hint=near(own, self.base))
+            if there is None:
+                self.notes.append(f"`{own}` is the adapter's own: the base has none")
+            elif there.spec.shape != found.spec.shape:
+                change = f"{list(there.spec.shape)} in the base, {list(found.spec.shape)} in the adapter"
+                self.notes.append(f"`{own}` has another shape than in the base: {change}")
+            dtype = found.spec.dtype if there is None else there.spec.dtype
+            is_castable = found.spec.dtype == dtype or found.spec.dtype.can_become(dtype)
+            if not is_castable:
+                raise source.blame(f"{found.spec} cannot take the place of {there and there.spec}", name)
+            self.tensors[own] = StoredTensor(Spec(dtype, found.spec.shape), ())
+            self.begins[own] = Operand(source.number, name, dtype)
+
+    def change(self, source: Source, change: Change) -> None:
+        """Add a low-rank change of a weight, and of the bias beside it."""
+        own, product = self.product_of(source, change)
+        self.require_float(own, source, change.a)
+        if change.magnitude is None:
+            self.steps[own].append(product)
+        else:
+            self.steps[own].append(self.directed(source, change, own, product))
+        if change.bias is not None:
+            bias = f"{change.module}.bias"
+            if bias not in self.tensors or self.tensors[bias].spec.shape != source.shape(change.bias):
+                raise source.blame(f"the base has no `{bias}` of this shape to add it to", change.bias)
+            self.require_float(bias, source, change.bias)
+            dtype = working_dtype(self.tensors[bias].spec.dtype)
+            self.steps[bias].append(Scaled(Operand(source.number, change.bias, dtype), product.scaling))
+
+    def product_of(self, source: Source, change: Change) -> tuple[str, Product]:
+        """Return the parameter that a change is of, and the product that it is."""
+        own, key = f"{change.module}.weight", change.module
+        if own in self.tensors:
+            kind = self.kind_of(source, change, own)
+        else:
+            own, kind = self.parameter_of(source, change)
+            key = own
+        dtype = working_dtype(self.tensors[own].spec.dtype)
+        a, b = (Operand(source.number, name, dtype) for name in (change.a, change.b))
+        scaling = source.config.scaling_of(key) * source.weight
+        return own, kind(a, b, source.shape(change.a), source.shape(change.b), scaling)
+
+    def kind_of(self, source: Source, change: Change, own: str) -> Kind:
+        """Return the way in which a layer stores its weight, by the shapes; by the config where these are square."""
+        shape, a, b = self.tensors[own].spec.shape, source.shape(change.a), source.shape(change.b)
+        if len(shape) < 2:
+            raise source.blame(f"`{own}` is {list(shape)} in the base, and no matrix", change.a)
+        is_plain = (b[0], *a[1:]) == shape and not change.is_embedding
+        is_turned = len(shape) == 2 and (a[1], b[0]) == shape
+        if not (is_plain or is_turned):
+            product = [b[0], *a[1:]]
+            message = f"the product is {product}, and `{own}` of the base is {list(shape)}"
+            raise source.blame(message, change.a, hint="is it the adapter of another base?")
+        if is_plain and is_turned:
+            return self.kind_by_config(source, change, own)
+        return Linear if is_plain else Transposed
+
+    def kind_by_config(self, source: Source, change: Change, own: str) -> Kind:
+        """Return the way in which a layer stores a weight that is square. Raises `Unsupported` if nothing tells.
+
+        The switch is of all layers, and of the last kind that the library met: where others of the adapter show
+        that it is not theirs, it says nothing of a square one.
+        """
+        is_turned = source.config.flag("fan_in_fan_out")
+        for other in changes_of(source.adapter):
+            tensor = self.tensors.get(f"{other.module}.weight")
+            product = (source.shape(other.b)[0], *source.shape(other.a)[1:])
+            shape = tensor.spec.shape if tensor else ()
+            if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
+                message = (
+                    f"`{own}` is square: it may be stored either way, since `fan_in_fan_out` is not that of all layers"
+                )
+                raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
+        return Transposed if is_turned else Linear
+
+    def parameter_of(self, source: Source, change: Change) -> tuple[str, Kind]:
+        """Return the parameter of a module that its change is of: the only one that has the shape for it."""
+        found = list(self.fitting(source, change))
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            a, b = source.shape(change.a), source.shape(change.b)
+            message = f"the base has no `{change.module}` that matrices {list(b)} and {list(a)} fit"
+            raise source.blame(message, change.a, hint=near(change.module, self.base))
+        names = ", ".join(sorted({name for name, _ in found}))
+        message = f"it fits {names} of the base in more than one way, and nothing says which"
+        raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
+
+    def fitting(self, source: Source, change: Change) -> Iterator[tuple[str, Kind]]:
+        """Yield the parameters of a module that a change has the shape of, and the ways."""
+        a, b = source.shape(change.a), source.shape(change.b)
+        wanted = source.config.names("target_parameters")
+        for own, tensor in self.tensors.items():
+            shape = tensor.spec.shape
+            is_wanted = not wanted or any(own == name or own.endswith(f".{name}") for name in wanted)
+            if own.rpartition(".")[0] != change.module or not is_wanted:
+                continue
+            rank = source.config.rank_of(own)
+            if len(shape) == 2 and (a, b) == ((rank, shape[1]), (shape[0], rank)):
+                yield own, Linear
+            elif len(shape) == 3 and a[0] == b[1] == rank * shape[0]:
+                for is_transposed, sides in ((False, (b[0], a[1])), (True, (a[1], b[0]))):
+                    if sides == shape[1:]:
+                        yield own, partial(Experts, count=shape[0], is_transposed=is_transposed)
+
+    def directed(self, source: Source, change: Change, own: str, product: Product) -> Directed:
+        """Return the step of DoRA, with what it needs at hand: all weights of each output."""
+        assert change.magnitude is not None
+        shape, is_turned = self.tensors[own].spec.shape, isinstance(product, Transposed)
+        magnitude = source.shape(change.magnitude)
+        outputs = shape[1 if is_turned else 0]
+        if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
+            message = f"there are magnitudes of shape {list(magnitude)} for {outputs} outputs"
+            raise source.blame(message, change.magnitude)
+        require_whole(source, change.magnitude, "an adapter of DoRA has directions")
+        spec = self.tensors[own].spec
+        if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_AT_HAND:
+            message = f"DoRA of {spec}, whose outputs are columns, would need all of it in memory"
+            raise Unsupported(message, path=source.adapter.layout.root, tensor=change.magnitude)
+        self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
+        return Directed(product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned))
+
+    def replace_rows(self, source: Source, own: str, name: str, module: str) -> None:
+        """Replace the rows of an embedding that were trained."""
+        if own not in self.tensors:
+            raise source.blame(f"the base has no `{own}`", name, hint=near(own, self.base))
+        self.require_float(own, source, name)
+        require_whole(source, name, f"rows of `{own}` were trained whole")
+        shape, found = self.tensors[own].spec.shape, source.shape(name)
+        indices = source.config.token_rows(module)
+        if found != (len(indices), *shape[1:]):
+            message = f"{list(found)} does not fit {len(indices)} rows of `{own}`, which is {list(shape)}"
+            raise source.blame(message, name)
+        if max(indices, default=0) >= shape[0]:
+            raise source.blame(f"row {max(indices)} was trained, and `{own}` of the base has {shape[0]}", name)
+        taken = {row for step in self.steps[own] if isinstance(step, Rows) for row in step.indices}
+        if both := taken & set(indices):
+            raise source.blame(f"two adapters have a trained row {min(both)} each", name)
+        self.steps[own].append(Rows(Operand(source.number, name, working_dtype(self.tensors[own].spec.dtype)), indices))
+
+    def require_float(self, own: str, source: Source, name: str) -> None:
+        """Raise `Unsupported` for a tensor of the base that is no float of 16 bits or more."""
+        dtype = self.tensors[own].spec.dtype
+        if not dtype.can_become(dtype):
+            message = f"`{own}` of the base is {dtype}, to which nothing can be added"
+            hint = "make a base of floats from it first: ckptkit consolidate BASE OUT --dtype bf16"
+            raise Unsupported(message, path=source.adapter.layout.root, tensor=name, hint=hint)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Return the names of the tensors that are not the base's as they are."""
+        return tuple(dict.fromkeys((*self.begins, *(name for name, steps in self.steps.items() if steps))))
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """Return the names of the tensors that there are recipes of."""
+        return tuple(dict.fromkeys((*self.changed, *self.plain)))
+
+    def have_same_rows(self, name: str, source: str) -> bool:
+        """Return whether nothing but rows of `source` were trained, and of `name`, if any, the same ones."""
+        rows, others = ([getattr(step, "indices", None) for step in self.steps.get(one, [])] for one in (source, name))
+        is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()
+        return is_by_rows and others in ([], rows)
+
+    def recipe(self, name: str, source: str, dtype: DType) -> Recipe:
+        """Return the recipe of a tensor, which the base calls `source`, and which is to be of `dtype`."""
+        steps = self.steps.get(name)
+        if name in self.plain and name not in self.begins:
+            plain = self.plain[name]
+            return Merge(plain, steps, self.reach.get(name, same)) if steps else plain
+        found = self.begins.get(name, Operand(0, source, dtype))
+        if not steps:
+            return Taken(found._replace(dtype=dtype))
+        return Merge(found._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, same))
+
+
+def require_whole(source: Source, name: str, because: str) -> None:
+    """Raise `Unsupported` for a tensor that takes the place of the base's, if the adapter counts for more or less."""
+    if source.weight != 1:
+        message = f"{because}, of which there is no half: leave --weights out"
+        raise Unsupported(message, path=source.adapter.layout.root, tensor=name)
+
+
+def own_biases(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield the biases beside an adapter that were trained with it: the names here, and the base's."""
+    names = {name: own for own, name in source.base.items()}
+    for name in trained_biases(source.adapter, source.config, source.base):
+        yield name, names[name]
+
+
+def rows_of(shape: Shape) -> Region:
+    return lambda box: Box((box.start[0], *(0 for _ in shape[1:])), (box.size[0], *shape[1:]))
+
+
+def columns_of(shape: Shape) -> Region:
+    """Return the region that is all of a tensor, whatever the box: each of its columns is in every block of rows."""
+    return lambda _: Box((0,) * len(shape), shape)
+
+
+def near(name: str, base: Layout) -> str:
+    """Return a hint on what the base calls something."""
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    alike = next((own for own in base.tensors if f".{last}." in f".{own}"), None) or next(iter(base.tensors), "nothing")
+    return f"it has {alike}: is it the base that the adapter was trained on, under the names that it had then?"

@@ -1,0 +1,68 @@
+"""Decide what becomes of tied tensors of a model into which adapters are merged: they stay one, or come apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.adapters.draft import Fitted
+from ckptkit.adapters.recipes import Merging
+from ckptkit.errors import Unsupported
+from ckptkit.layout import Layout, edits
+from ckptkit.models.companions import Companions
+from ckptkit.models.find_form import form_or_reason
+from ckptkit.models.fit import check_equal, ties_of
+
+_TIE = "tie_word_embeddings"
+
+
+def settle_ties(
+    layout: Layout,
+    companions: Companions,
+    merging: Merging,
+    base: Layout,
+    adapters: Sequence[Fitted],
+    notes: list[str],
+) -> tuple[Layout, Companions]:
+    """Return a model without what is tied to another tensor, or with it and a config.json that does not tie them.
+
+    They are no longer tied where only one of the two was changed, or each by itself. A tensor follows the one that it
+    is tied to in rows that were trained, where adapters say that they kept it tied, and where config.json has no say
+    in it. Raises `Unsupported` for one that was changed, and is tied whatever config.json says.
+    """
+    config, changed = companions.config or {}, set(merging.changed)
+    tied = ties_in(layout, config)
+    is_kept = all(one.config.flag("ensure_weight_tying") for one in adapters)
+    apart = {
+        target
+        for target, source in tied.items()
+        if {target, source} & changed
+        and not (is_kept and source in changed)
+        and not merging.have_same_rows(target, source)
+    }
+    unbound = {**config, _TIE: False}
+    always = tied.keys() & ties_in(layout, unbound).keys() if apart else tied.keys()
+    for target in apart & always & changed:
+        message = f"an adapter changes it, and `{tied[target]}` otherwise or not: the model's class has one for both"
+        raise Unsupported(message, path=base.root, tensor=target)
+    loose = apart - always
+    for target in sorted(loose):
+        pair = {target, tied[target]}
+        because = f"{', '.join(sorted(pair & changed))} changed"
+        notes.append(f"{target} and {tied[target]} were tied, and are not any more: {because}")
+    notes += [f"{one} is what {tied[one]} became: the model's class has one for both" for one in sorted(apart & always)]
+    bound = always if loose else tied.keys()
+    left_out = {target for target in bound if {target, tied[target]} & changed or target not in base.tensors}
+    for target in left_out & base.tensors.keys():
+        check_equal(base, target, tied[target])
+    layout = edits.select(layout, lambda name: name not in left_out)
+    return layout, replace(companions, config=unbound) if loose else companions
+
+
+def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tensors of a layout that its config.json ties to others that are there too, and these."""
+    if not config:
+        return {}
+    tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
+    return {target: source for target, source in tied.items() if {target, source} <= layout.tensors.keys()}

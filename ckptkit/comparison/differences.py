@@ -1,0 +1,106 @@
+"""Hold what two checkpoints were found not to have in common, that which matters most first. Reads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from ckptkit.comparison.entries import Scalar
+from ckptkit.comparison.renames import fold
+from ckptkit.layout import Spec
+from ckptkit.tensors.distance import Distance
+
+Reason = Literal["shape", "dtype", "values", "entry"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor, or an entry that is none, that both have and that is not the same.
+
+    `a` and `b` are the specs of a tensor, and there is a `distance` if its elements could be held against each other.
+    An entry that is a scalar has both `values`.
+    """
+
+    name: str
+    reason: Reason
+    a: Spec | None = None
+    b: Spec | None = None
+    distance: Distance | None = None
+    values: tuple[Scalar, Scalar] | None = None
+    is_weight: bool = False
+
+    @property
+    def rank(self) -> tuple[int, bool, float, str]:
+        """A key that puts first what matters most: other shapes, NaN, the model's weights, those furthest apart."""
+        kind = 0 if self.reason == "shape" else 3 if self.distance is None else 1 if self.distance.strange else 2
+        return kind, not self.is_weight, -self.distance.rel_l2 if self.distance else 0.0, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Differences of `count` tensors that are called the same but for their layer, as though these were one tensor."""
+
+    difference: Difference
+    count: int
+
+    def merge(self, other: Difference) -> Kind:
+        """Return them with one more; which index was the first of all means nothing then."""
+        distance = self.difference.distance
+        if distance is not None and other.distance is not None:
+            distance = replace(distance.merge(other.distance), first=None)
+        return Kind(replace(self.difference, name=fold(other.name), distance=distance), self.count + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """The differences between `a` and `b`, of which `tensors` and `nbytes` of either were compared.
+
+    `different` has first what matters most. `renamed` gives names in `b` by those in `a`; what is in tensors under two
+    names was compared. `checked_bytes` had a CRC-32 to be compared with.
+    """
+
+    a: Path
+    b: Path
+    tensors: int = 0
+    nbytes: int = 0
+    checked_bytes: int = 0
+    only_in_a: tuple[str, ...] = ()
+    only_in_b: tuple[str, ...] = ()
+    different: tuple[Difference, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def by_kind(self) -> tuple[Kind, ...]:
+        """Return what differs, with those together that differ alike in every layer: `layers.*.mlp.up_proj.weight`.
+
+        Whatever has NaN stays by itself.
+        """
+        kinds: dict[tuple[object, ...], Kind] = {}
+        for one in self.different:
+            has_nan = one.distance is not None and one.distance.strange > 0
+            key = (one.name if has_nan else fold(one.name), one.reason, one.a, one.b, one.values)
+            kinds[key] = kinds[key].merge(one) if key in kinds else Kind(one, 1)
+        return tuple(sorted(kinds.values(), key=lambda kind: kind.difference.rank))
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether nothing differs, not even a name."""
+        return not (self.only_in_a or self.only_in_b or self.different or self.renamed)
+
+    def merge(self, other: Diff) -> Diff:
+        """Return what was found in two parts of the same checkpoints."""
+        return Diff(
+            self.a,
+            self.b,
+            self.tensors + other.tensors,
+            self.nbytes + other.nbytes,
+            self.checked_bytes + other.checked_bytes,
+            self.only_in_a + other.only_in_a,
+            self.only_in_b + other.only_in_b,
+            tuple(sorted(self.different + other.different, key=lambda found: found.rank)),
+            {**self.renamed, **other.renamed},
+            tuple(dict.fromkeys(self.notes + other.notes)),
+        )

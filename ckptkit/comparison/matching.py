@@ -1,0 +1,256 @@
+"""Match two checkpoints that are compared: parts with parts, and entries by names that both can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.part import Part
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats import get_format
+from ckptkit.layout import KeyPath, Layout, edits
+from ckptkit.models.companions import find_companions
+from ckptkit.models.expected import is_known
+from ckptkit.models.fit import restore_tied
+from ckptkit.names import HUB
+from ckptkit.names.naming import name_training
+from ckptkit.names.parameters import NewName, is_list_of_parameters, rename_in, rename_list
+from ckptkit.names.weights import LeftOut, Weights, find_prefix, find_weights, has_weights, model_name
+from ckptkit.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed
+from ckptkit.optimizers.parameter_order import find_names
+
+_DDP = "module."
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two checkpoints that are compared, under the names by which its entries are found in the other.
+
+    `weights` are the model's own of these names, `wrapper` is what was taken off them, and `left_out` is what there is
+    beside them.
+    """
+
+    layout: Layout
+    weights: frozenset[str] = frozenset()
+    wrapper: str = ""
+    left_out: tuple[LeftOut, ...] = ()
+
+    def select(self, keep: Callable[[str], bool]) -> Self:
+        """Return what of it has a name that `keep` accepts."""
+        return replace(self, layout=edits.select(self.layout, keep), weights=frozenset(filter(keep, self.weights)))
+
+    def only_tensors(self) -> Self:
+        """Return it without the entries that are no tensor."""
+        return replace(self, layout=replace(self.layout, blobs={}))
+
+    def only_weights(self) -> Self:
+        """Return the model's weights alone."""
+        return replace(self.select(self.weights.__contains__), left_out=())
+
+    def renamed(self, new_name: NewName) -> Self:
+        """Return it with other names for parameters, wherever these occur."""
+        own = {self.layout.key(name)[-1] for name in self.weights}
+        keys = {
+            name: rename_in(self.layout.key(name), new_name, name in self.weights, own) for name in self.layout.names
+        }
+        weights = frozenset(new_name(name) for name in self.weights)
+        return replace(self, layout=with_keys(self.layout, keys, new_name), weights=weights)
+
+
+class Compared(NamedTuple):
+    """A directory or file that is compared, and its layout."""
+
+    path: Path
+    layout: Layout
+
+
+Pair = tuple[Compared, Compared]
+
+
+def pair_parts(one: Checkpoint, two: Checkpoint, notes: list[str]) -> list[Pair]:
+    """Return the parts to be compared: all of both if they have the same parts, or else those with the model.
+
+    Files beside a model are compared with it, where the other checkpoint has all in one.
+    """
+    ours, theirs = ({part.place: part for part in checkpoint.parts} for checkpoint in (one, two))
+    if len(ours) > 1 and ours.keys() == theirs.keys():
+        return [(as_part(ours[place]), as_part(theirs[place])) for place in ours]
+    whole = join_files(one), join_files(two)
+    if whole[0] is not None and whole[1] is not None:
+        return [with_names_of_both((one, whole[0]), (two, whole[1]), notes)]
+    for checkpoint in (one, two):
+        model = checkpoint.model_part
+        rest = ", ".join(part.path.name for part in checkpoint.parts if part is not model)
+        notes += [f"of {model.path.parent} only {model.path.name} was compared, not {rest}"] if rest else []
+    return [(as_part(one.model_part), as_part(two.model_part))]
+
+
+def as_part(part: Part) -> Compared:
+    return Compared(part.path, part.layout)
+
+
+def join_files(checkpoint: Checkpoint) -> Compared | None:
+    """Return a checkpoint with the files beside its model; None where that has other parts."""
+    model = checkpoint.model_part
+    if any(part.under is None for part in checkpoint.parts if part is not model):
+        return None
+    return Compared(model.path, checkpoint.layout)
+
+
+def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, notes: list[str]) -> Pair:
+    """Return both sides by the names of the Hub, if they are of different families and a config.json lies by one."""
+    config = one.companions.config or two.companions.config
+    if one.family is two.family and not may_differ(one, two, config):
+        return pair
+    ours, theirs = (
+        named_as_on_hub(checkpoint, side, config, notes) for checkpoint, side in zip((one, two), pair, strict=True)
+    )
+    return ours, theirs
+
+
+def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | None) -> bool:
+    """Return whether names that tell no family may still be of two: of a type for which only its config says so."""
+    if config is None or is_known(config) or one.family is not None:
+        return False
+    try:
+        ours, theirs = (checkpoint.weights.layout.tensors.keys() for checkpoint in (one, two))
+    except (Mismatch, Unsupported):  # no model, or several
+        return False
+    return not (ours <= theirs or theirs <= ours)
+
+
+def named_as_on_hub(
+    checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None, notes: list[str]
+) -> Compared:
+    """Return a side by the names of the Hub, or as it is if that is not to be had."""
+    if not has_weights(side.layout):
+        return side
+    try:
+        layout, remarks = name_training(side.layout, config, HUB, checkpoint.trainer)
+    except (Mismatch, Unsupported) as error:
+        notes.append(f"the names in {side.path} stay as they are: {error.message}")
+        return side
+    notes += remarks
+    return side._replace(layout=layout)
+
+
+def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], notes: list[str]) -> Pair:
+    """Return both sides with optimizers by name, where one has names, and numbers in the other can get them."""
+    kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
+    if kinds != {NAMES, IDS}:
+        return one[1], two[1]
+    return named(*one, notes), named(*two, notes)
+
+
+def named(checkpoint: Checkpoint, side: Compared, notes: list[str]) -> Compared:
+    """Return a side with names for the numbers of its optimizers, as far as they are certain."""
+    layout = side.layout
+    for optimizer in find_optimizers(layout):
+        if not optimizer.is_named:
+            try:
+                names = find_names(checkpoint.model_part, layout, optimizer)
+            except (Mismatch, Unsupported) as error:
+                notes.append(f"`{optimizer.name}` in {side.path} has numbers, not names: {error.message}")
+            else:
+                layout = rekeyed(layout, optimizer, names)
+    return side._replace(layout=layout)
+
+
+def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:
+    """Return both sides by names that can be compared; of the model alone, if only one has anything else.
+
+    Where the names are the same already, they stay as they are. Adds to `notes` what was done.
+    """
+    if a.tensors.keys() == b.tensors.keys() and not (has_more(a, b) or has_more(b, a)):
+        return as_it_is(a), as_it_is(b)
+    one, two = by_own_names(a), by_own_names(b)
+    if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
+        notes.append(f"only the model was compared: {describe_rest(one if one.left_out else two)}")
+        one, two = one.only_weights(), two.only_weights()
+    if one.wrapper != two.wrapper:
+        notes += [
+            f"`{side.wrapper}.` was taken off the names in {side.layout.root}" for side in (one, two) if side.wrapper
+        ]
+    return with_ties_of(one, two), with_ties_of(two, one)
+
+
+def has_more(layout: Layout, other: Layout) -> bool:
+    """Return whether a layout has entries that are no tensors, and the other one is of a format that has none."""
+    return bool(layout.blobs) and get_format(other.format).is_model_only
+
+
+def describe_rest(side: Side) -> str:
+    """Return in words what a side has beside the model."""
+    rest = ", ".join(f"{left.name} ({left.entries:,})" for left in side.left_out[:4])
+    more = ", ..." if side.left_out[4:] else ""
+    return f"just {side.layout.root} has {rest}{more}"
+
+
+def find_model(layout: Layout) -> Weights | None:
+    """Return the model's tensors; None where there are none, or those of several models."""
+    try:
+        return find_weights(layout) if has_weights(layout) else None
+    except (Mismatch, Unsupported):
+        return None
+
+
+def as_it_is(layout: Layout) -> Side:
+    found = find_model(layout)
+    return Side(layout, frozenset(found.came_from.values()) if found else frozenset())
+
+
+def by_own_names(layout: Layout) -> Side:
+    """Return the checkpoint with the model's own names for its parameters; as it is, where no model can be found."""
+    found = find_model(layout)
+    if found is None:
+        return Side(layout)
+    keys = own_keys(layout, found)
+    if len(set(keys.values())) < len(keys):
+        return Side(layout)
+    return Side(with_keys(layout, keys, cleaner(found)), frozenset(found.came_from), found.wrapper, found.left_out)
+
+
+def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:
+    """Return the key path by which each entry is compared: the model's wrapper and torch's own are taken off."""
+    keys: dict[str, KeyPath] = {old: (new,) for new, old in found.came_from.items()}
+    above, clean = find_prefix(layout)[:-1], cleaner(found)
+    for name in layout.names:
+        if name not in keys:
+            key = layout.key(name)
+            keys[name] = rename_in(key[len(above) :] if key[: len(above)] == above else key, clean, False)
+    return keys
+
+
+def cleaner(found: Weights) -> NewName:
+    """Return a function that gives a parameter, where it is named outside the model, the name that it has there."""
+
+    def clean(name: str) -> str:
+        plain = model_name((name,), ())
+        return plain if plain in found.came_from else plain.removeprefix(_DDP)
+
+    return clean
+
+
+def with_keys(layout: Layout, keys: Mapping[str, KeyPath], new_name: NewName) -> Layout:
+    """Return the layout with other key paths, and other names for the parameters in the optimizer's lists."""
+    lists = {name: blob for name, blob in layout.blobs.items() if is_list_of_parameters(layout.key(name))}
+    blobs = {**layout.blobs, **{name: rename_list(layout, blob, new_name) for name, blob in lists.items()}}
+    return edits.rekey(replace(layout, blobs=blobs), keys)
+
+
+def with_ties_of(side: Side, other: Side) -> Side:
+    """Return the side with tensors that the other has, and that were left out of this one because its config ties them.
+
+    Such as the head, where that is the embedding.
+    """
+    missing = other.weights - side.layout.tensors.keys()
+    config = find_companions(side.layout.root, None).config if missing else None
+    if config is None:
+        return side
+    restored = restore_tied(replace(side.layout, keys={}), config)
+    there = missing & restored.tensors.keys()
+    tensors = {**side.layout.tensors, **{name: restored.tensors[name] for name in sorted(there)}}
+    return replace(side, layout=replace(side.layout, tensors=tensors), weights=side.weights | there)

@@ -1,0 +1,29 @@
+"""Say as problems of a checkpoint what was found not to be the same as in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptkit.comparison.differences import Diff, Difference
+from ckptkit.errors import Mismatch
+
+
+def problems_of(found: Diff) -> Iterator[Mismatch]:
+    """Return a problem for each tensor that differs, or that only one has."""
+    path, other = found.a, found.b
+    for name in found.only_in_a:
+        yield Mismatch(f"not in {other}", path=path, tensor=name)
+    for name in found.only_in_b:
+        yield Mismatch(f"only in {other}", path=path, tensor=name)
+    for one in found.different:
+        yield problem_of(found, one)
+
+
+def problem_of(found: Diff, one: Difference) -> Mismatch:
+    """Return the problem that a tensor of both differs."""
+    path, other = found.a, found.b
+    if one.reason == "values" or one.a is None or one.b is None:
+        return Mismatch(f"its bytes are not those in {other}", path=path, tensor=one.name)
+    is_cast = one.reason == "dtype" and one.b.dtype.can_become(one.a.dtype)
+    hint = "--allow-cast compares it after conversion" if is_cast else None
+    return Mismatch(f"{one.a} here, {one.b} in {other}", path=path, tensor=one.name, hint=hint)

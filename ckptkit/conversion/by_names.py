@@ -1,0 +1,168 @@
+"""Draft a training for a format that wants model and optimizer by the names of parameters, each under one key."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit import trainers
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.conversion.completion import complete_optimizers
+from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.optimizers import name as name_numbers
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.parts import with_other_files, without_copy
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.files.origin import Origin
+from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.layout import LOST, Blob, KeyPath, Layout, Spec, edits
+from ckptkit.names.parameters import is_list_of_parameters, rename_parameters, way_in_optimizer
+from ckptkit.names.weights import Weights, find_weights, model_name, summarise
+from ckptkit.optimizers.keys import find_optimizers
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
+STEPS = "global_steps"
+_DDP = "module."
+_HALVES = ("bfloat16", "float16")
+
+
+def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
+    """Draft the parts of a checkpoint as one: trained weights in fp32 under `model`, their states under `optimizer`."""
+    if options.dtype:
+        raise Usage("master weights and moments keep their dtypes here", hint="leave --dtype out")
+    if options.changes_names:
+        raise Usage("names and shapes stay as they are here", hint="convert to another format first")
+    notes: list[str] = []
+    whole = with_names_for_numbers(checkpoint, notes)
+    completed: dict[str, str] = {}
+    if options.complete_optimizer:
+        (whole,), completed = complete_optimizers(checkpoint, [whole], notes)
+    options.edits.check_globs([whole])
+    chosen = edits.select(whole, options.edits.admit)
+    weights = frozenset(find_weights(chosen).came_from.values())
+    renamed, names = rename_parameters(chosen, weights, options.edits.renaming())
+    ways = ways_by_names(renamed, find_weights(renamed))
+    layout = with_steps(with_names(renamed, ways), checkpoint.step)
+    world_size = whole.world_size or 1
+    left = [name for name in whole.names if names.get(name, name) not in ways]
+    conversion = Conversion(
+        origins=[Origin.of(checkpoint.path)],
+        output=output,
+        options=options,
+        drafts=[Draft.of([layout], options, world_size, renamed=names)],
+        dropped=summarise(whole, (), left),
+        notes=notes,
+        completed={name: form for name, form in completed.items() if options.edits.admit(name)},
+    )
+    if not checkpoint.path.is_dir():
+        return conversion
+    conversion = with_other_files(conversion, checkpoint.path, [part.layout for part in checkpoint.parts], world_size)
+    carried = {name: path for name, path in conversion.carried.items() if not trainers.is_tracker(name)}
+    return without_copy(replace(conversion, carried=carried), checkpoint.path)
+
+
+def with_names_for_numbers(checkpoint: Checkpoint, notes: list[str]) -> Layout:
+    """Return the checkpoint with the names of parameters for an optimizer's numbers; add to `notes` that it is so.
+
+    Raises `Unsupported` where they are not certain.
+    """
+    layout = checkpoint.layout
+    for optimizer in find_optimizers(layout):
+        if not optimizer.is_named:
+            for keyed in name_numbers(checkpoint, layout, optimizer, notes, must=True):
+                layout = keyed.edit(layout)
+    return layout
+
+
+def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
+    """Return where each entry shall lie: weights, states and groups by the model's own names, the rest where it is.
+
+    What an optimizer has besides states and groups has no place.
+    """
+    own = {old: new for new, old in weights.came_from.items()}
+    ways: dict[str, KeyPath] = {}
+    for name in layout.names:
+        key = layout.key(name)
+        way = way_in_optimizer(key)
+        if name in own:
+            ways[name] = (MODEL, own[name])
+        elif way is None:
+            if key[0] not in (MODEL, OPTIMIZER):
+                ways[name] = key
+        elif isinstance(way[1], int):
+            ways[name] = (OPTIMIZER, *way)
+        else:
+            ways[name] = (OPTIMIZER, way[0], as_weight(way[1], weights, layout), *way[2:])
+    return ways
+
+
+def as_weight(name: str, weights: Weights, layout: Layout) -> str:
+    """Return what the model calls a parameter that an optimizer has under a name."""
+    if name.isdecimal():
+        message = f"the optimizer has numbers for its parameters, such as {name}"
+        raise Unsupported(message, path=layout.root, hint="an optimizer by names is needed")
+    own = model_name((name,), ())
+    return own.removeprefix(_DDP) if own not in weights.came_from else own
+
+
+def with_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
+    """Return what has a way, with lists of the model's own names in the optimizer's groups, and weights in fp32."""
+    weights = find_weights(layout)
+    found = edits.rekey(edits.select(layout, ways.__contains__), ways)
+    lists = {name: blob for name, blob in found.blobs.items() if is_list_of_parameters(found.key(name))}
+    for name, blob in lists.items():
+        names = [as_weight(str(one), weights, layout) for one in load_value(layout.root, blob)]
+        lists[name] = with_value(blob, names)
+    return in_fp32(with_groups(replace(found, blobs={**found.blobs, **lists})))
+
+
+def with_groups(layout: Layout) -> Layout:
+    """Return an optimizer of which the hyperparameters lie with each parameter's name with groups of those alike."""
+    settings: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in layout.blobs:
+        key = layout.key(name)
+        if key[:2] == (OPTIMIZER, GROUPS) and isinstance(key[2], str):
+            settings[key[2]][str(key[3])] = name
+    if not settings:
+        return layout
+    groups: dict[bytes, list[str]] = defaultdict(list)
+    for parameter, entries in settings.items():
+        values = {what: load_value(layout.root, layout.blobs[name]) for what, name in sorted(entries.items())}
+        groups[dump(values)].append(parameter)
+    blobs: dict[str, Blob] = {}
+    keys: dict[str, KeyPath] = {}
+    for i, names in enumerate(groups.values()):
+        first = {what: layout.blobs[name] for what, name in settings[names[0]].items()}
+        some = next(iter(first.values()))
+        for what, blob in {**first, "params": with_value(some, names)}.items():
+            key = (OPTIMIZER, GROUPS, i, what)
+            name = ".".join(map(str, key))
+            blobs[name], keys[name] = blob, key
+    apart = {name for entries in settings.values() for name in entries.values()}
+    kept = edits.select(layout, lambda name: name not in apart)
+    return replace(kept, blobs={**kept.blobs, **blobs}, keys={**kept.keys, **keys})
+
+
+def in_fp32(layout: Layout) -> Layout:
+    """Return the layout with the weights that have states, and what is tied to them, in fp32 at least."""
+    trained = {(MODEL, key[2]) for key in map(layout.key, layout.tensors) if key[:2] == (OPTIMIZER, "state")}
+    chunks = {layout.tensors[name].chunks for name in layout.tensors if layout.key(name) in trained}
+
+    def choose(name: str, spec: Spec) -> DType:
+        is_half = layout.key(name)[0] == MODEL and spec.dtype.name in _HALVES
+        return DTYPES["float32"] if is_half and layout.tensors[name].chunks in chunks else spec.dtype
+
+    return edits.cast(layout, choose)
+
+
+def with_steps(layout: Layout, step: int | None) -> Layout:
+    """Return the layout with the number of steps made, if it has none and the checkpoint's name says it."""
+    if step is None or STEPS in layout.names:
+        return layout
+    path = next(place.path for _, place in layout.stored if LOST not in place.path)
+    blobs = {**layout.blobs, STEPS: Blob(path, 0, 0, dump(step))}
+    return replace(layout, blobs=blobs, keys={**layout.keys, STEPS: (STEPS,)})

@@ -1,0 +1,152 @@
+"""Hold a conversion that is thought through, and of which nothing has been written: all that a dry run needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Self
+
+from ckptkit.checkpoints.manifest import source_of
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.other_files import read_files
+from ckptkit.errors import translate_os_errors
+from ckptkit.files.file import file_size
+from ckptkit.files.joined import roots_of
+from ckptkit.files.origin import Origin
+from ckptkit.files.path import RemotePath
+from ckptkit.formats import Writer, locate, unpack
+from ckptkit.layout import Layout, NewFile, Options, StoredTensor
+from ckptkit.layout.edits import without_lost
+from ckptkit.layout.plan import Recipe
+from ckptkit.names.weights import LeftOut
+from ckptkit.salvaging.account import Account
+from ckptkit.tensors.box import whole
+from ckptkit.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """The files to be made of one part of a checkpoint, or of the same part of several, with every byte found.
+
+    Where several processes share the work, each finds the bytes of its own share, when it comes to them.
+    They will lie in `place`, a directory in the output or, if it is empty, the output itself. `read` are the files that
+    the sources lie in, `made_of` is what their manifest says of them; `renamed` and `cast` are what becomes of names
+    and dtypes, `remarks` what the format has to say of itself. A tensor with one of the `recipes` is made by that, any
+    other is the first source's. `given` is the first source as it was given, before what is lost in it was left out.
+    """
+
+    place: str
+    sources: tuple[Layout, ...]
+    read: tuple[Path, ...]
+    writer: Writer
+    files: tuple[NewFile, ...]
+    made_of: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    given: Layout | None = None
+
+    @classmethod
+    def of(
+        cls, sources: Sequence[Layout], options: ConvertOptions, world_size: int, file: str | None = None, **more: Any
+    ) -> Self:
+        """Return the draft of what the first of `sources` has, in the format that `options` name, or in one `file`."""
+        given = sources[0]
+        if options.salvage:
+            given = with_lost_operands(sources, more.get("recipes", {}))
+            sources = [without_lost(source)[0] for source in (given, *sources[1:])]
+        unpacked = tuple(map(unpack, sources))
+        files = options.writer.arrange(unpacked[0], Options(options.max_shard_size, world_size, file))
+        remarks = tuple(options.writer.remarks(unpacked[0]))
+        read = tuple(layout.root / name for layout in sources for name in sorted(read_files(layout)))
+        more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
+        found = unpacked if options.part else tuple(map(locate, unpacked))
+        return cls(sources=found, read=read, writer=options.writer, files=files, **more)
+
+    @property
+    def wanted(self) -> Layout:
+        """Return the layout whose names and dtypes the result has: that of the first source."""
+        return self.sources[0]
+
+
+def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe]) -> Layout:
+    """Return the first source with the tensors lost whose recipes need something that is lost."""
+    first, tensors = sources[0], dict(sources[0].tensors)
+    for name in recipes.keys() & tensors.keys():
+        operands = (sources[one.source].tensors[one.name] for one in recipes[name].operands)
+        gone = next((chunk for operand in operands for chunk in operand.chunks if chunk.is_lost), None)
+        if gone is not None:
+            spec = tensors[name].spec
+            tensors[name] = StoredTensor(spec, (gone._replace(box=whole(spec.shape)),))
+    return replace(first, tensors=tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """All that an output is made of: a draft for each part of a checkpoint, and other files, made or carried along.
+
+    All of it comes from the `origins`. `dropped` is what does not come along, `wrapper` the key that a model is taken
+    out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are zeros because the
+    sources lack them, `notes` what else there is to say, `salvaged` the account of what was damaged, if that was asked
+    for.
+    """
+
+    origins: Sequence[Origin]
+    output: Path
+    options: ConvertOptions
+    drafts: Sequence[Draft]
+    made: Mapping[str, bytes] = field(default_factory=dict)
+    carried: Mapping[str, Path] = field(default_factory=dict)
+    dropped: Sequence[LeftOut] = ()
+    wrapper: str = ""
+    world_size: int | None = None
+    completed: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    salvaged: Account | None = None
+
+    @property
+    def is_file(self) -> bool:
+        return self.output.suffix in self.options.writer.suffixes
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file, by its name in the output."""
+        sizes = {str(Path(part.place, file.name)): file.nbytes for part in self.drafts for file in part.files}
+        sizes |= {name: len(content) for name, content in self.made.items()}
+        return sizes | {name: file_size(path) for name, path in self.carried.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a hash of what goes where: by the options and the files as they are now, all else follows."""
+        digest = blake2b(__version__.encode(), digest_size=16)
+        for draft in self.drafts:
+            files = [(file.name, file.nbytes) for file in draft.files]
+            stamps = [(path.name, *stamp(path)) for path in draft.read]
+            digest.update(repr((draft.place, draft.writer.name, files, stamps)).encode())
+        return digest.hexdigest()
+
+    def key(self, count: int) -> bytes:
+        """Return what all processes have in common, if `count` of them make it, in words that another can follow."""
+        words = {
+            "sources": [[str(place.absolute()) for place in roots_of(origin.path)] for origin in self.origins],
+            "options": self.options.to_json(),
+            "parts": count,
+            "plan": self.fingerprint,
+        }
+        return json.dumps(words, indent=1, sort_keys=True).encode()
+
+    def names_in(self, place: str) -> list[str]:
+        """Return the names of the files directly in a directory of the output."""
+        return [path.name for path in map(Path, self.file_sizes) if path.parent == Path(place)]
+
+
+def stamp(path: Path) -> tuple[int, int, int]:
+    """Return a file's size in bytes, the time of its last change in nanoseconds, and a remote one's inode, else 0."""
+    with translate_os_errors(path):
+        status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino if isinstance(path, RemotePath) else 0

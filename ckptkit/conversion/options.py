@@ -1,0 +1,294 @@
+"""Hold all that a conversion may be asked for: the one list of options, of the commands and of the public functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Self, TypedDict, TypeVar
+
+from ckptkit.conversion.selection import LIKE, Edits
+from ckptkit.errors import Usage
+from ckptkit.formats import FORMATS, Writer, get_writer
+from ckptkit.names import HUB, KEEP, check_names
+from ckptkit.names.custom import read_table
+from ckptkit.names.family import Family
+from ckptkit.optimizers.keys import IDS, NAMES
+from ckptkit.progress import Progress
+from ckptkit.quantized.schemes import SCHEMES
+from ckptkit.settings import About, settings_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DEFAULT_SHARD_SIZE = 5 * 10**9
+MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
+RANK = "rank"  # the part of a process that torchrun started
+
+_OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """The options of a conversion. `of` makes one of what users give, and checks it.
+
+    Without `optimizer_keys` an optimizer stays as it is, but for one in a file that becomes shards: it is named where
+    that is certain. `weights` are those of the mean of several checkpoints, one for each, `scales` those by which
+    adapters count that are merged into the first of several; with `only_sharded`, parts of a checkpoint that are the
+    same for any number of ranks stay as they are, if it has others.
+    """
+
+    to: str
+    world_size: Annotated[int | None, About("Ranks to write DCP for; by default as many as before.", "N", least=1)] = (
+        None
+    )
+    under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
+    optimizer_keys: Annotated[
+        str | None, About("Call the optimizer's parameters by names, or number them by ids.", "names|ids")
+    ] = None
+    complete_optimizer: Annotated[
+        bool, About("Write zeros for parameters that the optimizer has no state of: they never had a gradient.")
+    ] = False
+    weights: tuple[float, ...] = ()
+    scales: tuple[float, ...] = ()
+    only_sharded: bool = False
+    dtype: Annotated[
+        tuple[str, ...],
+        About(
+            "keep, bf16, fp16, fp32, fp64 or like:MODEL for the weights; 'GLOB=DTYPE' for what matches; repeatable.",
+            "DTYPE",
+        ),
+    ] = ()
+    max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
+    base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
+    quantize: Annotated[
+        str | None,
+        About("Weights of linear layers in 8 bits, with scales for blocks or rows.", "fp8-block|fp8-channel"),
+    ] = None
+    exclude_quantize: Annotated[
+        tuple[str, ...], About("With --quantize: leave weights that match as they are; repeatable.", "GLOB")
+    ] = ()
+    merge: Annotated[bool, About("Merge the adapter in the checkpoint into its base: that in it, or --base.")] = False
+    adapter_config: Annotated[
+        str | None, About("The adapter_config.json of an adapter that has none beside it.", "FILE")
+    ] = None
+    include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
+    rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
+    names: Annotated[
+        str | None, About("Call the model's tensors as hub or a family does; keep leaves them.", "FAMILY")
+    ] = None
+    map: Annotated[str | None, About("A table of your own for names, in front of those known.", "TOML")] = None
+    vocab_size: Annotated[
+        int | None, About("Rows of embedding and head: more are zeros, fewer leave out the last.", "N", least=1)
+    ] = None
+    weights_from: Annotated[
+        str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
+    ] = MASTER
+    strict: Annotated[bool, About("A tensor that config.json does not call for is an error.")] = False
+    salvage: Annotated[
+        bool, About("Of a damaged checkpoint write what is whole; list what is lost, and exit with 1 if anything is.")
+    ] = False
+    fill_from: Annotated[
+        str | None, About("With --salvage: take what is lost from another checkpoint, tensor by tensor.", "OTHER")
+    ] = None
+    overwrite: Annotated[bool, About("Replace OUT if it exists.")] = False
+    dry_run: Annotated[bool, About("Say what would be done, and write nothing.")] = field(
+        default=False, metadata=_OF_THIS_PROCESS
+    )
+    jobs: Annotated[
+        int | None, About("Threads; by default one per core, at most 8; 16 for a remote source.", "N", least=1)
+    ] = field(default=None, metadata=_OF_THIS_PROCESS)
+    part: Annotated[str | None, About("Do one part only, of 1/N to N/N; `ckptkit finalize OUT` ends it.", "I/N")] = (
+        field(default=None, metadata=_OF_THIS_PROCESS)
+    )
+    sync: Annotated[bool, About("Do not wait for the disk: faster, not safe from power loss.")] = field(
+        default=True, metadata=_OF_THIS_PROCESS
+    )
+    progress: Progress | None = field(default=None, metadata=_OF_THIS_PROCESS)
+
+    @classmethod
+    def of(cls, given: Keywords, **more: Any) -> Self:
+        """Return the options that users have `given`, and `more`: one word for several, lists for tuples.
+
+        Raises TypeError for an option that there is not, `Usage` for options that contradict each other or the format.
+        """
+        if unknown := given.keys() - Keywords.__annotations__.keys():
+            raise TypeError(f"there is no option `{min(unknown)}`")
+        options = cls(**{name: settle(name, value) for name, value in {**given, **more}.items()})
+        options.check()
+        return options
+
+    def check(self) -> None:
+        """Raise `Usage` for what is not understood, and for what the format has no use for."""
+        require_least(self)
+        if self.to not in FORMATS:
+            raise Usage(f"there is no format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
+        if self.weights_from not in (MASTER, MODULE):
+            raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
+        self.edits.check_rules()
+        check_names(self.names, self.table)
+        if self.part not in (None, RANK):
+            parse_part(self.part)
+        writer = self.writer
+        if self.world_size is not None and not writer.is_sharded:
+            raise Usage(f"`{self.to}` is the same for any number of ranks", hint="leave --world-size out")
+        if self.under and writer.is_model_only:
+            hint = "rename them with --rename '^=>KEY.'"
+            raise Usage("the weights of a Hugging Face model lie under no key", hint=hint)
+        if self.optimizer_keys not in (None, NAMES, IDS):
+            raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
+        if self.optimizer_keys and writer.is_model_only:
+            raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
+        if self.complete_optimizer and (writer.is_model_only or self.merge):
+            raise Usage("a model by itself has no optimizer", hint="leave --complete-optimizer out")
+        self.check_adapters()
+        self.check_quantize()
+        self.check_salvage()
+        needs_config = writer.is_model_only or self.merge or self.changes_names
+        if (self.base is not None and not needs_config) or (self.strict and not (writer.is_model_only or self.merge)):
+            hint = f"leave {'--strict' if self.strict else '--base'} out"
+            raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
+
+    def check_adapters(self) -> None:
+        """Raise `Usage` for what is asked of adapters and contradicts itself."""
+        if self.adapter_config and not (self.merge or self.writer.is_model_only):
+            raise Usage(f"`{self.to}` keeps adapters as they are", hint="leave --adapter-config out, or --merge them")
+        if self.merge and self.changes_names:
+            hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
+            raise Usage("an adapter fits the names and rows that its model had in training", hint=hint)
+
+    def check_quantize(self) -> None:
+        """Raise `Usage` for what is asked of quantized weights and contradicts itself."""
+        if self.quantize is None:
+            if self.exclude_quantize:
+                raise Usage("nothing is quantized that --exclude-quantize could leave out", hint="add --quantize")
+            return
+        if self.quantize not in SCHEMES:
+            raise Usage(f"`{self.quantize}` is no way to quantize", hint=f"--quantize {' or '.join(SCHEMES)}")
+        if not self.writer.is_model_only:
+            raise Usage(f"`{self.to}` is no model for use", hint="ckptkit consolidate SRC OUT --quantize writes one")
+        if self.merge:
+            hint = "merge first, and consolidate the result with --quantize"
+            raise Usage("a merged model is not quantized in one go", hint=hint)
+        if self.names not in (None, HUB):
+            raise Usage("loaders of quantized weights look for the Hub's names", hint="leave --names out")
+
+    def check_salvage(self) -> None:
+        """Raise `Usage` for what is asked of a damaged checkpoint and contradicts itself."""
+        if self.fill_from is not None and not self.salvage:
+            raise Usage("there is nothing to fill in a whole checkpoint", hint="give --salvage too")
+        if self.salvage and self.part is not None:
+            raise Usage("a checkpoint is salvaged in one process", hint="leave --part out; reshard the result in parts")
+        if self.salvage and (self.merge or self.weights or self.quantize):
+            raise Usage("a damaged checkpoint is salvaged by itself", hint="salvage it first, and then use the result")
+
+    @property
+    def changes_names(self) -> bool:
+        """Return whether the model is asked for under a family's names, or with another vocabulary."""
+        return bool(self.names not in (None, KEEP) or self.map or self.vocab_size)
+
+    @property
+    def writer(self) -> Writer:
+        """Return the format to write."""
+        return get_writer(self.to)
+
+    @property
+    def table(self) -> Family | None:
+        """Return the table of names that was given, None if none was. Raises `Usage` for one that is not understood."""
+        return None if self.map is None else read_table(Path(self.map))
+
+    @property
+    def edits(self) -> Edits:
+        """Return what is to be changed of names and dtypes."""
+        return Edits(self.include, self.exclude, self.rename, self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what all processes that make the same thing have in common."""
+        common = [field.name for field in fields(self) if not field.metadata]
+        return {name: getattr(self, name) for name in common}
+
+
+class Keywords(TypedDict, total=False):
+    """The options that every function takes that writes a checkpoint; for their meaning see `ConvertOptions`."""
+
+    dtype: str | Sequence[str]
+    quantize: str | None
+    exclude_quantize: str | Sequence[str]
+    max_shard_size: int
+    base: str | Path | None
+    merge: bool
+    adapter_config: str | Path | None
+    include: str | Sequence[str]
+    exclude: str | Sequence[str]
+    rename: str | Sequence[str]
+    map: str | Path | None
+    vocab_size: int | None
+    names: str | None
+    weights_from: str
+    strict: bool
+    salvage: bool
+    fill_from: str | Path | None
+    overwrite: bool
+    dry_run: bool
+    jobs: int | None
+    part: str | None
+    sync: bool
+    progress: Progress | None
+
+
+def spell_out(function: Function) -> Function:
+    """Give a function that takes `**options` the signature with each of them, for `help`, notebooks and the docs."""
+    signature = inspect.signature(function)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    defaults = {field.name: field.default for field in fields(ConvertOptions)}
+    each = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=written(hint))
+        for name, hint in Keywords.__annotations__.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *each])  # type: ignore[attr-defined]
+    return function
+
+
+def written(hint: Any) -> Any:
+    return getattr(hint, "__forward_arg__", hint)
+
+
+_SEVERAL = ("dtype", "include", "exclude", "exclude_quantize", "rename", "weights", "scales")
+
+
+def settle(name: str, value: Any) -> Any:
+    """Return an option as `ConvertOptions` holds it."""
+    if name in _SEVERAL:
+        several = (value,) if isinstance(value, str) else tuple(value)
+        return tuple(map(settle_like, several)) if name == "dtype" else several
+    if name == "map" and value is not None:
+        return str(Path(value).absolute())
+    if name == "base" and value is not None:
+        return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
+    if name == "adapter_config" and value is not None:
+        return str(Path(value).absolute())
+    if name == "fill_from" and value is not None:
+        return str(Path(value).absolute()) if Path(value).exists() else str(value)
+    return value
+
+
+def settle_like(rule: str) -> str:
+    before, like, model = rule.partition(LIKE)
+    return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
+
+
+def require_least(options: ConvertOptions) -> None:
+    """Raise `Usage` for a number that is less than it may be."""
+    for name, setting in settings_of(ConvertOptions).items():
+        value = getattr(options, name)
+        if setting.least is not None and value is not None and value < setting.least:
+            raise Usage(f"{name} is {value}; it must be at least {setting.least}")
+
+
+def parse_part(part: str) -> tuple[int, int]:
+    """Return the numbers in `3/8`. Raises `Usage` for anything else."""
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise Usage(f"`{part}` is no part", hint="of eight the first is 1/8, the last 8/8")
+    return int(number), int(count)

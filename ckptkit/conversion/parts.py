@@ -1,0 +1,225 @@
+"""Draft a checkpoint with all its parts, optimizer and all, and the files that lie beside them, in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.evidence import gather
+from ckptkit.checkpoints.part import Part, join_layouts
+from ckptkit.conversion.completion import complete_optimizers
+from ckptkit.conversion.destination import entry_at
+from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.optimizers import Keyed, key_optimizers
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.other_files import files_beside, own_files
+from ckptkit.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks
+from ckptkit.errors import Mismatch, Usage
+from ckptkit.files.origin import Origin
+from ckptkit.formats import detect_format, get_format
+from ckptkit.layout import Layout, edits
+from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config
+from ckptkit.models.fit import restore_tied
+from ckptkit.models.tokens import check_tokens
+from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
+from ckptkit.names import HUB, KEEP, get_family
+from ckptkit.names.naming import name_training
+from ckptkit.names.parameters import rename_parameters
+from ckptkit.names.weights import LeftOut, find_weights, has_weights, summarise
+from ckptkit.quantized.make_plain import check_casts, look_for_quantized
+from ckptkit.trainers import say_opaque, who_wrote
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The parts of a checkpoint that become one: a directory or file, and the files beside it that belong to it.
+
+    `restored` is the head that was left out because config.json ties it, if it is there again.
+    """
+
+    parts: tuple[Part, ...]
+    layout: Layout
+    restored: frozenset[str]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Self:
+        """Join the parts."""
+        first, *others = parts
+        complete = restore_tied(first.layout, find_companions(first.path, None).config or {})
+        restored = frozenset(complete.tensors.keys() - first.layout.tensors)
+        if not others:
+            return cls((first,), complete, restored)
+        layout = join_layouts(complete.root, parts, [complete, *(part.layout for part in others)])
+        return cls(tuple(parts), layout, restored)
+
+    @property
+    def place(self) -> str:
+        """Return where in the output it belongs."""
+        return self.parts[0].place
+
+    def dropped_from(self, chosen: Layout) -> tuple[LeftOut, ...]:
+        """Return what is not to be written if `chosen` is."""
+        left = set(chosen.names) | self.restored
+        return summarise(self.layout, (), [name for name in self.layout.names if name not in left])
+
+
+def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
+    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them."""
+    origin = Origin.of(checkpoint.path)
+    notes: list[str] = []
+    pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
+    layouts = [piece.layout for piece in pieces]
+    completed: dict[str, str] = {}
+    if options.complete_optimizer:
+        layouts, completed = complete_optimizers(checkpoint, layouts, notes)
+        pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
+    world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
+    options.edits.check_globs(layouts)
+    chosen = [choose(piece, options, world_size, notes) for piece in pieces]
+    keyed = key_optimizers(checkpoint, layouts, options, notes)
+    drafts = [
+        draft_piece(piece, one, options, optimizers, world_size, notes)
+        for piece, one, optimizers in zip(pieces, chosen, keyed, strict=True)
+        if one.names or not piece.layout.names
+    ]
+    if not drafts:
+        raise Mismatch("nothing is left to be written", path=checkpoint.path, hint="check --include and --exclude")
+    conversion = Conversion(
+        origins=[origin],
+        output=output,
+        options=options,
+        drafts=drafts,
+        dropped=[left for piece, one in zip(pieces, chosen, strict=True) for left in piece.dropped_from(one)],
+        world_size=world_size if options.writer.is_sharded else None,
+        notes=notes,
+        made=files_of_family(checkpoint, options),
+        completed={name: form for name, form in completed.items() if options.edits.admit(name)},
+    )
+    if conversion.is_file and len(drafts) > 1:
+        names = ", ".join(draft.place for draft in drafts)
+        hint = "name one of them, or a directory as destination"
+        raise Usage(f"the checkpoint is of {len(drafts)} parts ({names}), the destination one file", hint=hint)
+    if conversion.is_file or not checkpoint.path.is_dir():
+        return conversion
+    conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
+    if options.vocab_size is not None:
+        conversion = with_config_of(conversion, options.vocab_size)
+    return conversion if any(not part.place for part in checkpoint.parts) else without_copy(conversion, checkpoint.path)
+
+
+def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
+    family = get_family(options.names) if options.to == "dcp" and options.names not in (None, KEEP) else None
+    return family.files(checkpoint.step or 0) if family else {}
+
+
+def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Part]]:
+    """Return the parts of a checkpoint that are to be written anew, those together that become one.
+
+    Files beside a model that is in the wanted format already stay files, as its trainer looks for them.
+    """
+    sharded = [part for part in checkpoint.parts if get_format(part.layout.format).is_sharded]
+    parts = sharded if options.only_sharded and sharded else list(checkpoint.parts)
+    beside = [part for part in parts if part.under is not None]
+    main = [part for part in parts if part.under is None]
+    if main[0].layout.format == options.to:
+        beside = []
+    return [[main[0], *beside], *([part] for part in main[1:])]
+
+
+def choose(piece: Piece, options: ConvertOptions, world_size: int, notes: list[str]) -> Layout:
+    """Return what is to be written of a piece, and add to `notes` what there is to say of it."""
+    chosen = edits.select(piece.layout, options.edits.admit)
+    opaque = say_opaque(chosen.tensors)
+    notes += [opaque] if opaque else []
+    notes += [f"`{name}` is tied, and was written too" for name in chosen.tensors.keys() & piece.restored]
+    if not options.writer.is_sharded:
+        return chosen
+    chosen, remarks = drop_state_of_ranks(chosen, world_size)
+    notes += remarks
+    return chosen
+
+
+def draft_piece(
+    piece: Piece,
+    chosen: Layout,
+    options: ConvertOptions,
+    optimizers: Sequence[Keyed],
+    world_size: int,
+    notes: list[str],
+) -> Draft:
+    """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key.
+
+    Adds to `notes` what there is to say of names.
+    """
+    asked = options.edits
+    names = options.names or (HUB if options.map else KEEP)
+    is_named = options.changes_names
+    weights = find_names(chosen) if asked.are_of_weights or is_named else frozenset()
+    layout, casts = asked.cast(chosen, weights.__contains__)
+    if casts:
+        check_casts(look_for_quantized(piece.parts[0]), casts, {})
+    for keyed in optimizers:
+        layout = keyed.edit(layout)
+    layout, _ = rename_parameters(layout, weights, asked.renaming())
+    renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
+    if weights and is_named:
+        layout, remarks = name_piece(piece, layout, names, options)
+        notes += remarks
+    if len(piece.parts) > 1:
+        layout = edits.nest(layout, ())
+    nested = edits.nest(layout, (options.under,)) if options.under else layout
+    casts = {renamed.get(name, name): change for name, change in casts.items()}
+    return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts)
+
+
+def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
+    """Return a piece under the names of the family that is asked for, and with the rows, and words on it."""
+    path = piece.parts[0].path
+    companions, rows = find_companions(path, options.base), options.vocab_size
+    notes = [] if rows is None else check_tokens(companions, rows)
+    trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
+    layout, remarks = name_training(layout, companions.config, names, trainer, table=options.table, rows=rows)
+    return layout, [*remarks, *notes]
+
+
+def find_names(layout: Layout) -> frozenset[str]:
+    """Return the names of the model's weights. Raises `Unsupported` where it cannot be told which is the model."""
+    return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
+
+
+def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layout], world_size: int) -> Conversion:
+    """Return the conversion with the other files in directory `root` that go along, and words on those that do not."""
+    taken = frozenset(file for layout in layouts for file in own_files(layout))
+    result = entry_at(root, conversion.output)
+    found, left = files_beside(root, taken | ({result} if result else set()))
+    notes = [*conversion.notes, *(f"left out `{name}`: not a regular file" for name in left)]
+    if conversion.options.writer.is_sharded:
+        dropped, remarks = drop_files_of_ranks(found, world_size)
+        notes += remarks
+        found = {name: path for name, path in found.items() if name not in dropped}
+    return replace(conversion, carried=found, notes=notes)
+
+
+def with_config_of(conversion: Conversion, rows: int) -> Conversion:
+    """Return the conversion with each config.json that goes along made anew, for a vocabulary of so many rows."""
+    made = dict(conversion.made)
+    for name, path in conversion.carried.items():
+        config = read_config(path) if Path(name).name == CONFIG else None
+        if config is not None and vocabulary_of(config) is not None:
+            made[name] = dump_config(with_vocabulary(config, rows))
+    carried = {name: path for name, path in conversion.carried.items() if name not in made}
+    return replace(conversion, made=made, carried=carried)
+
+
+def without_copy(conversion: Conversion, root: Path) -> Conversion:
+    """Return the conversion without a model that lies beside the parts, and would be taken for all there is."""
+    reader = detect_format(root)
+    copies = sorted(name for name in conversion.carried if reader and reader.owns(name))
+    if not copies:
+        return conversion
+    notes = [*conversion.notes, *(f"left out `{name}`: another copy of the weights" for name in copies)]
+    kept = {name: path for name, path in conversion.carried.items() if name not in copies}
+    return replace(conversion, carried=kept, notes=notes)

@@ -1,0 +1,37 @@
+"""Drop state that belongs to one rank of the job that saved it where a job of another size has no use for it.
+
+Kept for as many ranks as there were, dropped for any other number: a generator or a loader of one rank cannot be shared
+out, and whoever loads the checkpoint learns that it is missing instead of taking another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptkit.layout import Layout, edits
+from ckptkit.trainers import owner_of_file, owner_of_key
+
+
+def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
+    """Return the checkpoint without the state of single ranks if they were not `world_size`, and words on that."""
+    owners = {name: owner for name in layout.names if (owner := owner_of_key(layout.key(name))) is not None}
+    groups = sorted({str(layout.key(name)[0]) for name in owners})
+    dropped: set[str] = set()
+    notes = []
+    for group in groups:
+        members = [name for name in owners if str(layout.key(name)[0]) == group]
+        ranks = 1 + max(owners[name] for name in members)
+        if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
+            dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
+            notes.append(f"dropped `{group}`: it is the state of {ranks} ranks one by one, of no use to {world_size}")
+    return edits.select(layout, lambda name: name not in dropped), notes
+
+
+def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
+    """Return the files with the state of single ranks, by name, if they were not `world_size`; and words on them."""
+    owners = {name: owner for name in names if (owner := owner_of_file(name)) is not None}
+    if not owners or 1 + max(owners.values()) == world_size:
+        return set(), []
+    count = 1 + max(owners.values())
+    first = min(owners)
+    return set(owners), [f"left out `{first}` and the like: the state of {count} ranks, of no use to {world_size}"]

@@ -1,0 +1,115 @@
+"""Report what a conversion did, or would do. Decides nothing."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptkit.conversion.draft import Conversion
+from ckptkit.destinations.allocation import free_bytes
+from ckptkit.engine.copy import Copied
+from ckptkit.engine.ledger import Ledger
+from ckptkit.models.fit import abridge
+from ckptkit.names.weights import LeftOut
+from ckptkit.salvaging.account import Account
+
+Written = tuple[Sequence[Copied], Sequence[Ledger]]  # of each draft, where all is finished
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The result of a conversion. Names are the tensors' new ones; `dropped` is by the names they had.
+
+    `source` is the first of the `sources`, of which there are several, with `weights` that add up to 1, for a mean.
+    `wrapper` is the key that the model was under, if it was taken out of there; `world_size` the ranks that a sharded
+    output is for. Of the sources, `checked_bytes` were compared with a recorded CRC-32; `unchecked_bytes` have none.
+    `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
+    `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
+    `salvaged` is the account of what was damaged in the source, if that was salvaged.
+    """
+
+    source: Path
+    sources: tuple[Path, ...]
+    weights: tuple[float, ...]
+    output: Path
+    format: str
+    files: Mapping[str, int]
+    tensors: int
+    nbytes: int
+    renamed: Mapping[str, str]
+    dropped: Sequence[LeftOut]
+    cast: Mapping[str, str]
+    notes: Sequence[str]
+    wrapper: str = ""
+    world_size: int | None = None
+    completed: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    copies: int = 0
+    checked_bytes: int = 0
+    unchecked_bytes: int = 0
+    free_bytes: int = 0
+    peak_rss_bytes: int = 0
+    dry_run: bool = False
+    is_finished: bool = True
+    plan: str = ""
+    salvaged: Account | None = None
+
+
+def report(conversion: Conversion, seconds: float) -> Converted:
+    """Return what would be done."""
+    drafts = conversion.drafts
+    sizes = conversion.file_sizes
+    sources = tuple(origin.path for origin in conversion.origins)
+    layouts = [layout for draft in drafts for layout in draft.sources]
+    return Converted(
+        source=sources[0],
+        sources=sources,
+        weights=conversion.options.weights,
+        output=conversion.output,
+        format=conversion.options.to,
+        files={conversion.output.name: sum(sizes.values())} if conversion.is_file else sizes,
+        tensors=sum(len(draft.wanted.tensors) for draft in drafts),
+        nbytes=sum(draft.wanted.nbytes for draft in drafts),
+        renamed={old: new for draft in drafts for old, new in draft.renamed.items()},
+        dropped=conversion.dropped,
+        cast={name: change for draft in drafts for name, change in draft.cast.items() if name in draft.wanted.tensors},
+        notes=[*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)],
+        wrapper=conversion.wrapper,
+        world_size=conversion.world_size,
+        completed=conversion.completed,
+        seconds=seconds,
+        copies=sum(len(tensor.chunks) for layout in layouts for tensor in layout.tensors.values()),
+        free_bytes=free_bytes(conversion.output),
+        dry_run=True,
+        plan=conversion.fingerprint,
+        salvaged=conversion.salvaged,
+    )
+
+
+def complete(prospect: Converted, written: Written | None, seconds: float) -> Converted:
+    """Return what was done of what had been in prospect; None was `written` if others are to finish."""
+    copied, ledgers = written or ((), ())
+    noted = sorted({name for ledger in ledgers for name in ledger.noted})
+    last = prospect.sources[-1]
+    notes = [f"integers and booleans that differ are those of {last}: {abridge(noted)}"] if noted else []
+    return replace(
+        prospect,
+        notes=[*prospect.notes, *notes],
+        seconds=seconds,
+        copies=0,
+        checked_bytes=sum(done.checked_bytes for done in copied),
+        unchecked_bytes=sum(done.unchecked_bytes for done in copied),
+        free_bytes=0,
+        peak_rss_bytes=peak_rss_bytes(),
+        dry_run=False,
+        is_finished=written is not None,
+    )
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory that this process has had resident, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,152 @@
+"""Select, rename and cast entries of a checkpoint as users ask for it: by globs, rules and dtypes. Moves no bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Mismatch, Usage
+from ckptkit.layout import Layout, Spec, edits
+from ckptkit.tensors.dtypes import DType, parse_dtype
+
+Rule = tuple[re.Pattern[str], str]
+LIKE = "like:"
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """The edits asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`."""
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    dtype: Sequence[str] = ()
+
+    def check_rules(self) -> None:
+        """Raise `Usage` for a rule that is not understood."""
+        for rule in self.rename:
+            parse_rule(rule)
+        for rule in self.dtype:
+            parse_cast(rule)
+
+    def admit(self, name: str) -> bool:
+        """Return whether an entry is to be taken."""
+        included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
+        return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
+
+    def check_globs(self, layouts: Sequence[Layout]) -> None:
+        """Raise `Usage` for an `--include` that admits nothing in any of the layouts."""
+        names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]
+        for glob in self.include:
+            if not any(fnmatchcase(name, glob) for name in names):
+                hint = "`ckptkit inspect --tensors` shows the names"
+                raise Usage(f"--include '{glob}' matches no tensor", path=layouts[0].root, hint=hint)
+
+    @property
+    def dtype_of_weights(self) -> DType | None:
+        """Return the dtype that all weights are to have, None if they keep their own or follow another model's."""
+        found = [dtype for glob, dtype in map(parse_cast, self.dtype) if glob is None]
+        return found[-1] if found and isinstance(found[-1], DType) else None
+
+    @property
+    def are_of_weights(self) -> bool:
+        """Return whether something is asked of the model's weights alone, so that one must know which they are."""
+        return bool(self.rename) or any("=" not in rule for rule in self.dtype)
+
+    def renaming(self) -> Callable[[str], str]:
+        """Return the function that gives a parameter its new name, by each rule in turn."""
+        rules = [parse_rule(rule) for rule in self.rename]
+
+        def new_name(name: str) -> str:
+            for pattern, text in rules:
+                name = pattern.sub(text, name)
+            return name
+
+        return new_name
+
+    def wanted_dtype(self, name: str, *, is_weight: bool) -> DType | Like | None:
+        """Return the dtype that is asked for a tensor, or whose; None if it is to keep its own. The last rule counts.
+
+        A dtype without a glob is that of the model's weights alone.
+        """
+        asked: DType | Like | None = None
+        for glob, dtype in map(parse_cast, self.dtype):
+            if is_weight if glob is None else fnmatchcase(name, glob):
+                asked = dtype
+        return asked
+
+    def cast(self, layout: Layout, is_weight: Callable[[str], bool]) -> tuple[Layout, dict[str, str]]:
+        """Return the layout in the dtypes asked for, and what changes, by name. Of several rules the last counts.
+
+        Only floats of 16 bits and more are converted. A dtype without a glob is that of the model's weights alone:
+        moments and steps lose by it what they are kept for. Raises `Mismatch` for a weight that a model whose dtypes it
+        is to have does not have.
+        """
+        models = {dtype: dtype.specs() for _, dtype in map(parse_cast, self.dtype) if isinstance(dtype, Like)}
+
+        def choose(name: str, spec: Spec) -> DType:
+            asked = self.wanted_dtype(name, is_weight=is_weight(name))
+            chosen = asked.choose(models[asked], name, spec) if isinstance(asked, Like) else asked or spec.dtype
+            return chosen if spec.dtype.can_become(chosen) else spec.dtype
+
+        changed = edits.cast(layout, choose)
+        casts = {
+            name: f"{before} => {after}"
+            for name, tensor in layout.tensors.items()
+            if (before := tensor.spec.dtype) != (after := changed.tensors[name].spec.dtype)
+        }
+        return changed, casts
+
+
+def parse_rule(rule: str) -> Rule:
+    """Return a rule `REGEX=>TEXT`, compiled. Raises `Usage` if it is none."""
+    pattern, arrow, text = rule.partition("=>")
+    if not arrow:
+        raise Usage(f"--rename '{rule}' has no `=>`", hint="for example --rename '^model\\.=>'")
+    try:
+        compiled = re.compile(pattern)
+        compiled.sub(text, "")
+    except (re.error, IndexError) as error:
+        raise Usage(f"--rename '{rule}': {error}") from error
+    return compiled, text
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The dtypes that the tensors of another model have, a local one or one on the Hub. Only its headers are read."""
+
+    model: str
+
+    def specs(self) -> Mapping[str, Spec]:
+        """Return dtype and shape of each of its tensors."""
+        return Checkpoint.open(self.model).weights.layout.specs
+
+    def choose(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
+        """Return the dtype of the tensor of the same name. Raises `Mismatch` if there is none, or none that fits."""
+        if name not in specs:
+            hint = f"give it one by another rule behind this, such as --dtype '{name}=keep'"
+            raise Mismatch(f"{self.model} has no such tensor, whose dtype it could have", tensor=name, hint=hint)
+        wanted = specs[name].dtype
+        if wanted != spec.dtype and not spec.dtype.can_become(wanted):
+            raise Mismatch(f"it is {wanted} in {self.model}, which {spec.dtype} cannot become", tensor=name)
+        return wanted
+
+
+def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:
+    """Return the glob of a rule `GLOB=DTYPE`, None if it has none, and the dtype, None for `keep`.
+
+    `like:MODEL` are the dtypes of another model.
+    """
+    before, like, model = rule.partition(LIKE)
+    if like and model and (not before or before.endswith("=")):
+        return before.removesuffix("=") or None, Like(model)
+    glob, equals, name = rule.rpartition("=")
+    if name == "keep":
+        return (glob if equals else None), None
+    dtype = parse_dtype(name)
+    if not dtype.can_become(dtype):
+        raise Usage(f"weights can be cast to float64, float32, float16 and bfloat16, not to {dtype}")
+    return (glob if equals else None), dtype

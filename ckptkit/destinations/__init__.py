@@ -1,0 +1,1 @@
+"""Where an output appears: whole, or not at all."""

@@ -1,0 +1,22 @@
+"""Publish a file that others may be looking at, in one step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.destinations.allocation import create_file
+from ckptkit.destinations.staging import Stage
+
+
+def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
+    """Write `content` to the file `dst`, which is absent or whole at every moment.
+
+    Raises `Occupied` if there is one, unless it is to be replaced.
+    """
+    stage = Stage(dst, overwrite=overwrite, is_file=True)
+    try:
+        create_file(stage.open().path / dst.name, len(content), [(0, content)])
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise

@@ -1,0 +1,103 @@
+"""Find what keeps a checkpoint from being read: missing ranks, an unfinished save, files of other nodes, gaps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
+from ckptkit.checkpoints.part import Part
+from ckptkit.diagnosis.commands import command, rewrite
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
+
+_GONE = re.compile(r"(files?|ranks?|`) (\S+ )?(is|are) missing|did not finish|no such file|there is no `|unfinished")
+Damage = Mapping[Path, list[CkptError]]
+
+
+def look_for_damage(checkpoint: Checkpoint) -> Damage:
+    """Return what keeps each part of a checkpoint from being read, by its path, as far as metadata tell."""
+    found = {part.path: problems_of(part) for part in checkpoint.parts}
+    found |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
+    return {path: problems for path, problems in found.items() if problems}
+
+
+def problems_of(part: Part) -> list[CkptError]:
+    """Return what keeps a part from being read, [] if nothing does. A whole one is read once."""
+    found: list[CkptError] = []
+    report = found.append
+    try:
+        _ = part.layout
+    except (Corrupt, Unsafe, Unsupported) as error:
+        try:
+            part.reader.read(part.path, report)
+        except (Corrupt, Unsafe, Unsupported) as reason:
+            report(reason)
+        if not found:
+            report(error)
+    return found
+
+
+def find_damage(checkpoint: Checkpoint, damage: Damage) -> Iterator[Finding]:
+    """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one."""
+    whole = find_whole(checkpoint) if damage else None
+    fix = find_fix(checkpoint, whole) if damage else None
+    other = f"; {whole.name} beside it is whole" if whole else ""
+    for problem in (problem for problems in damage.values() for problem in problems):
+        where = "" if problem.path is None else f"{name_in(checkpoint.path, problem.path)}: "
+        hint = f" ({problem.hint})" if problem.hint else ""
+        message = f"{where}{problem.message}{hint}{other}"
+        yield Finding(code_of(problem), problem.tensor, message, fix if isinstance(problem, Corrupt) else None)
+
+
+def find_fix(checkpoint: Checkpoint, whole: Path | None) -> str | None:
+    """Return the command that keeps what can be read and takes the rest from a whole checkpoint, if there is one.
+
+    Where nothing says what lies in the files there is only that other to use, None without one.
+    """
+    if can_be_salvaged(checkpoint.model_part, is_filled=whole is not None):
+        return rewrite(checkpoint, "--salvage", *(("--fill-from", whole) if whole else ()))
+    return command("doctor", whole) if whole else None
+
+
+def can_be_salvaged(part: Part, *, is_filled: bool) -> bool:
+    """Return whether a part can be read with what is wrong in it left out, and something of it stays.
+
+    Where what is lost `is_filled` from another checkpoint, nothing has to stay.
+    """
+    try:
+        layout = part.reader.read(part.path, lambda _: None)
+        sizes = {
+            path: size_of(layout.root / path) for path in {c.path for t in layout.tensors.values() for c in t.chunks}
+        }
+    except (Corrupt, IOFailure, Unsafe, Unsupported):
+        return False
+    ends = ([chunk.offset + chunk.length <= sizes[chunk.path] for chunk in t.chunks] for t in layout.tensors.values())
+    return is_filled or any(map(all, ends))
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file, -1 if it is not there."""
+    return path.stat().st_size if path.is_file() else -1
+
+
+def find_whole(checkpoint: Checkpoint) -> Path | None:
+    """Return the latest checkpoint of the run that is complete; None if there is none, or no step tells of a run."""
+    if checkpoint.own_step is None:
+        return None
+    try:
+        others = reversed(named_in(checkpoint.path.absolute().parent))
+        return next((one.path for one in others if one.name != checkpoint.name and one.is_complete), None)
+    except IOFailure:
+        return None
+
+
+def code_of(problem: CkptError) -> str:
+    """Return the code of a problem: what is not there at all is told apart from what is damaged."""
+    return "incomplete" if _GONE.search(problem.message) else problem.code
+
+
+def name_in(root: Path, path: Path) -> str:
+    """Return what a file is called in a checkpoint; all of its path, if it lies elsewhere."""
+    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else str(path)

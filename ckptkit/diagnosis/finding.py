@@ -1,0 +1,46 @@
+"""Hold a finding: what will break when a checkpoint is loaded, and the command that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ckptkit.comparison.renames import fold
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A thing that will break, or go wrong without a word, when a checkpoint is loaded.
+
+    `code` says what kind of thing, `tensor` what it is about, with `*` in place of numbers where that is several:
+    `names` has each. None is said of the checkpoint as a whole. `fix` is the command that mends it, None if none does.
+    """
+
+    code: str
+    tensor: str | None
+    message: str
+    fix: str | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Return how many tensors and other entries it is about; 0 for the checkpoint as a whole."""
+        return len(self.names) or int(self.tensor is not None)
+
+
+def group(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return findings with those as one that say the same of every layer: `layers.*.q_proj.weight`."""
+    found: dict[tuple[str | None, ...], list[Finding]] = {}
+    for one in findings:
+        name = None if one.tensor is None else fold(one.tensor)
+        found.setdefault((one.code, name, one.message, one.fix), []).append(one)
+    return tuple(merge(alike) for alike in found.values())
+
+
+def merge(alike: list[Finding]) -> Finding:
+    """Return findings that say the same of tensors called alike as one."""
+    first, *others = alike
+    names = tuple(dict.fromkeys(name for one in alike for name in one.names or ((one.tensor,) if one.tensor else ())))
+    if not others and not (first.names and first.tensor):
+        return replace(first, names=names)
+    return replace(first, tensor=fold(first.tensor) if first.tensor and len(names) > 1 else first.tensor, names=names)

@@ -1,0 +1,156 @@
+"""Hold a checkpoint against another one that loads: names, shapes and dtypes of all that is in both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_hub
+from ckptkit.comparison.renames import by_rule, fold, shapes_of
+from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.commands import rewrite
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.optimizer_states import named_states, without_state
+from ckptkit.diagnosis.rename_rules import rules_for
+from ckptkit.diagnosis.renamed import say_renamed
+from ckptkit.formats import get_format
+from ckptkit.layout import Layout, Spec
+from ckptkit.names import HUB
+from ckptkit.tensors.dtypes import DType
+from ckptkit.trainers import owner_of_key
+
+_MOST_RULES = 8
+
+
+def find_unlike(case: Case) -> Iterator[Finding]:
+    """Yield what another checkpoint has and this one has not, or by another name, or in another shape or dtype."""
+    if case.like is None:
+        return
+    here, there = case.checkpoint.family, case.like.family
+    if here is not there:
+        one, other = (family.name if family else HUB for family in (here, there))
+        message = f"the names are {one}'s, those of {case.like.path} {other}'s"
+        yield Finding("family", None, message, rewrite(case.checkpoint, "--names", other))
+    for ours, theirs in sides(case.checkpoint, case.like):
+        shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
+        if here is there or shared:
+            yield from find_key(case, case.like.path, ours, theirs)
+            yield from find_lacking(case, case.like.path, ours, theirs)
+            yield from find_specs(case, case.like.path, ours, theirs)
+            yield from find_kinds(case, case.like.path, ours, theirs)
+
+
+def sides(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
+    """Return the parts of both checkpoints that belong together, by names that can be compared."""
+    notes: list[str] = []
+    pairs = [with_names_of_hub(one, two, pair, notes) for pair in pair_parts(one, two, notes)]
+    return [match(ours.layout, theirs.layout, notes) for ours, theirs in pairs]
+
+
+def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+    """Yield that the model lies under another key, where both have one or none."""
+    if ours.wrapper == theirs.wrapper or any(get_format(side.layout.format).is_model_only for side in (ours, theirs)):
+        return
+    here, there = (f"under `{side.wrapper}`" if side.wrapper else "under no key" for side in (ours, theirs))
+    is_simple = not ours.wrapper and "." not in theirs.wrapper and not ours.left_out
+    fix = rewrite(case.checkpoint, "--under", theirs.wrapper) if is_simple else None
+    yield Finding("key", None, f"the model lies {here}, that of {other} {there}", fix)
+
+
+def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+    """Yield what the other has and this one lacks, and weights that only this one has."""
+    said = said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_part.reader.is_sharded else set()
+    missing = {
+        name: shape
+        for name, shape in shapes_of(theirs.layout).items()
+        if name not in ours.layout.names and not is_of_rank(theirs.layout, name) and name not in said
+    }
+    extra = {
+        name: shape
+        for name, shape in shapes_of(ours.layout).items()
+        if name not in theirs.layout.names and not is_of_rank(ours.layout, name)
+    }
+    pairs = by_rule(extra, missing)
+    yield from find_renamed(case, other, pairs, ours)
+    for name in missing:
+        if name not in pairs.values():
+            message = (
+                f"{other} has it, and it is not here: torch's load ends with `Missing key in checkpoint state_dict`"
+            )
+            yield Finding("missing", name, message)
+    for name in extra:
+        if name not in pairs and name in ours.weights:
+            yield Finding("unexpected", name, f"{other} does not have it: `load_state_dict` refuses it")
+
+
+def find_kinds(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+    """Yield what is a tensor in shards here and none in the other, such as a rate. The other way round torch loads."""
+    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
+        message = (
+            f"it is a tensor here and a plain value in {other}: torch's load ends with `Invalid checkpoint metadata`; "
+            "make the optimizer as it was made here, as with `lr=torch.tensor(...)`"
+        )
+        yield Finding("kind", name, message)
+
+
+def find_renamed(case: Case, other: Path, pairs: Mapping[str, str], ours: Side) -> Iterator[Finding]:
+    """Yield what the other calls otherwise, a finding for each rule. Those for the model change its optimizer too."""
+    own = {old: new for old, new in pairs.items() if old in ours.weights}
+    rules = rules_for(own, ours.weights) if own else None
+    yield from say_renamed(case.checkpoint, pairs, rules, str(other))
+
+
+def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+    """Yield the tensors that have another shape or dtype in the other."""
+    specs = theirs.layout.specs
+    pairs = {name: (spec, specs[name]) for name, spec in ours.layout.specs.items() if specs.get(name, spec) != spec}
+    shapes = {name: (one, two) for name, (one, two) in pairs.items() if one.shape != two.shape}
+    for name, (one, two) in shapes.items():
+        yield Finding("shape", name, f"{list(one.shape)} here, {list(two.shape)} in {other}")
+    dtypes = {name: (one, two) for name, (one, two) in pairs.items() if name not in shapes}
+    fix = mend_dtypes(case, dtypes, ours, theirs)
+    changes: dict[tuple[DType, DType], list[str]] = {}
+    for name, (one, two) in dtypes.items():
+        changes.setdefault((one.dtype, two.dtype), []).append(name)
+    for (here, there), names in changes.items():
+        message = f"{here} here, {there} in {other}: torch's load converts it without a word"
+        yield Finding("dtype", names[0], message, fix, tuple(names))
+
+
+def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> str | None:
+    """Return the command that gives tensors the dtypes that the other has; None if some cannot become that."""
+    of_weights = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
+    is_simple = len(of_weights) == 1 and any(name in ours.weights for name in pairs)
+    rules = [dtype.name for dtype in of_weights] if is_simple else []
+    rest = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
+    whole = kinds_of_one_change(rest, ours.layout)
+    globs = {name: f"*.{kind}" if (kind := kind_of(name)) in whole else f"*{fold(name)}" for name in rest}
+    rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in rest.items())
+    if not rules or len(rules) > _MOST_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
+        return None
+    return rewrite(case.checkpoint, *(word for rule in rules for word in ("--dtype", rule)))
+
+
+def kinds_of_one_change(changed: Mapping[str, DType], layout: Layout) -> set[str]:
+    """Return the last words of names, such as `exp_avg`, of which all tensors change to the same dtype."""
+    found: dict[str, set[DType | None]] = {}
+    for name in layout.tensors:
+        found.setdefault(kind_of(name), set()).add(changed.get(name) if "." in name else None)
+    return {kind for kind, dtypes in found.items() if len(dtypes) == 1 and None not in dtypes}
+
+
+def kind_of(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def said_elsewhere(ours: Layout, theirs: Layout) -> set[str]:
+    """Return the entries of states that ours lists the parameters of and has not, which is a finding by itself."""
+    lacking = {name for states in named_states(ours) for name in without_state(states)}
+    there = (found for states in named_states(theirs) for name, found in states.of.items() if name in lacking)
+    return {entry for found in there for entry in found.values()}
+
+
+def is_of_rank(layout: Layout, name: str) -> bool:
+    return owner_of_key(layout.key(name)) is not None

@@ -1,0 +1,151 @@
+"""Find the tensors that a model looks for and that are not there by those names, and those that it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.commands import export, is_model, rewrite
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.globs import globs_for
+from ckptkit.diagnosis.misfits import Misfits, Shapes
+from ckptkit.diagnosis.model import Model
+from ckptkit.diagnosis.rename_rules import rules_for
+from ckptkit.diagnosis.renamed import say_renamed
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
+from ckptkit.models.expected import HEAD
+from ckptkit.models.fit import abridge
+from ckptkit.models.form import closest
+from ckptkit.models.vocabulary import rows_of, vocabulary_of
+from ckptkit.names import HUB
+from ckptkit.names.naming import name_weights
+
+_IN_MEMORY = "transformers"  # the family of names that its models have there
+_MOST_GLOBS = 8
+
+
+def find_names(case: Case) -> Iterator[Finding]:
+    """Yield the tensors that the model calls for and that are missing, and those that it does not call for.
+
+    With the rule, family or prefix that would mend it, where there is one.
+    """
+    model, misfits = case.model, case.misfits
+    if model is None or misfits is None:
+        return
+    if not misfits:
+        yield from find_names_on_disk(case, model)
+        return
+    turned = None if misfits.is_small else turn_to_hub(case, model)
+    if turned is not None:
+        if not model.asked:
+            return  # the names are its trainer's, which loads it
+        yield turned.finding
+        misfits = Misfits.of(turned.shapes, closest(model.forms, turned.shapes.keys()), model)
+    pairs = misfits.renamed()
+    yield from find_renamed(case, pairs)
+    missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
+    extra = [name for name in misfits.extra if name not in pairs]
+    if missing and len(missing) == misfits.needed:
+        yield another_model(case, model, len(missing))
+        return
+    yield from (missing_one(model, name) for name in missing)
+    if model.asked:
+        yield from find_unexpected(case, model, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """The tensors of a checkpoint by the names of the Hub, and what there is to say of it."""
+
+    shapes: Shapes
+    finding: Finding
+
+
+def turn_to_hub(case: Case, model: Model) -> Turned | None:
+    """Return the tensors by the Hub's names, if they have another family's and it is known how these turn."""
+    shapes = named_as_on_hub(case, model, None)
+    rows = vocabulary_of(model.config)
+    options: tuple[object, ...] = ()
+    if shapes is None and rows is not None:
+        shapes = named_as_on_hub(case, model, rows)
+        options = ("--vocab-size", rows)
+    if shapes is None or shapes.keys() == case.shapes.keys():
+        return None
+    family = case.checkpoint.family
+    whose = f"{family.name}'s" if family else "those of the model in memory"
+    names = tuple(name for name in case.shapes if name not in shapes)
+    message = f"the names are {whose}, and {model.name} has the Hub's"
+    if options:
+        message += f"; the vocabulary is padded to {padded_rows(case)} rows, its own is {rows}"
+    if is_model(case.checkpoint) or not has_optimizer(case):
+        fix = export(case.checkpoint, *options, base=model.name)
+    else:
+        fix = rewrite(case.checkpoint, "--names", HUB, *options, "--base", model.name)
+    return Turned(shapes, Finding("family", names[0] if names else None, message, fix, names))
+
+
+def find_names_on_disk(case: Case, model: Model) -> Iterator[Finding]:
+    """Yield that shards have the names of files, where a model in memory has others since transformers 5."""
+    memory = model.forms[-1]
+    names = tuple(name for name in case.plain_shapes if name not in memory.shapes)
+    if is_model(case.checkpoint) or not (model.asked and names):
+        return
+    message = f"it is called so in files: in memory {model.name} has other names, and torch's load asks for these"
+    fix = rewrite(case.checkpoint, "--names", _IN_MEMORY, "--base", model.name)
+    yield Finding("family", names[0], message, fix, names)
+
+
+def named_as_on_hub(case: Case, model: Model, rows: int | None) -> Shapes | None:
+    """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
+    assert case.weights is not None
+    try:
+        found, _ = name_weights(case.weights, model.config or None, HUB, case.checkpoint.trainer, rows=rows)
+    except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
+        return None
+    return found.layout.shapes
+
+
+def padded_rows(case: Case) -> int:
+    assert case.weights is not None
+    return max(rows_of(case.weights.layout.tensors).values(), default=0)
+
+
+def has_optimizer(case: Case) -> bool:
+    return bool(case.layout.blobs) or (case.weights is not None and bool(case.weights.left_out))
+
+
+def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the tensors that are called otherwise, a finding for each rule."""
+    if not pairs or case.model is None:
+        return
+    base = case.model.name if case.model.asked else None
+    yield from say_renamed(case.checkpoint, pairs, rules_for(pairs, case.shapes.keys()), case.model.name, base)
+
+
+def another_model(case: Case, model: Model, count: int) -> Finding:
+    """Return the finding that nothing of a model is there."""
+    there = abridge(sorted(case.shapes, key=len))
+    message = f"none of the {count} tensors that {model.name} calls for is here, under any name; here are {there}"
+    return Finding("other_model", None, message)
+
+
+def missing_one(model: Model, name: str) -> Finding:
+    """Return the finding that a tensor is missing."""
+    message = f"{model.name} calls for it, and it is not here"
+    if name == HEAD:
+        message += ": was the head tied to the embedding in training? Then its config has tie_word_embeddings true"
+    return Finding("missing", name, message)
+
+
+def find_unexpected(case: Case, model: Model, extra: list[str]) -> Iterator[Finding]:
+    """Yield the tensors that a model does not call for."""
+    assert case.weights is not None
+    came_from = case.weights.came_from
+    names = {came_from.get(name, name) for name in extra}
+    others = set(case.checkpoint.model_part.layout.names) - names
+    globs = globs_for(sorted(names), others, _MOST_GLOBS)
+    options = [word for glob in globs or () for word in ("--exclude", glob)]
+    fix = rewrite(case.checkpoint, *options, base=model.name) if options else None
+    message = f"{model.name} does not call for it: `load_state_dict` refuses it, other loaders leave it out"
+    yield from (Finding("unexpected", name, message, fix) for name in extra)

@@ -1,0 +1,66 @@
+"""Find what belongs to single ranks, or to as many as have saved, where another number is to load it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.commands import beside, command, reshard
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.files.file import names_in
+from ckptkit.trainers import owner_of_file, owner_of_key
+
+
+def find_ranks(case: Case) -> Iterator[Finding]:
+    """Yield what another number of ranks cannot load, or what each of them would look for in vain."""
+    wanted = case.world_size
+    if wanted is None:
+        return
+    yield from find_files(case, wanted)
+    states = states_of_ranks(case)
+    for group, owners in states.items():
+        ranks = 1 + max(owners.values())
+        if wanted not in (ranks, case.layout.world_size):
+            message = f"it is the state of {count(ranks)} one by one, of no use to {wanted}"
+            yield Finding("rank_state", group, message, reshard(case.checkpoint, wanted), tuple(owners))
+
+
+def find_files(case: Case, wanted: int) -> Iterator[Finding]:
+    """Yield the files that are one rank's each, if there are not as many as shall load them."""
+    reader = case.checkpoint.model_part.reader
+    ranks = case.layout.world_size or case.checkpoint.world_size
+    if ranks not in (None, wanted) and reader.is_bound(case.checkpoint.model_part.path):
+        message = f"saved by {count(ranks)}, its own library loads it with as many only, and not with {wanted}"
+        yield Finding("world_size", None, message, resize(case, wanted, reader.resized_as))
+    path = case.checkpoint.path
+    owners = (
+        {name: rank for name in names_in(path) if (rank := owner_of_file(name)) is not None} if path.is_dir() else {}
+    )
+    saved = 1 + max(owners.values(), default=-1)
+    if owners and saved != wanted:
+        message = f"the random states of {count(saved)}, a file for each, of no use to {wanted}"
+        yield Finding("rank_state", min(owners), message, reshard(case.checkpoint, wanted), tuple(sorted(owners)))
+
+
+def count(ranks: int | None) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def resize(case: Case, wanted: int, target: str) -> str:
+    """Return the command that makes a checkpoint fit for another number of ranks."""
+    if not target:
+        return reshard(case.checkpoint, wanted)
+    path = case.checkpoint.path
+    return command("convert", path, beside(path, target), "--to", target)
+
+
+def states_of_ranks(case: Case) -> dict[str, dict[str, int]]:
+    """Return the entries that are of single ranks, with these, by the first step of the way to them."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for name in case.layout.names:
+        key = case.layout.key(name)
+        owner = owner_of_key(key)
+        if owner is not None:
+            found[str(key[0])][name] = owner
+    return found

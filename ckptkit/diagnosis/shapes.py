@@ -1,0 +1,53 @@
+"""Find tensors of another shape than a model has: a padded vocabulary, another width, another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.commands import export, rewrite
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.models.vocabulary import rows_of
+from ckptkit.tensors.box import Shape
+
+_SIZES = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "n_embd", "n_layer", "n_head", "num_experts", "num_local_experts"),
+)
+Pairs = Mapping[str, tuple[Shape, Shape]]
+
+
+def find_shapes(case: Case) -> Iterator[Finding]:
+    """Yield the tensors that have another shape than the model calls for."""
+    if case.model is None or case.form is None or case.weights is None or not case.is_plain:
+        return
+    there = {name: case.form.shapes.get(case.called.get(name, name), shape) for name, shape in case.shapes.items()}
+    pairs = {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
+    rows = rows_of(case.weights.layout.tensors)
+    padded = {name: pair for name, pair in pairs.items() if name in rows and pair[0][1:] == pair[1][1:]}
+    for name, (shape, wanted) in padded.items():
+        message = f"it has {shape[0]} rows, the vocabulary of {case.model.name} {wanted[0]}: one of them is padded"
+        base = case.model.name if case.model.asked else None
+        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, "--vocab-size", wanted[0], base=base))
+    others = {name: pair for name, pair in pairs.items() if name not in padded}
+    yield from find_other_model(case, others)
+    for name, (shape, wanted) in others.items():
+        yield Finding("shape", name, f"{list(shape)} here, {list(wanted)} in {case.model.name}")
+
+
+def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
+    """Yield that the model is of another size, where the checkpoint's own config says so."""
+    own = case.checkpoint.companions
+    if not pairs or not case.is_asked or own.config is None or case.model is None:
+        return
+    sizes = [key for key in _SIZES if size_of(own.config, key) != size_of(case.model.config, key)]
+    if sizes:
+        said = ", ".join(f"{key} {size_of(case.model.config, key)}, here {size_of(own.config, key)}" for key in sizes)
+        message = f"{case.model.name} is another model: {said}"
+        yield Finding("config", None, message, export(case.checkpoint, base=str(own.found_in)))
+
+
+def size_of(config: Mapping[str, Any], key: str) -> object:
+    inner = config.get("text_config")
+    return (inner if isinstance(inner, Mapping) else config).get(key)

@@ -1,0 +1,1 @@
+"""The archives of torch.save: zip entries, the tensors in them, and the state dicts that they hold."""

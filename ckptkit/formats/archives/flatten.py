@@ -1,0 +1,170 @@
+"""Flatten a pickled state dict into tensors and other entries, under the names that DCP would give. Opens no file.
+
+Dicts are entered, and lists with a dict or a tensor in them; all else is an entry with a pickle of its own. Unlike DCP,
+a tuple with a tensor in it is entered as a list is, and a dict with nothing in it is an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.archives.read_archive import place_tensor
+from ckptkit.formats.archives.zip_entries import Entry
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
+from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.layout import Blob, Chunk, KeyPath, Spec, StoredTensor
+from ckptkit.tensors.box import whole
+
+DEEPEST = 64  # steps of a key path
+_EXPANSION = 32  # how much more the entries with their names may be than the pickle that they come from
+_MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "defaultdict"))
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A state dict without its nesting: what it holds by name, and the way to each name.
+
+    `spares` are further copies of chunks, where ranks have the same.
+    """
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    keys: dict[str, KeyPath] = field(default_factory=dict)
+    spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
+
+    def update(self, other: Flat) -> None:
+        """Take in what another holds."""
+        self.tensors.update(other.tensors)
+        self.blobs.update(other.blobs)
+        self.keys.update(other.keys)
+        self.spares.update(other.spares)
+
+
+def flatten(state: Any, entries: Mapping[str, Entry], path: str) -> Flat:
+    """Return the contents of a state dict of file `path`; `entries` are its pickle and storages, as in an archive.
+
+    Every tensor in it is found, or the file is refused: `Unsupported` names what it is in.
+    """
+    flattening = Flattening(entries, path)
+    if pairs_of(state) != []:
+        children = flattening.children(state)
+        if children is None:
+            raise Unsupported(f"the file holds {describe(state)}, not a state dict", hint="save its `state_dict()`")
+        flattening.add_all(children, ())
+    return flattening.flat
+
+
+class Flattening:
+    """The entries of one pickle as they are gathered. Its size bounds the cost: by sharing, few bytes can say much.
+
+    `entries` are the pickle and the storages of file `path`.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], path: str) -> None:
+        self.entries = entries
+        self.path = path
+        self.pickle = entries["data.pkl"]
+        self.budget = _EXPANSION * self.pickle.length
+        self.flat = Flat()
+
+    def add_all(self, children: list[tuple[str | int, Any]], key: KeyPath) -> None:
+        """Add what is behind each step from `key`."""
+        if len(key) >= DEEPEST:
+            raise Unsupported(f"the state dict is nested more than {DEEPEST} deep")
+        for step, child in children:
+            self.add(child, (*key, step))
+
+    def add(self, value: Any, key: KeyPath) -> None:
+        """Add what `value` holds, under names that begin with `key`."""
+        children = self.children(value)
+        if children is None:
+            self.add_entry(value, key)
+        else:
+            self.add_all(children, key)
+
+    def children(self, value: Any) -> list[tuple[str | int, Any]] | None:
+        """Return what a dict or list holds, by the steps to it; None for what is one entry."""
+        pairs = pairs_of(value)
+        if pairs and all(isinstance(key, (str, int)) for key, _ in pairs):
+            return [(str(key), child) for key, child in pairs]
+        return list(enumerate(value)) if is_entered(value) else None
+
+    def add_entry(self, value: Any, key: KeyPath) -> None:
+        """Add a tensor, or a value that holds none."""
+        name = ".".join(map(str, key))
+        self.spend(len(name))
+        if name in self.flat.keys:
+            raise Unsupported("two entries of the state dict have this name", tensor=name)
+        self.flat.keys[name] = key
+        try:
+            if is_tensor(value):
+                self.flat.tensors[name] = self.stored(value)
+            else:
+                self.flat.blobs[name] = self.blob(value)
+        except CkptError as error:
+            raise error.blame(tensor=name) from None
+
+    def stored(self, value: Any) -> StoredTensor:
+        """Return a tensor with the one chunk that its storage is, or that is a part of it."""
+        try:
+            found = place_tensor(as_tensor(value), self.entries)
+        except CkptError as error:
+            error.hint = error.hint and "save it as a plain dense tensor"
+            raise
+        dtype, shape = found.tensor.dtype, found.tensor.shape
+        return StoredTensor(Spec(dtype, shape), (found.chunk(whole(shape), self.path),))
+
+    def blob(self, value: Any) -> Blob:
+        """Return a value that is no tensor, pickled by itself."""
+        if holds_tensor(value):
+            raise Unsupported(f"a tensor inside {describe(value)}", hint="save it in a dict, by a name")
+        content = dump(value)
+        self.spend(len(content))
+        return Blob(self.path, self.pickle.offset, 0, content)
+
+    def spend(self, amount: int) -> None:
+        """Raise `Unsupported` when the entries have become too many for the pickle to have been meant so."""
+        self.budget -= amount
+        if self.budget < 0:
+            size = self.pickle.length
+            raise Unsupported(f"a pickle of {size} bytes repeats itself beyond {_EXPANSION} times its size")
+
+
+def is_entered(value: Any) -> bool:
+    """Return True for a list with a dict in it or in its lists, and for a list or tuple with a tensor anywhere."""
+    if isinstance(value, list):
+        lists = inert_pickle.walk(value, lambda part: part if isinstance(part, list) else ())
+        return any(pairs_of(part) is not None for part in lists) or holds_tensor(value)
+    return isinstance(value, tuple) and holds_tensor(value)
+
+
+def holds_tensor(value: Any) -> bool:
+    return any(is_tensor(part) or isinstance(part, PersistentId) for part in inert_pickle.walk(value))
+
+
+def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the keys and values of a dict of any kind; None for what is no dict."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if not isinstance(value, Record) or value.of not in _MAPPINGS:
+        return None
+    if all(isinstance(argument, Global) for argument in value.args):  # a defaultdict's factory
+        return value.items or []
+    match value.args:
+        case ([*pairs],) if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):  # as Python 2 has it
+            return [(key, child) for key, child in pairs]
+    return None
+
+
+def describe(value: Any) -> str:
+    """Return in words what a pickled value would have been."""
+    if is_tensor(value):
+        return "a single tensor"
+    if isinstance(value, Record) and isinstance(value.of, Global):
+        return f"`{value.of}`"
+    return "`dict`" if isinstance(value, dict) else f"`{type(value).__name__}`"

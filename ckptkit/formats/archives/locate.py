@@ -1,0 +1,106 @@
+"""Find the bytes of chunks that lie inside envelopes, each an archive of torch.save. Reads both ends of each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ckptkit.collector import collector_paused
+from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.files.ahead import ReadAhead
+from ckptkit.files.crc32 import crc32
+from ckptkit.files.file import Opened, read_at
+from ckptkit.files.ranges import Range, read_ahead
+from ckptkit.formats.archives.moulds import Moulds
+from ckptkit.formats.archives.zip_entries import GLANCE, check_contents
+from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
+
+ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name
+ZSTD = "stream.zstd/1"  # the one of them that is known, as torch names it, with the version
+_LARGEST_CHECKED = 1 << 26  # bytes of a blob, which is held in memory while it is checked
+
+
+def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True) -> Layout:
+    """Return the layout with every chunk's bytes found inside its envelope, and every blob's compared with its CRC-32.
+
+    Reports each chunk of which they are not, and leaves it as it is; without `with_packed` chunks in zstd streams are
+    left unreported. Chunks without a wrapper lie where they say.
+    """
+    left = (None,) if with_packed else (None, ZSTD)
+    with Opened(layout.root, in_order=False) as files, collector_paused():
+        tensors = {**layout.tensors, **locate_chunks(layout, left, files, report)}
+        blobs = {name: check_blob(layout, name, files, report) for name in layout.blobs}
+    return replace(layout, tensors=tensors, blobs=blobs)
+
+
+def locate_chunks(
+    layout: Layout, left: Collection[str | None], files: Opened, report: Report
+) -> dict[str, StoredTensor]:
+    """Return the tensors that have chunks in envelopes, with each found whose wrapper is not to be `left`.
+
+    Empty ones have no bytes to find. File by file: of thousands of ranks, each file is opened once, and not once for
+    each of its chunks.
+    """
+    found = {
+        name: [chunk._replace(length=0, wrapper=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
+        for name, tensor in layout.tensors.items()
+        if any(chunk.wrapper is not None for chunk in tensor.chunks)
+    }
+    places: dict[str, list[tuple[int, int, str, int]]] = {}
+    for name, chunks in found.items():
+        for i, chunk in enumerate(chunks):
+            if chunk.wrapper not in left:
+                places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
+    ahead, moulds = ReadAhead(files), Moulds()
+    in_order = ((path, *place) for path in sorted(places) for place in sorted(places.pop(path)))
+    for *_, name, i in read_ahead(layout.root, in_order, lambda place: ends_of(*place[:3])):
+        found[name][i] = locate_chunk(layout, name, found[name][i], ahead, moulds, report)
+    return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in found.items()}
+
+
+def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
+    """Return what is read of an item's archive to find what is in it: its first and its last bytes."""
+    end = offset + length
+    return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
+
+
+def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: ReadAhead, moulds: Moulds, report: Report) -> Chunk:
+    """Return the chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
+    try:
+        if chunk.wrapper != ENVELOPE:
+            hint = "save it again without `_extensions`" if chunk.wrapper else None
+            raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
+        return open_envelope(chunk, files, moulds)
+    except CkptError as error:
+        report(error.blame(path=layout.root / chunk.path, tensor=name, offset=chunk.offset))
+        return chunk
+
+
+def open_envelope(chunk: Chunk, files: ReadAhead, moulds: Moulds) -> Chunk:
+    """Return the chunk whose archive lies there with its bytes' own offset, length, order and CRC."""
+    tensor, start, nbytes, strides, crc, _ = moulds.locate(files, chunk.path, chunk.offset, chunk.length)
+    if (tensor.dtype, tensor.shape) != (chunk.dtype, chunk.box.size):
+        stored, promised = Spec(tensor.dtype, tensor.shape), Spec(chunk.dtype, chunk.box.size)
+        raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
+    return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, chunk.dtype, strides, crc)
+
+
+def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob:
+    """Return a blob with the CRC-32 of its bytes, if it is an archive and what is in it has those recorded there.
+
+    Reported if not. One that has been compared is not read again. What is no archive, or is too large to be held,
+    remains unchecked.
+    """
+    blob = layout.blobs[name]
+    path = layout.root / blob.path
+    if blob.content is not None or blob.wrapper or blob.crc32 is not None or blob.length > _LARGEST_CHECKED:
+        return blob
+    try:
+        data = read_at(files[blob.path], blob.length, blob.offset)
+        if not data.startswith(b"PK"):
+            return blob
+        check_contents(data)
+    except CkptError as error:
+        report(error.blame(path=path, tensor=name, offset=blob.offset))
+        return blob
+    return blob._replace(crc32=crc32(data))

@@ -1,0 +1,81 @@
+"""Open files of torch.save, new or old, and read inertly what is pickled in them. Reads no tensor data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError, Unsupported
+from ckptkit.files.file import opening, read_at
+from ckptkit.formats.archives.legacy import is_legacy, read_legacy
+from ckptkit.formats.archives.read_archive import check_byte_order
+from ckptkit.formats.archives.zip_entries import Entry, ReadAt, glance, read_directory, read_entry
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.inert_pickle import ANY_NAME
+
+HEAD = 2048  # bytes, enough for the first entry's name
+_ZIP = b"PK\x03\x04"
+_PICKLE_LIMIT = 1 << 28  # bytes; those of the largest models have a few million
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """The object pickled in a file of torch.save, and where its pickle and its storages lie, as in an archive."""
+
+    name: str
+    value: Any
+    entries: Mapping[str, Entry]
+
+
+def read_state_file(root: Path, name: str) -> StateFile:
+    """Return what is in the file `name` of a directory. Every error names the file."""
+    path = root / name
+    try:
+        with opened(path) as (read, length):
+            return StateFile(name, *read_state(read, length))
+    except CkptError as error:
+        raise error.blame(path=path) from None
+
+
+def is_torch_save(path: Path) -> bool:
+    """Return True if `path` is a file that begins as torch.save begins one, in the old format or as an archive."""
+    if not path.is_file():
+        return False
+    with opening(path) as file:
+        head = read_at(file, min(file.size, HEAD), 0)
+    return is_legacy(head) or (head.startswith(_ZIP) and first_name(head).endswith("/data.pkl"))
+
+
+def first_name(head: bytes) -> str:
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")].decode("utf-8", "replace")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
+    """Open a file of torch.save to read from; give its size too."""
+    with opening(path) as file:
+        length = file.size
+        yield glance(lambda offset, size: read_at(file, size, offset), length), length
+
+
+def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
+    """Return where everything in a file of `length` bytes lies, by name. A TorchScript program is `Unsupported`."""
+    if is_legacy(read(0, min(length, HEAD))):
+        return read_legacy(read, length)[1]
+    entries = read_directory(read, length)
+    if "constants.pkl" in entries:
+        raise Unsupported("a TorchScript program, not a state dict", hint="save its `state_dict()`")
+    return entries
+
+
+def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
+    """Return the pickled object in a file of `length` bytes, and where its pickle and its storages lie, by name."""
+    if is_legacy(read(0, min(length, HEAD))):
+        return read_legacy(read, length)
+    entries = entries_of(read, length)
+    check_byte_order(read, entries)
+    state, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
+    return state, entries

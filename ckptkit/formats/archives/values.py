@@ -1,0 +1,39 @@
+"""Read the value of an entry that is no tensor, or give the entry another, inertly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError
+from ckptkit.files.file import opening, read_at
+from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_entry
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.inert_pickle import ANY_NAME
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.layout import Blob
+
+
+def load_value(root: Path, blob: Blob) -> Any:
+    """Return the value of a blob in directory `root`, as `inert_pickle.load` gives it."""
+    if blob.content is not None:
+        return inert_pickle.load(blob.content, ANY_NAME)[0]
+    path = root / blob.path
+    try:
+        read = reading(path, blob)
+        data = read_entry(read, read_directory(read, blob.length), "data.pkl", limit=blob.length)
+        return inert_pickle.load(data, ANY_NAME)[0]
+    except CkptError as error:
+        raise error.blame(path=path) from None
+
+
+def reading(path: Path, blob: Blob) -> ReadAt:
+    """Return a function that reads in a blob, whose bytes are all read at once."""
+    with opening(path) as file:
+        data = read_at(file, blob.length, blob.offset)
+    return lambda offset, length: data[offset : offset + length]
+
+
+def with_value(blob: Blob, value: Any) -> Blob:
+    """Return the blob with another value."""
+    return blob._replace(length=0, content=dump(value), wrapper=None)

@@ -1,0 +1,170 @@
+"""Make the archive that torch.save makes, around tensors whose bytes are still to come. Writes no file.
+
+Source: torch/serialization.py and caffe2/serialize/inline_container.cc; the zip fields are those of PKWARE's
+APPNOTE.TXT. All is known before but the tensors' bytes and their CRC-32, which stands in two places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from struct import Struct
+
+from ckptkit.errors import Unsupported
+from ckptkit.files.crc32 import crc32
+from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
+from ckptkit.formats.pickles.tensor_calls import STORAGES
+from ckptkit.layout import Part, Spec
+from ckptkit.tensors.blocks import row_major
+
+_local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
+_central = Struct("<4sHHHHHHIIIHHHHHII")
+_end = Struct("<4sHHHHIIH")
+_end64 = Struct("<4sQHHIIQQQQ")
+_end64_locator = Struct("<4sIQI")
+_FLAGS = 0x0808  # the CRC and the sizes follow the content; names are UTF-8
+_ALL_ONES = 0xFFFFFFFF
+_ALIGNMENT = 64  # bytes; of every content within the archive, as torch pads
+_TYPED = {name: storage for storage, name in STORAGES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """The place of a storage's bytes in the archive, and each place of their CRC-32, in 4 bytes."""
+
+    offset: int
+    length: int
+    crc_at: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """An archive of `nbytes` bytes: those that are known, and the holes, by the keys of their storages."""
+
+    nbytes: int
+    parts: tuple[Part, ...]
+    holes: Mapping[str, Hole]
+
+    def seal(self, key: str, checksum: int) -> tuple[Part, Part]:
+        """Return what to write when hole `key` has been filled with bytes of this CRC-32."""
+        one, other = self.holes[key].crc_at
+        content = checksum.to_bytes(4, "little")
+        return (one, content), (other, content)
+
+
+def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes], *, instead_of: bytes | None = None) -> Envelope:
+    """Return the archive of an object pickled as `pickle`; of each storage, the bytes or how many will come.
+
+    With `instead_of` that pickle lies where the first belongs and is not listed, and `pickle` lies at the end: so an
+    archive that has been made, all storages of which are known by size only, is changed in its last part alone.
+    """
+    making = _Making()
+    making.add("data.pkl", pickle if instead_of is None else instead_of)
+    if instead_of is not None:
+        making.unlist()
+    making.add(".format_version", b"1")
+    making.add(".storage_alignment", str(_ALIGNMENT).encode())
+    making.add("byteorder", b"little")
+    for key, storage in storages.items():
+        if isinstance(storage, int) or instead_of is None:
+            making.add(f"data/{key}", storage)
+    making.add("version", b"3\n")
+    if instead_of is not None:
+        making.add("data.pkl", pickle)
+        for key, storage in storages.items():
+            if not isinstance(storage, int):
+                making.add(f"data/{key}", storage)
+    return making.envelope()
+
+
+def describe_tensor(spec: Spec, key: str) -> Record:
+    """Return the call by which torch makes a row-major tensor of storage `key`. Raises `Unsupported` if quantized."""
+    if spec.dtype.kind == "quantized":
+        raise Unsupported(f"a tensor of dtype {spec.dtype} has its scales beside its bytes", hint="leave it out")
+    hooks = Record(Global("collections", "OrderedDict"), ())
+    strides = row_major(tuple(max(1, n) for n in spec.shape))
+    typed = _TYPED.get(spec.dtype.name)
+    kind = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
+    storage = PersistentId(("storage", kind, key, "cpu", spec.numel if typed else spec.nbytes))
+    view = (storage, 0, spec.shape, strides, False, hooks)
+    if typed:
+        return Record(Global("torch._utils", "_rebuild_tensor_v2"), view)
+    return Record(Global("torch._utils", "_rebuild_tensor_v3"), (*view, Global("torch", spec.dtype.name)))
+
+
+class _Making:
+    """An archive that is put together from its start to its end."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.holes: dict[str, Hole] = {}
+        self.known = bytearray()  # the bytes since the last hole
+        self.start = 0  # and where they begin
+        self.directory = bytearray()
+        self.count = 0
+
+    @property
+    def at(self) -> int:
+        return self.start + len(self.known)
+
+    def add(self, name: str, content: int | bytes) -> None:
+        """Add an entry with its content, or with room for it."""
+        length = content if isinstance(content, int) else len(content)
+        checksum = 0 if isinstance(content, int) else crc32(content)
+        path = f"archive/{name}".encode()
+        header = self.at
+        self.begin(path, length)
+        offset = self.at
+        if isinstance(content, int):
+            self.leave(length)
+        else:
+            self.known += content
+        if isinstance(content, int):
+            self.holes[name] = Hole(offset, length, (self.at + 4, len(self.directory) + 16))  # in the directory
+        size = Struct("<QQ" if length >= _ALL_ONES else "<II")
+        self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
+        self.directory += self.describe(path, checksum, length, header)
+        self.count += 1
+
+    def unlist(self) -> None:
+        """Leave what has been added out of the directory."""
+        self.directory.clear()
+        self.count = 0
+
+    def begin(self, path: bytes, length: int) -> None:
+        """Write the header before an entry's content, padded so that the content is aligned."""
+        large = b"\x01\x00\x10\x00" + length.to_bytes(8, "little") * 2 if length >= _ALL_ONES else b""
+        padding = -(self.at + _local.size + len(path) + len(large) + 4) % _ALIGNMENT
+        extra = large + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        self.known += _local.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra
+
+    def leave(self, length: int) -> None:
+        """Leave room for `length` bytes."""
+        self.parts.append((self.start, bytes(self.known)))
+        self.start = self.at + length
+        self.known = bytearray()
+
+    @staticmethod
+    def describe(path: bytes, checksum: int, length: int, header: int) -> bytes:
+        """Return an entry's record in the directory."""
+        wide = [value for value in (length, length, header) if value >= _ALL_ONES]
+        extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
+        size, place = min(length, _ALL_ONES), min(header, _ALL_ONES)
+        fields = (0, 0, _FLAGS, 0, 0, 0, checksum, size, size, len(path), len(extra), 0, 0, 0, 0, place)
+        return _central.pack(b"PK\x01\x02", *fields) + path + extra
+
+    def envelope(self) -> Envelope:
+        """Return the archive, with its directory at the end; a reader finds the directory from there."""
+        at, count, size = self.at, self.count, len(self.directory)
+        end = at + size
+        self.known += self.directory
+        self.known += _end64.pack(b"PK\x06\x06", _end64.size - 12, 0, 45, 0, 0, count, count, size, at)
+        self.known += _end64_locator.pack(b"PK\x06\x07", 0, end, 1)
+        few, near = min(count, 0xFFFF), min(at, _ALL_ONES)
+        self.known += _end.pack(b"PK\x05\x06", 0, 0, few, few, min(size, _ALL_ONES), near, 0)
+        self.parts.append((self.start, bytes(self.known)))
+        holes = {
+            name.removeprefix("data/"): Hole(hole.offset, hole.length, (hole.crc_at[0], at + hole.crc_at[1]))
+            for name, hole in self.holes.items()
+        }
+        return Envelope(self.at, tuple(self.parts), holes)

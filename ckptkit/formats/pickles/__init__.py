@@ -1,0 +1,1 @@
+"""Pickles, read and written without running them."""

@@ -1,0 +1,300 @@
+"""Read pickles without running anything. Every global is a name, every call a record; nothing they name is imported.
+
+Python's own unpickler does it, with a pickle that `opcodes` rewrites so that it can do no harm. Where it would
+import something it is given a name, and a call of a name makes a record. Each opcode takes at least a byte of input and
+allocates no more than it read, so memory and time are bounded by the size of the file.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.pickles.opcodes import Harmless
+
+_BUFFER = 1 << 16  # bytes of the pickle that are rewritten ahead of the unpickler
+_MOST_NAMES = 10_000  # in one pickle; each is a class, of a kilobyte
+_LONGEST_NAME = 512  # characters of a name that is made of others
+
+
+class Global(type):
+    """A name that the pickle would have imported. It is a class, since the unpickler asks for one.
+
+    A call of it gives a `Record`, and so does making an instance without a call, unless its instances are to be `Flat`.
+    """
+
+    module: str
+    name: str
+
+    def __new__(cls, module: str, name: str, *, is_flat: bool = False) -> Global:
+        """Return the class with this name."""
+        made: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
+        if is_flat:
+            return super().__new__(cls, "Global", (Flat,), made)
+        return super().__new__(cls, "Global", (), {**made, "__new__": _make})
+
+    def __init__(cls, module: str, name: str, *, is_flat: bool = False) -> None:
+        pass  # a class is made by `__new__`
+
+    def __call__(cls, *args: Any) -> Record:
+        """Return what the call would have made."""
+        return Record(cls, args)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Refuse what a pickle may ask for."""
+        raise AttributeError(name)
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (isinstance(other, Global) and (cls.module, cls.name) == (other.module, other.name))
+
+    def __hash__(cls) -> int:
+        return hash((cls.module, cls.name))
+
+    def __repr__(cls) -> str:
+        return f"{cls.module}.{cls.name}"
+
+
+class Record:
+    """A call that the pickle would have made: the callee, its arguments, and the state and contents given afterwards.
+
+    `is_new` if a class would have made an instance without its `__init__`. `items` are pairs put into what would be a
+    dict, `members` what was added to a list or a set.
+    """
+
+    __slots__ = ("args", "is_new", "items", "members", "of", "state")
+
+    def __init__(self, of: object, args: tuple[Any, ...], *, is_new: bool = False) -> None:
+        self.of = of
+        self.args = args
+        self.is_new = is_new
+        self.state: Any = None
+        self.items: list[Any] | None = None
+        self.members: list[Any] | None = None
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the state, if it was to be a dict. Raises `TypeError` if not."""
+        if not isinstance(self.state, dict):
+            raise TypeError("state")
+        return self.state
+
+    def __repr__(self) -> str:
+        return f"<{self.of}>"
+
+    # how the unpickler tells it what the object would have been given
+
+    def __call__(self, *args: Any) -> Record:
+        """Return what a call of what this would have been would have made."""
+        return Record(self, args)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.items is None:
+            self.items = []
+        self.items.append((key, value))
+
+    def extend(self, members: list[Any]) -> None:
+        """Add members of what would be a list."""
+        if self.members is None:
+            self.members = []
+        self.members.extend(members)
+
+    def add(self, member: Any) -> None:
+        """Add a member of what would be a set, and is a call with a list of them."""
+        self.args[0].append(member)
+
+
+class _Attribute(Global):
+    """The name of `getattr`. A call of it with a name and a text is a name too: that of a class inside a class."""
+
+    _name_it: Callable[[str, str], Any]
+
+    def __new__(cls, module: str, name: str, name_it: Callable[[str, str], Any]) -> Global:
+        """Return the class that asks `name_it` for the names that its calls make."""
+        made = super().__new__(cls, module, name)
+        type.__setattr__(made, "_name_it", staticmethod(name_it))
+        return made
+
+    def __init__(cls, module: str, name: str, name_it: Callable[[str, str], Any]) -> None:
+        pass  # a class is made by `__new__`
+
+    def __call__(cls, *args: Any) -> Any:
+        """Return the name, or the record of another call."""
+        match args:
+            case (Global() as of, str(name)) if len(of.name) + len(name) < _LONGEST_NAME and "\n" not in name:
+                return cls._name_it(of.module, f"{of.name}.{name}")
+        return Record(cls, args)
+
+
+def _make(of: Global, *args: Any) -> Record:
+    return Record(of, args, is_new=True)
+
+
+class Flat(list[Any]):
+    """An instance of a class, of which there may be millions: it is a list, made and filled without a call of Python's.
+
+    Of a state that would be a dict it has the names and values in turn, and of any other the state itself.
+    """
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __setstate__ = list.append
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the state by name, if it was to be a dict. Raises `TypeError` or `ValueError` if not."""
+        if len(self) == 1 and isinstance(self[0], dict):
+            return self[0]
+        names = self[::2]
+        "".join(names)  # a TypeError if anything else than text is among them, of which the hash could cost the world
+        return dict(zip(names, self[1::2], strict=True))
+
+    def fields(self, names: list[str]) -> list[Any]:
+        """Return the attributes of these names, None for one that it lacks. Fast if it has the first, in this order."""
+        found = self[::2]
+        if found == names[: len(found)]:
+            return self[1::2] + [None] * (len(names) - len(found))
+        return list(map(self.attributes().get, names))
+
+
+class Dict(dict[Any, Any]):
+    """A dict that takes a key only if its hash costs no more than it seems to."""
+
+    __slots__ = ()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, (str, Flat)):
+            check_key(key)
+        super().__setitem__(key, value)
+
+
+@dataclass(slots=True)
+class PersistentId:
+    """A reference to something outside the pickle; torch uses it for storages. May be made to refer to another."""
+
+    value: Any
+
+
+class _AnyName:
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+Names = Container[tuple[str, str]]
+ANY_NAME: Final = _AnyName()  # for the pickle of a user's own state: a name does no harm, since none is ever imported
+_SET = Global("builtins", "set")
+_SIZE = ("torch", "Size")
+_GETATTR = (("builtins", "getattr"), ("__builtin__", "getattr"))
+_tuple_itself = ().__add__  # gives back the tuple that it is called with, and nothing else
+SCALARS: Final = (str, int, float, bytes, bool, type(None))
+_MALFORMED = (
+    pickle.UnpicklingError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+
+
+def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tuple[Any, int]:
+    """Return the object pickled in `data` from byte `at`, and the offset past it.
+
+    `names` holds each `(module, name)` that may occur; an unknown one is `Unsupported`, since a checkpoint
+    has no need of it. Anything malformed is `Corrupt`. For millions of objects there is `is_flat`: instances of a class
+    are `Flat`, and what would be a `torch.Size` is a tuple.
+    """
+    harmless = Harmless(data, at, is_flat=is_flat)
+    try:
+        return _Unpickler(harmless, names, is_flat=is_flat).load(), harmless.end
+    except _MALFORMED as error:
+        raise Corrupt(f"the pickle breaks off or makes no sense in bytes {at}:{len(data)}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """The unpickler, with all that it could import or refer to replaced."""
+
+    def __init__(self, harmless: Harmless, names: Names, *, is_flat: bool) -> None:
+        super().__init__(io.BufferedReader(harmless, _BUFFER), encoding="utf-8")
+        self._names = names
+        self._is_flat = is_flat
+        self._known: dict[tuple[str, str], Any] = {_SIZE: _tuple_itself} if is_flat and _SIZE in names else {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a name in the place of what it is the name of. Raises `Unsupported` for one that may not occur."""
+        known = self._known.get((module, name))
+        if known is None:
+            if (module, name) not in self._names:
+                raise Unsupported(
+                    f"the pickle names `{module}.{name}`, which no checkpoint of this kind needs",
+                    hint="ckptkit runs no code from a checkpoint; if you trust its producer, please report the name",
+                )
+            is_getattr = (module, name) in _GETATTR
+            known = _Attribute(module, name, self.name_it) if is_getattr else self.name_it(module, name)
+            self._known[module, name] = known
+        return known
+
+    def name_it(self, module: str, name: str) -> Any:
+        """Return a name, the same for the same. Raises `Unsupported` when there are too many."""
+        known = self._known.get((module, name))
+        if known is None:
+            if len(self._known) >= _MOST_NAMES:
+                raise Unsupported(f"the pickle has more than {_MOST_NAMES} names")
+            known = self._known[module, name] = Global(module, name, is_flat=self._is_flat)
+        return known
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return a container in the place of the one that was rewritten to this id, or a reference.
+
+        What torch once saved by reference with its source is a class, and is one here.
+        """
+        match pid:
+            case None:
+                return Dict()
+            case ():
+                return Record(_SET, ([],))
+            case (("module", Global() as of, *_),):
+                return of
+            case _:
+                return PersistentId(*pid)
+
+
+def parts_of(value: Any) -> Sequence[Any]:
+    """Return everything directly in a loaded value, of any kind."""
+    if isinstance(value, Record):
+        return [value.of, value.args, value.members, value.items, value.state]
+    if isinstance(value, PersistentId):
+        return [value.value]
+    if isinstance(value, dict):
+        return list(chain.from_iterable(value.items()))
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def walk(value: Any, parts: Callable[[Any], Sequence[Any]] = parts_of) -> Iterator[Any]:
+    """Return a loaded value and all that is in it, or as much as `parts` gives, each once and in the pickle's order."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            waiting.extend(reversed(parts(part)))
+
+
+def check_key(key: Any) -> None:
+    """Raise `TypeError` for a dict key whose hash could cost more than it looks: nested tuples of shared tuples."""
+    if isinstance(key, tuple):
+        if not all(isinstance(part, SCALARS) for part in key):
+            raise TypeError("key")
+    elif not isinstance(key, (*SCALARS, Record, Flat, Global)):
+        raise TypeError("key")

@@ -1,0 +1,126 @@
+"""Walk the opcodes of a pickle, and rewrite those by which Python's own unpickler could be harmed. Runs none of them.
+
+The unpickler, which is written in C, trusts what it reads. It sets room aside for whatever number of bytes, or place in
+the memo, a pickle names; and it hashes the keys of dicts and the members of sets, which for tuples of tuples can take
+for ever, or all of the stack. So a length is compared with the bytes that are there; what makes an empty dict or set is
+exchanged for a call of `persistent_load`, which gives one of ours; and an opcode that torch does not write is refused.
+
+Source: https://github.com/python/cpython/blob/3.13/Lib/pickletools.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from io import RawIOBase
+from itertools import islice
+from typing import Any
+
+from ckptkit.errors import Unsupported
+
+# `persistent_load` is called with None for an empty dict, with () for an empty set, and else with a tuple of the id
+_CALLS = {b"}": b"NQ", b"\x8f": b")Q", b"Q": b"\x85Q"}  # EMPTY_DICT, EMPTY_SET, BINPERSID
+_STOP, _FRAME, _LONG_BINPUT = b".", b"\x95", b"r"
+_APPENDS = b"e"
+_AT_ONCE = 1024  # pieces that are joined
+_COUNTED = {0x8C: 1, 0x58: 4, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4, 0x8A: 1, 0x8D: 8, 0x8E: 8}  # bytes of their length
+_FIXED = b"KhqMJjGc\x80"  # those with other operands
+_SHORT = 96  # bytes of text; longer ones are stepped over one by one
+
+
+class Harmless(RawIOBase):
+    """A pickle that says the same as the one at byte `at` of `data`, but harmlessly: rewritten while it is read.
+
+    With `is_flat` the dict that is an object's state is none: its keys and values in turn are appended to the object.
+    When all has been read, `end` is the offset past the pickle. Reading raises `Unsupported` for an opcode that torch
+    does not write, and `IndexError` where the pickle breaks off.
+    """
+
+    def __init__(self, data: bytes, at: int, *, is_flat: bool = False) -> None:
+        self.end = at
+        self._pieces = self._rewrite(data, at, harmless(is_flat))
+        self._waiting = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Put the next bytes into a buffer; return how many, 0 at the end."""
+        if not self._waiting:
+            self._waiting = memoryview(b"".join(islice(self._pieces, _AT_ONCE)))
+        count = min(len(buffer), len(self._waiting))
+        buffer[:count] = self._waiting[:count]
+        self._waiting = self._waiting[count:]
+        return count
+
+    def _rewrite(self, data: bytes, at: int, pattern: re.Pattern[bytes]) -> Iterator[bytes]:
+        """Yield the pickle in pieces, none of them empty."""
+        done = at
+        while True:
+            for run in pattern.finditer(data, at):
+                at = run.end()
+                if not run.lastindex:
+                    break  # before what may not stay
+                start, end = run.span(1)
+                yield data[done:start] + data[start + 1 : end - 1] + _APPENDS
+                done = at
+            if data[at : at + 1] == _STOP:
+                break
+            instead, end = exchange(data, at)
+            if instead is not None:
+                if done < at or instead:
+                    yield data[done:at] + instead
+                done = end
+            at = end
+        self.end = at + 1
+        yield data[done : at + 1]
+
+
+def exchange(data: bytes, at: int) -> tuple[bytes | None, int]:
+    """Return what is to stand in the place of the opcode at byte `at`, None if it may stay, and the offset past it."""
+    opcode = data[at : at + 1]
+    instead = _CALLS.get(opcode)
+    if instead is not None:
+        return instead, at + 1
+    if opcode == _FRAME:
+        past_end(data, at + 9, number(data, at + 1, 8))
+        return b"", at + 9
+    if opcode == _LONG_BINPUT:
+        past_end(data, 0, number(data, at + 1, 4))  # the memo never has more entries than the pickle has bytes
+        return None, at + 5
+    if not opcode or opcode in _FIXED:
+        raise IndexError(at)
+    width = _COUNTED.get(opcode[0])
+    if width is None:
+        raise Unsupported(f"pickle opcode 0x{opcode[0]:02x} at byte {at} is not one that torch writes")
+    start = at + 1 + width
+    return None, past_end(data, start, number(data, at + 1, width))
+
+
+def number(data: bytes, at: int, width: int) -> int:
+    return int.from_bytes(data[at : at + width], "little")
+
+
+def past_end(data: bytes, start: int, length: int) -> int:
+    """Return the end of `length` bytes from `start`. Raises `IndexError` if there are fewer."""
+    if start + length > len(data):
+        raise IndexError(start)
+    return start + length
+
+
+@cache
+def harmless(is_flat: bool) -> re.Pattern[bytes]:
+    """Return the pattern of a run of opcodes that may stay; group 1, if `is_flat`, is the dict of an object's state."""
+    texts = (counted(b"\x8c", 1, _SHORT), counted(b"X", 4, _SHORT), counted(b"\x8a", 1, 8))
+    operands = b"|".join((rb"[Khq\x80].|M..|[Jj]....|r..\0\0|G.{8}|c[^\n]*+\n[^\n]*+\n", *texts))
+    always = rb"()NRt\x81\x85-\x89\x93\x94"
+    run = rb"(?:[%b01abesu\]\x90\x92]++|%b)*+" % (always, operands)
+    state = rb"(\}\x94?\((?:[%b]++|%b)*+u)b" % (always, operands)
+    return re.compile(run + b"(?:%b)?" % state if is_flat else run, re.DOTALL)
+
+
+def counted(opcode: bytes, width: int, longest: int) -> bytes:
+    """Return the pattern of an opcode and the bytes that follow it, their number first, in `width` bytes."""
+    lengths = (re.escape(n.to_bytes(width, "little")) + b".{%d}" % n for n in range(longest + 1))
+    return opcode + b"(?:" + b"|".join(lengths) + b")"

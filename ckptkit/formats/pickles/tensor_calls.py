@@ -1,0 +1,232 @@
+"""Read which tensor a pickle describes: the call of torch's that would have made it, as inert data, never made.
+
+Source: torch/_utils.py, torch/_tensor.py and torch/serialization.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from itertools import chain
+from math import prod
+from typing import Any
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.inert_pickle import Global, Record
+from ckptkit.tensors.box import Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+}
+_TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+_PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+_REBUILDS = (*_TENSORS, *_PARAMETERS)
+_in_torch_utils = cache(partial(Global, "torch._utils"))
+_SIZE = Global("torch", "Size")
+_REBUILD_OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+_PLAIN_TYPES = (
+    Global("torch", "Tensor"),
+    Global("torch.nn.parameter", "Parameter"),
+    Global("torch.nn.parameter", "Buffer"),
+)
+_REFUSED = {
+    "_rebuild_qtensor": "quantized",
+    "_rebuild_sparse_tensor": "sparse",
+    "_rebuild_nested_tensor": "nested",
+    "_rebuild_meta_tensor_no_storage": "on the meta device, without data",
+    "_rebuild_wrapper_subclass": "a tensor subclass",
+    "_rebuild_from_type_v2": "a tensor subclass",
+}
+# torchao's parameters that are rounded only as a training uses them: the attribute that holds one as it is
+_HOLDERS = {
+    "WeightWithDynamicFloat8CastTensor": "_tensor",
+    "WeightWithDelayedFloat8CastTensor": "_tensor",
+    "WeightWithStaticFloat8CastTensor": "_tensor",
+    "ScaledGroupedMMTensor": "_data",
+    "Float8TrainingWeightWrapperTensor": "_data",
+    "MXFP8TrainingWeightWrapperTensor": "_data",
+    "Int8MixedPrecisionTrainingLinearWeight": "_data",
+    "BitNetTrainingLinearWeight": "_data",
+}
+_WRAPPING = ("torchao", "transformer_engine")  # whose classes are tensors; none of what they name is imported
+_MADE_ANEW = "._make_in_reduce_ex"  # what Transformer Engine calls to make one
+_TORCH_NAMES = frozenset(
+    [
+        *(("torch", name) for name in (*DTYPES, *STORAGES, "Size", "device", "Tensor", "strided")),
+        *(("torch._utils", name) for name in (*_REBUILDS, *_REFUSED)),
+        ("torch._tensor", "_rebuild_from_type_v2"),
+        ("torch.storage", "UntypedStorage"),
+        ("torch.nn.parameter", "Parameter"),
+        ("torch.nn.parameter", "Buffer"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "QUInt8Storage"),
+        ("torch", "QInt8Storage"),
+        ("torch", "QInt32Storage"),
+        ("torch", "per_tensor_affine"),
+        ("torch", "per_channel_affine"),
+        ("collections", "OrderedDict"),
+        *(("builtins", "getattr"), ("__builtin__", "getattr")),  # of a class of those; a call of it is a name
+    ]
+)
+
+
+class _Names:
+    """The names that the pickle of one tensor may have."""
+
+    def __contains__(self, name: object) -> bool:
+        match name:
+            case (str(module), str()):
+                return module.partition(".")[0] in _WRAPPING or name in _TORCH_NAMES
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A tensor as `data.pkl` describes it: a view of storage `key`, offsets and strides in elements."""
+
+    key: str
+    dtype: DType
+    offset: int
+    shape: Shape
+    strides: Shape
+
+    @property
+    def span(self) -> int:
+        """Return the elements of the storage from the tensor's first to its last, both included."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def is_row_major(self) -> bool:
+        """Return True if its elements lie one after another in the order of their indices."""
+        expected = prod(self.shape)
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            expected //= n or 1
+            if n > 1 and stride != expected:
+                return False
+        return True
+
+
+@lru_cache(maxsize=256)
+def parse_tensor(data: bytes) -> TensorRecord:
+    """Return the tensor that a `data.pkl` describes; the same few hundred bytes for every chunk of one shape."""
+    value, _ = inert_pickle.load(data, _Names())
+    return as_tensor(value)
+
+
+def is_tensor(value: object) -> bool:
+    """Return True if `value` would have been made by a function of torch's that makes tensors, known to us or not."""
+    return (
+        isinstance(value, Record)
+        and isinstance(value.of, Global)
+        and (
+            (value.of.module in ("torch._utils", "torch._tensor") and value.of.name.startswith("_rebuild"))
+            or value.of.name.endswith(_MADE_ANEW)
+        )
+    )
+
+
+def as_tensor(value: object) -> TensorRecord:
+    """Return the tensor that a pickled value would have been. Raises `Unsupported` naming what it is instead."""
+    call = unwrap(value)
+    if not any(is_call(call, name) for name in _TENSORS):
+        made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
+        what = _REFUSED.get(made_by, f"something else than a plain tensor ({made_by or type(call).__name__})")
+        if made_by.endswith(_MADE_ANEW):
+            what = f"a tensor subclass, `{str(call.of).removesuffix(_MADE_ANEW)}`"
+        if isinstance(call, Record) and call.of == _REBUILD_OF_TYPE and len(call.args) > 1:
+            what += f", `{call.args[1]}`"
+        raise Unsupported(
+            f"the entry holds {what}", hint="save it as a plain dense tensor, or leave it out with --exclude"
+        )
+    return parse_rebuild(call)
+
+
+def unwrap(value: object) -> Any:
+    """Return the call that makes the plain tensor in a parameter, a buffer or a tensor with attributes of its own."""
+    while isinstance(value, Record) and isinstance(value.args, tuple):
+        if any(is_call(value, name) for name in _PARAMETERS) and value.args:
+            value = value.args[0]
+        elif value.of == _REBUILD_OF_TYPE and len(value.args) == 4 and value.args[1] in _PLAIN_TYPES:
+            function, _, arguments, _ = value.args
+            value = Record(function, arguments)
+        elif (held := held_by(value)) is not None:
+            value = held
+        else:
+            break
+    return value
+
+
+def held_by(value: Record) -> Any | None:
+    """Return the tensor that one of torchao's holds as it is, None if it is another. `Corrupt` if its shape differs."""
+    match value:
+        case Record(of=of, args=(function, Global() as kind, (_, _, size, *_), state)):
+            attribute = _HOLDERS.get(kind.name) if kind.module.partition(".")[0] in _WRAPPING else None
+            attributes = state[0] if isinstance(state, tuple) and state else state
+            if of != _REBUILD_OF_TYPE or function != _REBUILD_WRAPPER or attribute is None:
+                return None
+            held = attributes.get(attribute) if isinstance(attributes, dict) else None
+            if held is None or as_tensor(held).shape != as_shape(size):
+                raise Corrupt(f"a `{kind}` of shape {size} does not hold a tensor of it in `{attribute}`")
+            return held
+    return None
+
+
+def is_call(value: object, name: str) -> bool:
+    return isinstance(value, Record) and value.of == _in_torch_utils(name)
+
+
+def parse_rebuild(call: Record) -> TensorRecord:
+    """Parse `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, [dtype], [bits])`.
+
+    In torch 0.4 and before, the storage could itself be a view of a larger one, `(key, offset, size)`.
+    """
+    try:
+        storage, offset, shape, strides = call.args[:4]
+        shape, strides = as_shape(shape), as_shape(strides)
+        kind, storage_type, key, _location, _numel, *view = storage.value
+        offset += view[0][1] if view and view[0] else 0
+        typed = not is_call(call, "_rebuild_tensor_v3")
+        dtype = DTYPES[STORAGES[storage_type.name] if typed else call.args[6].name]
+        bits = call.args[6 if typed else 7 :]
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise Unsupported("data.pkl describes a tensor of a kind that ckptkit does not know") from error
+    flags = [bit for bits_of in bits if isinstance(bits_of, dict) for bit, value in bits_of.items() if value]
+    if flags:
+        raise Unsupported(f"the tensor is a lazy view ({', '.join(map(str, flags))}): its bytes are not its values")
+    if kind != "storage" or type(key) is not str or type(offset) is not int or offset < 0 or len(shape) != len(strides):
+        raise Corrupt("data.pkl describes an impossible tensor")
+    return TensorRecord(key, dtype, offset, shape, strides)
+
+
+def as_shape(value: object) -> Shape:
+    """Return a tuple of non-negative integers, bare or in a `torch.Size`. Raises `ValueError` for anything else."""
+    if isinstance(value, Record) and value.of == _SIZE:
+        (value,) = value.args
+    shape = tuple(value) if isinstance(value, (tuple, list)) else (None,)
+    for n in shape:
+        if type(n) is not int or not 0 <= n < 2**63:
+            raise ValueError("shape")
+    return shape
+
+
+def as_shapes(values: list[Any]) -> list[Shape]:
+    """Return each of many values as `as_shape` does; fast if they are tuples of integers. Negative ones may be left."""
+    if {tuple}.issuperset(map(type, values)) and {int}.issuperset(map(type, chain.from_iterable(values))):
+        return values
+    return list(map(as_shape, values))

@@ -1,0 +1,197 @@
+"""Write pickles of what `inert_pickle` can read: a global is only a name and a call only a record here too.
+
+Writes protocol 2, as torch.save does. Each object is written once, however often it occurs, as by pickle itself: what n
+bytes held is written in a small multiple of n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from struct import Struct
+from typing import Any, Final
+
+from ckptkit.errors import Unsupported
+from ckptkit.formats.pickles.inert_pickle import Dict, Global, PersistentId, Record
+
+_i32, _u32, _f64 = Struct("<i"), Struct("<I"), Struct(">d")
+_SMALL_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+_BYTES = Global("_codecs", "encode")  # protocol 2 knows no bytes: a call makes them of a string
+_GETATTR = Global("__builtin__", "getattr")
+
+
+def dump(value: Any) -> bytes:
+    """Return the pickle of a value as `inert_pickle.load` gives it.
+
+    Raises `Unsupported` for any other kind, or endless nesting.
+    """
+    pickler = Pickler()
+    try:
+        pickler.save(value)
+    except RecursionError as error:
+        raise Unsupported("the value is nested too deep to be pickled") from error
+    return bytes(pickler.out + b".")
+
+
+class Pickler:
+    """A pickle that is written, piece by piece, into `out`.
+
+    Strings and globals are written once and then recalled. So are objects, which must live as long as the pickler,
+    unless `by_identity` is false.
+    """
+
+    __slots__ = ("by_identity", "memo", "out")
+
+    def __init__(self, *, by_identity: bool = True) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self.by_identity = by_identity
+        self.memo: dict[object, int] = {}  # strings and globals by value, all else by identity
+
+    def declare(self, value: Any) -> bytes:
+        """Write a value beside the one that counts, so that its strings are known; return how it is written now."""
+        self.save(value)
+        self.out += b"0"
+        return self.piece(value)
+
+    def piece(self, value: Any) -> bytes:
+        """Return the bytes that `value` would be written as now."""
+        out, self.out = self.out, bytearray()
+        self.save(value)
+        piece, self.out = bytes(self.out), out
+        return piece
+
+    def save(self, value: Any) -> None:
+        """Write a value."""
+        save = _SAVES.get(type(value))
+        if save is None:
+            raise Unsupported(f"a {type(value).__name__} cannot be pickled here")
+        save(self, value)
+
+    # constants
+
+    def _none(self, _: None) -> None:
+        self.out += b"N"
+
+    def _boolean(self, value: bool) -> None:
+        self.out += b"\x88" if value else b"\x89"
+
+    def _integer(self, value: int) -> None:
+        if 0 <= value < 256:
+            self.out += b"K%c" % value
+        elif -(1 << 31) <= value < 1 << 31:
+            self.out += b"J" + _i32.pack(value)
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            if len(data) > 255:
+                raise Unsupported(f"an integer of {len(data)} bytes cannot be pickled here")
+            self.out += b"\x8a%c" % len(data) + data
+
+    def _floating(self, value: float) -> None:
+        self.out += b"G" + _f64.pack(value)
+
+    def _string(self, value: str) -> None:
+        if not self._recall(value):
+            data = value.encode("utf-8", "surrogatepass")
+            self.out += b"X" + _u32.pack(len(data)) + data
+            self._remember(value)
+
+    def _bytestring(self, value: bytes) -> None:
+        self._name(_BYTES)
+        self._string(value.decode("latin-1"))
+        self._string("latin1")
+        self.out += b"\x86R"
+
+    # containers
+
+    def _tuple(self, value: tuple[Any, ...]) -> None:
+        if value and self._recall(id(value)):
+            return
+        small = _SMALL_TUPLES.get(len(value))
+        if small is None:
+            self.out += b"("
+        for part in value:
+            self.save(part)
+        self.out += small or b"t"
+        if value:
+            self._remember(id(value))
+
+    def _list(self, value: list[Any]) -> None:
+        if not self._recall(id(value)):
+            self.out += b"]"
+            self._remember(id(value))
+            self._members(value)
+
+    def _dict(self, value: dict[Any, Any]) -> None:
+        if not self._recall(id(value)):
+            self.out += b"}"
+            self._remember(id(value))
+            self._pairs(value.items())
+
+    def _members(self, members: Iterable[Any]) -> None:
+        self.out += b"("
+        for member in members:
+            self.save(member)
+        self.out += b"e"
+
+    def _pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        self.out += b"("
+        for key, value in pairs:
+            self.save(key)
+            self.save(value)
+        self.out += b"u"
+
+    # what would be imported and called
+
+    def _name(self, value: Global) -> None:
+        if self._recall(value):
+            return
+        above, _, last = value.name.rpartition(".")
+        if above:  # protocol 2 knows no class inside a class: a call finds it
+            self._name(_GETATTR)
+            self._name(Global(value.module, above))
+            self._string(last)
+            self.out += b"\x86R"
+        else:
+            self.out += f"c{value.module}\n{value.name}\n".encode()
+        self._remember(value)
+
+    def _call(self, value: Record) -> None:
+        if self._recall(id(value)):
+            return
+        self.save(value.of)
+        self.save(value.args)
+        self.out += b"\x81" if value.is_new else b"R"
+        self._remember(id(value))
+        if value.members is not None:
+            self._members(value.members)
+        if value.items is not None:
+            self._pairs(value.items)
+        if value.state is not None:
+            self.save(value.state)
+            self.out += b"b"
+
+    def _persistent(self, value: PersistentId) -> None:
+        self.save(value.value)
+        self.out += b"Q"
+
+    # memo
+
+    def _recall(self, key: object) -> bool:
+        index = self.memo.get(key)
+        if index is None:
+            return False
+        self.out += b"h%c" % index if index < 256 else b"j" + _u32.pack(index)
+        return True
+
+    def _remember(self, key: object) -> None:
+        if type(key) is int and not self.by_identity:
+            return
+        index = self.memo[key] = len(self.memo)
+        self.out += b"q%c" % index if index < 256 else b"r" + _u32.pack(index)
+
+
+_P = Pickler
+_SAVES: Final[dict[type, Callable[[Pickler, Any], None]]] = {
+    type(None): _P._none, bool: _P._boolean, int: _P._integer, float: _P._floating,
+    str: _P._string, bytes: _P._bytestring, tuple: _P._tuple, list: _P._list, dict: _P._dict, Dict: _P._dict,
+    Global: _P._name, Record: _P._call, PersistentId: _P._persistent,
+}  # fmt: skip

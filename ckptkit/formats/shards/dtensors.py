@@ -1,0 +1,180 @@
+"""Read DTensors as torch pickles them: the tensor that a rank holds, and which boxes of the whole it is.
+
+Source: torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py; before torch 2.5 all of it lay in
+torch/distributed/_tensor. A DTensor is a call of `_rebuild_wrapper_subclass` with a state: the local tensor, and a spec
+of mesh, placements and the order of cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.archives.read_archive import place_tensor
+from ckptkit.formats.archives.zip_entries import Entry
+from ckptkit.formats.pickles.inert_pickle import Global, Record
+from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor
+from ckptkit.formats.shards.meshes import Mesh, ReadIntegers, read_mesh, unravel
+from ckptkit.layout import Chunk, Spec
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.placements import Piece, Placement, Shard, place
+
+_REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
+_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+_ROOMS = ("torch.distributed.tensor", "torch.distributed._tensor")
+_MOST_PIECES = 4096  # of what one rank holds of one tensor
+
+
+class Placed(NamedTuple):
+    """A tensor that is spread over a mesh, as one rank has it: `held` is its own part."""
+
+    spec: Spec
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...] | None
+    held: TensorRecord
+
+    @property
+    def is_replica(self) -> bool:
+        """Return whether another rank, earlier along an axis, holds the same."""
+        return any(shard is None and i for shard, i in zip(self.placements, self.mesh.coordinate, strict=True))
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Return the boxes that this rank holds. Raises `Corrupt` if its tensor has another shape."""
+        found, pieces = place(self.spec.shape, self.mesh.shape, self.mesh.coordinate, self.placements, self.order)
+        if self.held.shape != found:
+            where = ", ".join(map(str, self.mesh.coordinate))
+            raise Corrupt(
+                f"the rank at ({where}) of a mesh of {list(self.mesh.shape)} should hold {list(found)} of shape "
+                f"{list(self.spec.shape)}, but its tensor is {list(self.held.shape)}"
+            )
+        if len(pieces) > _MOST_PIECES:
+            raise Unsupported(f"one rank's part of it lies in {len(pieces)} pieces")
+        return pieces
+
+    def of_rank(self, rank: int) -> Placed:
+        """Return it as another rank of the mesh must have it."""
+        mesh = self.mesh._replace(coordinate=unravel(self.mesh.ranks.index(rank), self.mesh.shape))
+        shape, _ = place(self.spec.shape, mesh.shape, mesh.coordinate, self.placements, self.order)
+        return self._replace(mesh=mesh, held=replace(self.held, shape=shape))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Return True for a pickled DTensor, of torch old or new."""
+    match value:
+        case Record(of=of, args=(_, Global() as kind, *_)) if of == _REBUILD:
+            return kind.name == "DTensor" and kind.module.startswith(_ROOMS)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Specs:
+    """The meshes and placements in the file of one `rank`, each parsed once however many tensors have it."""
+
+    rank: int
+    read_integers: ReadIntegers
+    meshes: dict[int, Mesh]
+    placements: dict[int, tuple[Placement, ...]]
+
+    def open(self, value: Record) -> Placed:
+        """Return the tensor that a pickled DTensor would have been. Raises `Unsupported` for a partial sum."""
+        try:
+            function, _, (_, _, size, *_), state = value.args
+            if function != _WRAPPER:
+                raise Unsupported("a DTensor that is made in a way that ckptkit does not know")
+            attributes = state[-1] if isinstance(state, tuple) else state
+            held = as_tensor(attributes["_local_tensor"])
+            spec = attributes["_spec"].attributes()
+            mesh = self.mesh(spec["mesh"])
+            placements = self.placed(spec["placements"], mesh)
+            shape = as_shape(size)
+            check_meta(spec.get("tensor_meta"), shape)
+            strided = any(shard is not None and shard.stride > 1 for shard in placements)
+            order = None if strided else read_order(spec.get("shard_order"), placements)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise Unsupported("a DTensor is described in a way that ckptkit does not know") from error
+        if any(shard is not None and shard.dim >= len(shape) for shard in placements):
+            raise Corrupt(f"a tensor of shape {list(shape)} is cut along a dimension that it has not")
+        return Placed(Spec(held.dtype, shape), mesh, placements, order, held)
+
+    def mesh(self, value: Any) -> Mesh:
+        """Return a mesh, of which many tensors share one."""
+        known = self.meshes.get(id(value))
+        if known is None:
+            known = self.meshes[id(value)] = read_mesh(value, self.rank, self.read_integers)
+        return known
+
+    def placed(self, value: Any, mesh: Mesh) -> tuple[Placement, ...]:
+        """Return placements, of which there is one for each axis of the mesh."""
+        known = self.placements.get(id(value))
+        if known is None:
+            known = self.placements[id(value)] = tuple(read_placement(one, mesh) for one in value)
+        if len(known) != len(mesh.shape):
+            raise Corrupt(f"a tensor has {len(known)} placements on a mesh of {len(mesh.shape)} axes")
+        return known
+
+
+def read_placement(value: Record, mesh: Mesh) -> Placement:
+    """Return one placement. Raises `Unsupported` for a partial one, and for a class that is not known."""
+    of = value.of
+    if not (isinstance(of, Global) and of.module.startswith(_ROOMS)):
+        raise Unsupported(f"a placement of class `{of}`")
+    if of.name == "Replicate":
+        return None
+    if "Partial" in of.name:
+        raise Unsupported(f"it is a partial sum (`{of.name}`): each rank holds a summand, and none the tensor")
+    if of.name not in ("Shard", "_StridedShard"):
+        raise Unsupported(f"a placement of class `{of}`")
+    state = attributes_of(value)
+    dim, stride = state["dim"], state.get("split_factor", 1)
+    if type(dim) is not int or type(stride) is not int or dim < 0 or not 0 < stride <= prod(mesh.shape):
+        raise ValueError("placement")
+    return Shard(dim, stride)
+
+
+def attributes_of(value: Record) -> Mapping[str, Any]:
+    """Return the state of an object, which may come with its slots, or be the names' own call."""
+    state = value.state
+    if isinstance(state, tuple):
+        return {name: one for part in state if isinstance(part, dict) for name, one in part.items()}
+    if state is None:
+        return dict(zip(("dim", "split_factor"), value.args, strict=False))
+    return value.attributes()
+
+
+def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
+    """Return the order of the axes by which a tensor is cut, None for the mesh's own.
+
+    It is recorded by dimension: the axes that cut it, in turn.
+    """
+    if not value:
+        return None
+    order = [axis for entry in value for axis in entry.args[1]]
+    cutting = [axis for axis, shard in enumerate(placements) if shard is not None]
+    if sorted(order) != cutting or any(
+        placements[axis] != Shard(entry.args[0]) for entry in value for axis in entry.args[1]
+    ):
+        raise ValueError("shard_order")
+    return tuple(order)
+
+
+def check_meta(value: Any, shape: Shape) -> None:
+    """Raise `Corrupt` if the shape in a spec is not that of the tensor."""
+    if value is not None and as_shape(value.args[0]) != shape:
+        raise Corrupt(f"the tensor has shape {list(shape)}, but {list(as_shape(value.args[0]))} in its spec")
+
+
+def chunks_of(placed: Placed, entries: Mapping[str, Entry], path: str) -> list[Chunk]:
+    """Return where each piece lies that a rank holds, in file `path` with these entries."""
+    return [chunk_of(placed.held, piece.box, piece.at, entries, path) for piece in placed.pieces]
+
+
+def chunk_of(held: TensorRecord, box: Box, at: Shape, entries: Mapping[str, Entry], path: str) -> Chunk:
+    """Return the place of a box that lies at index `at` of the tensor that a rank holds."""
+    start = held.offset + sum(i * stride for i, stride in zip(at, held.strides, strict=True))
+    record = TensorRecord(held.key, held.dtype, start, box.size, held.strides)
+    return place_tensor(record, entries).chunk(box, path)

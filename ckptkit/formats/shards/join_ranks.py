@@ -1,0 +1,102 @@
+"""Join tensors that tensor-parallel ranks saved in files of their own, by a rule for each name. No bytes move.
+
+Nothing in such files says how a tensor was split: a layer that is parallel by columns has rows of its weight on each
+rank, one parallel by rows has columns, a norm is there in full on every rank. So each name needs a rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.archives.flatten import Flat
+from ckptkit.layout import Chunk, StoredTensor, nowhere
+from ckptkit.layout.axes import concatenate, cut, replace_at
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A way in which ranks share a tensor: cut along `axis`, None for a copy on each.
+
+    With `sections` each rank's part is so many equal ones one after another along the axis, such as a gate and what it
+    gates, and those of all ranks that belong together follow one another in the whole.
+    """
+
+    axis: int | None
+    sections: int = 1
+
+
+COPIED = Rule(None)
+BY_ROWS = Rule(0)
+BY_COLUMNS = Rule(1)
+BY_HALVES = Rule(0, sections=2)
+
+Rules = Sequence[tuple[str, Rule]]  # patterns of whole names, the first that matches counts
+
+
+def find_rule(name: str, rules: Rules, ranks: int) -> Rule:
+    """Return the rule for a tensor. Raises `Unsupported` where there is none: nothing is guessed."""
+    found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
+    if found is None:
+        hint = "please report its name; each rank's own file can be opened under another name"
+        raise Unsupported(f"no rule says how it is split over {ranks} ranks", tensor=name, hint=hint)
+    return found
+
+
+def join_ranks(parts: Sequence[StoredTensor], rule: Rule) -> StoredTensor:
+    """Return the tensor of which each rank in turn has a part. Raises `Corrupt` where the parts do not add up."""
+    if rule.axis is None:
+        return join_copies(parts)
+    first = parts[0].spec
+    rest = replace_at(first.shape, rule.axis, 1, ())
+    for part in parts[1:]:
+        if part.spec.dtype != first.dtype or replace_at(part.spec.shape, rule.axis, 1, ()) != rest:
+            raise Corrupt(f"the ranks do not fit together: one has {first}, another {part.spec}")
+    if len(first.shape) <= rule.axis:
+        raise Corrupt(f"{first} has no axis {rule.axis} along which ranks could share it")
+    sections = zip(*(cut_in(part, rule.axis, rule.sections) for part in parts), strict=True)
+    joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
+    return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
+
+
+def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
+    """Return the copy of the first rank whose file can be read. Raises `Corrupt` if another's is of another kind."""
+    for part in parts[1:]:
+        if part.spec != parts[0].spec:
+            raise Corrupt(f"the copies of the ranks differ: one is {parts[0].spec}, another {part.spec}")
+    return next((part for part in parts if not part.is_nowhere), parts[0])
+
+
+def spares_of(tensor: StoredTensor, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
+    """Return the chunks of the other copies, if a joined tensor is one of the ranks' parts; none if it is not.
+
+    Copies have the same checksums.
+    """
+    if not any(tensor is part for part in parts):
+        return ()
+    copies = (part for part in parts if part is not tensor and sums_of(part) == sums_of(tensor))
+    return tuple(chunk for part in copies for chunk in part.chunks)
+
+
+def sums_of(tensor: StoredTensor) -> list[int | None]:
+    return [chunk.crc32 for chunk in tensor.chunks]
+
+
+def as_lost(flat: Flat, path: str) -> Flat:
+    """Return what a rank's file that cannot be read must have held of tensors, by what that of another rank holds."""
+    lost = {
+        name: replace(tensor, chunks=tuple(nowhere(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))
+        for name, tensor in flat.tensors.items()
+    }
+    return Flat(lost, {}, flat.keys)
+
+
+def cut_in(tensor: StoredTensor, axis: int, count: int) -> list[StoredTensor]:
+    """Return the `count` equal sections of a tensor, one after another along an axis."""
+    extent = tensor.spec.shape[axis] // count
+    if extent * count != tensor.spec.shape[axis]:
+        raise Corrupt(f"{tensor.spec} cannot be {count} equal parts along axis {axis}")
+    return [cut(tensor, axis, i * extent, (i + 1) * extent) for i in range(count)]

@@ -1,0 +1,150 @@
+"""Write DTensors as torch pickles them, of any torch: from one that was read, or as torch 2.13 does. Writes no file.
+
+What a mesh remembers of the process that pickled it goes: process groups, and hashes of strings, which are others in
+each process. Source: torch/distributed/device_mesh.py, torch/distributed/tensor/{_api,_dtensor_spec}.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ckptkit.formats.pickles.inert_pickle import Global, Record
+from ckptkit.formats.shards.meshes import DEVICE_MESH, unravel
+from ckptkit.layout import Spec
+from ckptkit.tensors.blocks import row_major
+from ckptkit.tensors.box import Shape
+from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.tensors.placements import Placement
+
+_TENSOR = "torch.distributed.tensor"
+_DTENSOR = Global(_TENSOR, "DTensor")
+_SPEC = Global(f"{_TENSOR}._dtensor_spec", "DTensorSpec")
+_META = Global(f"{_TENSOR}._dtensor_spec", "TensorMeta")
+_ORDER = Global(f"{_TENSOR}._dtensor_spec", "ShardOrderEntry")
+_PLACEMENTS = f"{_TENSOR}.placement_types"
+_LAYOUT = Global("torch.distributed._mesh_layout", "_MeshLayout")
+_AXIS = Global("torch.distributed._mesh_layout", "_FlatLayout")
+_OF_PROCESS = ("_hash", "_dim_group_names", "_dim_group_infos", "_pg_registry")
+_WHOLE_WORLD = ["0"]  # the name of the process group of all ranks
+
+
+class Grid(NamedTuple):
+    """A mesh of all ranks to be written: its shape, the names of its axes, its device; and one to take after."""
+
+    shape: Shape
+    names: tuple[str, ...] | None = ("fsdp",)
+    device: str = "cuda"
+    like: Record | None = None
+
+
+def made(of: Global, state: dict[str, Any]) -> Record:
+    """Return an object as a pickle makes one without a call."""
+    record = Record(of, (), is_new=True)
+    record.state = state
+    return record
+
+
+def describe_mesh(grid: Grid, rank: int, ranks: Record) -> Record:
+    """Return the mesh as `rank` sees it; `ranks` is the tensor of all ranks, in the shape that `rank_map` gives."""
+    world = ranks_of(grid)
+    where = unravel(rank, grid.shape)
+    old = grid.like.attributes() if grid.like is not None else None
+    if old is not None and "_layout" not in old:
+        kept = {name: value for name, value in old.items() if name not in _OF_PROCESS}
+        changes: dict[str, Any] = {"mesh": ranks, "_flatten_mesh_list": world, "_coordinate_on_dim": list(where)}
+        return made(DEVICE_MESH, {name: changes.get(name, value) for name, value in kept.items()})
+    changes = {
+        "_device_type": grid.device,
+        "_layout": describe_layout(grid, old["_layout"] if old else None),
+        "_rank_map": ranks,
+        "_mesh_dim_names": grid.names,
+        "_root_mesh": None,
+        "_preserve_rank_order": False,  # torch 2.15 asks for it when it compares meshes
+        "_flatten_rank_map": world,
+        "_thread_id": None,
+        "_flatten_mapping": {},
+        "_rank": rank,
+        "_coordinate_on_dim": where,
+    }
+    if len(grid.shape) == 1:
+        changes["_dim_group_names"] = list(_WHOLE_WORLD)
+    return made(DEVICE_MESH, changes)
+
+
+def ranks_of(grid: Grid) -> tuple[int, ...]:
+    """Return all ranks in order."""
+    count = 1
+    for extent in grid.shape:
+        count *= extent
+    return tuple(range(count))
+
+
+def rank_map(grid: Grid) -> tuple[Spec, bytes]:
+    """Return the tensor of all ranks that a mesh has: in one dimension, or until torch 2.8 in the mesh's shape."""
+    world = ranks_of(grid)
+    is_old = grid.like is not None and "_layout" not in grid.like.attributes()
+    shape = grid.shape if is_old else (len(world),)
+    return Spec(DTYPES["int32"], shape), b"".join(rank.to_bytes(4, "little") for rank in world)
+
+
+def describe_layout(grid: Grid, like: Record | None) -> Record:
+    """Return the shape and stride of each axis; those of size 1 are written as nothing, as torch does."""
+    strides = row_major(grid.shape)
+    if like is not None and "axes" not in like.attributes():
+        is_bare = isinstance(like.attributes()["shape"], int)  # as it was, or torch 2.10 takes it for another mesh
+        shape, stride = (grid.shape[0], strides[0]) if is_bare else (grid.shape, strides)
+        return made(like.of if isinstance(like.of, Global) else _LAYOUT, {"shape": shape, "stride": stride})
+    axes = [((n,), (step,)) if n > 1 else ((), ()) for n, step in zip(grid.shape, strides, strict=True)]
+    return made(_LAYOUT, {"axes": tuple(made(_AXIS, {"shape": n, "stride": step}) for n, step in axes)})
+
+
+def describe_dtensor(
+    spec: Spec, placements: Sequence[Placement], mesh: Record, local: Record, device: str, like: Record | None
+) -> Record:
+    """Return the call by which torch makes a DTensor of the tensor that a rank holds."""
+    dtype = Global("torch", spec.dtype.name)
+    strides = row_major(spec.shape)
+    of = like.args[1] if like is not None else _DTENSOR
+    where = Record(Global("torch", "device"), (device,))
+    layout = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    call = (of, dtype, spec.shape, strides, 0, layout, where, False)
+    described = describe_spec(spec, placements, mesh, None if like is None else like.args[3][-1]["_spec"])
+    state = (None, {"_local_tensor": local, "_spec": described})
+    function = Global("torch._utils", "_rebuild_wrapper_subclass")
+    return Record(Global("torch._tensor", "_rebuild_from_type_v2"), (function, of, call, state))
+
+
+def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, like: Record | None) -> Record:
+    """Return the spec of a DTensor: that of one which was read, on another mesh, or a new one."""
+    dtype = Global("torch", spec.dtype.name)
+    size = Record(Global("torch", "Size"), (spec.shape,))
+    if like is not None:
+        old = like.attributes()
+        meta = old.get("tensor_meta")
+        kind = meta.of if isinstance(meta, Record) else _META
+        fresh = Record(kind, (size, row_major(spec.shape), dtype), is_new=True)
+        changes = {"mesh": mesh, "tensor_meta": fresh, "_hash": None}
+        return made(like.of if isinstance(like.of, Global) else _SPEC, {n: changes.get(n, v) for n, v in old.items()})
+    order = [
+        Record(_ORDER, (dim, tuple(axis for axis, p in enumerate(placements) if p and p.dim == dim)), is_new=True)
+        for dim in sorted({p.dim for p in placements if p})
+    ]
+    return made(
+        _SPEC,
+        {
+            "mesh": mesh,
+            "placements": tuple(describe_placement(placement) for placement in placements),
+            "tensor_meta": Record(_META, (size, row_major(spec.shape), dtype), is_new=True),
+            "shard_order": tuple(order),
+            "use_strided_shard_as_shard_order": False,
+            "_hash": None,
+        },
+    )
+
+
+def describe_placement(placement: Placement) -> Record:
+    """Return a placement without a stride."""
+    if placement is None:
+        return made(Global(_PLACEMENTS, "Replicate"), {})
+    return made(Global(_PLACEMENTS, "Shard"), {"dim": placement.dim})

@@ -1,1 +1,0 @@
-"""Hold the files of torch.save, read and written without torch: archives, pickles, storages."""

@@ -1,0 +1,288 @@
+"""Edit the axes of stored tensors: cut, join, split, merge and permute them. Boxes move, and no bytes.
+
+Every map between two families of names is made of these: the fused `qkv` of groups is an axis split in
+`(groups, heads + 2, width)`, cut, and merged again; the rows that rotary embeddings have in another order are an axis
+split in `(heads, width / 2, 2)`, of which two are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.layout import Chunk, Spec, Splits, StoredTensor
+from ckptkit.tensors.blocks import row_major
+from ckptkit.tensors.box import Box, Shape, intersect
+from ckptkit.tensors.flat_ranges import boxes_of_range
+
+_MOST_CHUNKS = 1 << 20  # of one tensor
+
+
+def cut(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
+    """Return the elements `start:stop` of an axis. Raises `Mismatch` if the axis has fewer."""
+    shape = tensor.spec.shape
+    if not 0 <= start <= stop <= shape[axis]:
+        raise Mismatch(f"elements {start}:{stop} of axis {axis} are wanted of shape {list(shape)}")
+    if tensor.splits is not None:
+        inner = prod(tensor.splits[axis][1:])
+        if start % inner == 0 == stop % inner:
+            return cut_split(tensor, tensor.splits, axis, start // inner, stop // inner)
+    tensor = unsplit(tensor)
+    corner = tuple(start if d == axis else 0 for d in range(len(shape)))
+    kept = Box(corner, replace_at(shape, axis, 1, (stop - start,)))
+    chunks = []
+    for chunk in tensor.chunks:
+        shared = intersect(chunk.box, kept)
+        if shared is not None:
+            part = part_of(chunk, shared)
+            chunks.append(part._replace(box=shared.relative_to(kept)))
+    return StoredTensor(Spec(tensor.spec.dtype, kept.size), tuple(chunks))
+
+
+def cut_split(tensor: StoredTensor, splits: Splits, axis: int, start: int, stop: int) -> StoredTensor:
+    """Return the elements `start:stop` of the first of the axes that `axis` is split in, with what is left of these."""
+    apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_of_chunks), tensor.chunks)
+    first = sum(map(len, splits[:axis]))
+    kept = cut(apart, first, start, stop)
+    left = (*splits[:axis], (stop - start, *splits[axis][1:]), *splits[axis + 1 :])
+    return folded(kept, left)
+
+
+def folded(apart: StoredTensor, splits: Splits) -> StoredTensor:
+    """Return a tensor with the axes of `apart` merged as `splits` say, whose chunks may not be boxes of it."""
+    spec = Spec(apart.spec.dtype, tuple(map(prod, splits)))
+    merged, shape = list(apart.chunks), apart.spec.shape
+    for axis, extents in enumerate(splits):
+        found = [merge_chunk(chunk, shape, axis, len(extents)) for chunk in merged]
+        merged = [chunk for chunk in found if chunk is not None]
+        if len(merged) < len(found):
+            return StoredTensor(spec, apart.chunks, splits)
+        shape = replace_at(shape, axis, len(extents), (prod(extents),))
+    return StoredTensor(spec, tuple(merged))
+
+
+def concatenate(tensors: Sequence[StoredTensor], axis: int) -> StoredTensor:
+    """Return tensors one after the other along an axis. Raises `Mismatch` unless they agree in dtype and all else."""
+    tensors = [unsplit(tensor) for tensor in tensors]
+    first = tensors[0].spec
+    rest = {(t.spec.dtype, replace_at(t.spec.shape, axis, 1, ())) for t in tensors}
+    if len(rest) != 1:
+        raise Mismatch(f"these cannot be one tensor along axis {axis}: {', '.join(str(t.spec) for t in tensors)}")
+    chunks: list[Chunk] = []
+    end = 0
+    for tensor in tensors:
+        chunks += (chunk._replace(box=shift(chunk.box, axis, end)) for chunk in tensor.chunks)
+        end += tensor.spec.shape[axis]
+    return StoredTensor(Spec(first.dtype, replace_at(first.shape, axis, 1, (end,))), tuple(chunks))
+
+
+def stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
+    """Return tensors of one shape as one, with a new first axis. Raises `Mismatch` if they differ."""
+    return concatenate([insert(tensor) for tensor in tensors], 0)
+
+
+def insert(tensor: StoredTensor) -> StoredTensor:
+    """Return the tensor with a new first axis, of one element."""
+    tensor = unsplit(tensor)
+    chunks = (
+        chunk._replace(
+            box=Box((0, *chunk.start), (1, *chunk.size)),
+            strides=None if chunk.strides is None else (1, *chunk.strides),
+        )
+        for chunk in tensor.chunks
+    )
+    return StoredTensor(Spec(tensor.spec.dtype, (1, *tensor.spec.shape)), tuple(chunks))
+
+
+def take(tensor: StoredTensor, axis: int, index: int) -> StoredTensor:
+    """Return the elements at one index of an axis, without the axis: one tensor of a stack."""
+    one = cut(tensor, axis, index, index + 1)
+    chunks = (
+        chunk._replace(
+            box=Box(replace_at(chunk.start, axis, 1, ()), replace_at(chunk.size, axis, 1, ())),
+            strides=None if chunk.strides is None else replace_at(chunk.strides, axis, 1, ()),
+        )
+        for chunk in one.chunks
+    )
+    return StoredTensor(Spec(one.spec.dtype, replace_at(one.spec.shape, axis, 1, ())), tuple(chunks))
+
+
+def unstack(tensor: StoredTensor) -> list[StoredTensor]:
+    """Return the tensor at each index of the first axis, without the axis."""
+    tensor, (count, *rest) = unsplit(tensor), tensor.spec.shape
+    parts: list[list[Chunk]] = [[] for _ in range(count)]
+    for chunk in tensor.chunks:
+        corner, size, steps = chunk.start[1:], chunk.size[1:], steps_of(chunk)
+        for i in range(chunk.size[0]):
+            part = view_of(chunk, Box(corner, size), i * steps[0], steps[1:])
+            parts[chunk.start[0] + i].append(part)
+    return [StoredTensor(Spec(tensor.spec.dtype, tuple(rest)), tuple(chunks)) for chunks in parts]
+
+
+def permute(tensor: StoredTensor, order: Sequence[int]) -> StoredTensor:
+    """Return the tensor with its axes in another order, as numpy's `transpose` takes it."""
+    tensor = unsplit(tensor)
+
+    def moved(values: Shape) -> Shape:
+        return tuple(values[axis] for axis in order)
+
+    chunks = (
+        chunk._replace(
+            box=Box(moved(chunk.start), moved(chunk.size)),
+            strides=plain(moved(steps_of(chunk)), moved(chunk.size)),
+        )
+        for chunk in tensor.chunks
+    )
+    return StoredTensor(Spec(tensor.spec.dtype, moved(tensor.spec.shape)), tuple(chunks))
+
+
+def split(tensor: StoredTensor, axis: int, extents: Shape) -> StoredTensor:
+    """Return the tensor with one axis split in several, row-major. Raises `Mismatch` if their product is another."""
+    tensor, shape = unsplit(tensor), tensor.spec.shape
+    if prod(extents) != shape[axis]:
+        raise Mismatch(f"axis {axis} of shape {list(shape)} cannot be split in {list(extents)}")
+    chunks = (part for chunk in tensor.chunks for part in split_chunk(chunk, axis, extents))
+    return StoredTensor(Spec(tensor.spec.dtype, replace_at(shape, axis, 1, extents)), tuple(chunks))
+
+
+def merge(tensor: StoredTensor, axis: int, count: int) -> StoredTensor:
+    """Return the tensor with `count` axes from one on merged in one, row-major.
+
+    Its chunks may not be boxes then; they remain ones of the tensor with these axes apart, as `splits` says.
+    """
+    tensor, shape = unsplit(tensor), tensor.spec.shape
+    alone = tuple((extent,) for extent in shape)
+    return folded(tensor, (*alone[:axis], shape[axis : axis + count], *alone[axis + count :]))
+
+
+def resplit(tensor: StoredTensor, splits: Splits) -> StoredTensor:
+    """Return the same tensor with chunks that are boxes of it with its axes split so."""
+    if tensor.splits == splits:
+        return tensor
+    found = unsplit(tensor)
+    for axis in reversed(range(len(splits))):
+        if len(splits[axis]) > 1:
+            found = split(found, axis, splits[axis])
+    return StoredTensor(tensor.spec, found.chunks, splits)
+
+
+def unsplit(tensor: StoredTensor) -> StoredTensor:
+    """Return the same tensor with chunks that are boxes of its own axes, which may be one for each row.
+
+    Raises `Unsupported` if there would be a million.
+    """
+    if tensor.splits is None:
+        return tensor
+    chunks, shape = list(tensor.chunks), sum(tensor.splits, ())
+    for axis, extents in enumerate(tensor.splits):
+        apart = [part for chunk in chunks for part in parts_that_merge(chunk, shape, axis, len(extents))]
+        if len(apart) > _MOST_CHUNKS:
+            raise Unsupported(f"{len(apart)} pieces of one tensor: its rows come in another order twice")
+        merged = (merge_chunk(chunk, shape, axis, len(extents)) for chunk in apart)
+        chunks = [chunk for chunk in merged if chunk is not None]
+        shape = replace_at(shape, axis, len(extents), (prod(extents),))
+    return StoredTensor(tensor.spec, tuple(chunks))
+
+
+def index_in(splits: Splits, index: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of an element in a tensor, of which `index` is the one with its axes split so."""
+    left, found = list(index), []
+    for extents in splits:
+        parts, left = left[: len(extents)], left[len(extents) :]
+        found.append(sum(i * step for i, step in zip(parts, row_major(extents), strict=True)))
+    return tuple(found)
+
+
+def part_of(chunk: Chunk, box: Box) -> Chunk:
+    """Return a box of a chunk, in the same file; its bytes have the checksum of the chunk that it was cut out of."""
+    if box == chunk.box:
+        return chunk
+    begin = sum(a * step for a, step in zip(box.relative_to(chunk.box).start, steps_of(chunk), strict=True))
+    return view_of(chunk, box, begin, steps_of(chunk))
+
+
+def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
+    """Yield the elements `start:stop` of a tensor of `shape`, flattened, as boxes of it.
+
+    They lie one after another in a chunk, from its element `begin` on. Raises `Corrupt` if it has not just one axis.
+    """
+    if len(chunk.size) != 1:
+        raise Corrupt(f"a flattened tensor has one axis, and this the shape {list(chunk.size)}")
+    (step,) = steps_of(chunk)
+    for box, at in boxes_of_range(shape, start, stop):
+        yield view_of(chunk, box, (begin + at) * step, tuple(step * inner for inner in row_major(box.size)))
+
+
+def view_of(chunk: Chunk, box: Box, begin: int, steps: Shape) -> Chunk:
+    """Return elements of a chunk as box `box`: they begin `begin` elements behind its first, and lie by `steps`."""
+    length = 1 + sum((n - 1) * step for n, step in zip(box.size, steps, strict=True)) if box.numel else 0
+    place = (chunk.offset + begin * chunk.dtype.itemsize, length * chunk.dtype.itemsize)
+    is_all = place == (chunk.offset, chunk.length)
+    run = chunk.run if is_all else chunk.bytes
+    return chunk._replace(box=box, offset=place[0], length=place[1], strides=plain(steps, box.size), run=run)
+
+
+def split_chunk(chunk: Chunk, axis: int, extents: Shape) -> list[Chunk]:
+    """Return a chunk as boxes of the tensor with an axis split: those of a range of its elements."""
+    steps, box = steps_of(chunk), chunk.box
+    inner = tuple(steps[axis] * step for step in row_major(extents))
+    return [
+        view_of(
+            chunk,
+            Box(replace_at(box.start, axis, 1, part.start), replace_at(box.size, axis, 1, part.size)),
+            begin * steps[axis],
+            replace_at(steps, axis, 1, inner),
+        )
+        for part, begin in boxes_of_range(extents, box.start[axis], box.stop[axis])
+    ]
+
+
+def merge_chunk(chunk: Chunk, shape: Shape, axis: int, count: int) -> Chunk | None:
+    """Return a chunk as a box of the tensor of `shape` with `count` axes merged in one; None if it is none."""
+    axes = range(axis, axis + count)
+    start, size, steps = chunk.start, chunk.size, steps_of(chunk)
+    long = [d for d in axes if size[d] > 1]
+    if any(size[d] != shape[d] for d in axes if long and d > long[0]):
+        return None
+    if any(steps[d] != steps[d + 1] * shape[d + 1] for d in axes[:-1] if long and d >= long[0]):
+        return None
+    inner = row_major(shape[axis : axis + count])
+    first = sum(start[d] * step for d, step in zip(axes, inner, strict=True))
+    extent = prod(size[d] for d in axes)
+    box = Box(replace_at(start, axis, count, (first,)), replace_at(size, axis, count, (extent,)))
+    return chunk._replace(box=box, strides=plain(replace_at(steps, axis, count, (steps[axis + count - 1],)), box.size))
+
+
+def parts_that_merge(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[Chunk]:
+    """Return a chunk, or boxes of it, each of which is one of the tensor of `shape` with `count` axes merged in one."""
+    for outer in range(count):
+        held = range(axis, axis + outer)  # one index of each of these axes at a time
+        corners = product(*(range(chunk.start[d], chunk.box.stop[d]) for d in held))
+        boxes = (
+            Box(replace_at(chunk.start, axis, outer, corner), replace_at(chunk.size, axis, outer, (1,) * outer))
+            for corner in corners
+        )
+        parts = [part_of(chunk, box) for box in boxes]
+        if all(merge_chunk(part, shape, axis, count) for part in parts[:1]):
+            return parts
+    raise AssertionError("a single element is a box")
+
+
+def steps_of(chunk: Chunk) -> Shape:
+    return row_major(chunk.size) if chunk.strides is None else chunk.strides
+
+
+def plain(steps: Shape, size: Shape) -> Shape | None:
+    meant = row_major(size)
+    return None if all(a == b or n == 1 for a, b, n in zip(steps, meant, size, strict=True)) else steps
+
+
+def shift(box: Box, axis: int, by: int) -> Box:
+    return Box(replace_at(box.start, axis, 1, (box.start[axis] + by,)), box.size)
+
+
+def replace_at(values: Shape, axis: int, count: int, by: Shape) -> Shape:
+    """Return a shape with others in the place of `count` of its extents."""
+    return values[:axis] + by + values[axis + count :]

@@ -1,0 +1,194 @@
+"""Find companions, the small files that make weights a model: config, tokenizer, chat templates; mend the config."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
+from ckptkit.files.file import read_small
+from ckptkit.files.folders import children
+from ckptkit.files.path import to_path
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Spec
+from ckptkit.trainers import companion_folders, step_or_epoch_in
+
+CONFIG = "config.json"
+FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+TEMPLATES = "additional_chat_templates"
+_LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
+_CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """The small files found in `found_in`, by name, as bytes; `config` parsed, None if there is none.
+
+    `absent` are files with code that config.json names and that do not lie beside it.
+    """
+
+    found_in: Path | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    absent: tuple[str, ...] = ()
+
+
+def find_companions(checkpoint: Path, base: str | None) -> Companions:
+    """Return the companions in `base`, a directory, URL or Hub id, if given; else in the checkpoint or the run."""
+    if base is not None:
+        found = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
+        if found is None:
+            raise NotACheckpoint("no config.json of a model in the base", path=base)
+        return found
+    for place in places_of(checkpoint.absolute()):
+        found = read_companions(place)
+        if found is not None:
+            return found
+    return Companions()
+
+
+def places_of(checkpoint: Path) -> Iterator[Path]:
+    """Return where companions may lie: in the checkpoint, in the run above, in a trainer's folder in each."""
+    place = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    levels = [place, place.parent]
+    if step_or_epoch_in(place.parent.name) is not None:  # a part of a checkpoint: the run is one further up
+        levels.append(place.parent.parent)
+    for level in levels:
+        yield level
+        yield from (level / folder for folder in companion_folders())
+
+
+def read_companions(place: Path, *, follow_links: bool = False) -> Companions | None:
+    """Return the companions in one directory, None if it has no config.json that names a model.
+
+    Links are followed only in a directory that the user vouches for: a stranger's may lead to any file of ours.
+    """
+
+    def read(name: str) -> bytes:
+        return read_small((place / name).resolve() if follow_links else place / name, _LIMIT)
+
+    if not (place / CONFIG).is_file():
+        return None
+    try:
+        config = json.loads(read(CONFIG))
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not valid JSON ({error})", path=place / CONFIG) from error
+    if not isinstance(config, dict) or not ("model_type" in config or "architectures" in config):
+        return None
+    code = code_files(config)
+    names = [*FILES, *templates_in(place, follow_links=follow_links), *(python_in(place) if code else ())]
+    files = {name: read(name) for name in names if (place / name).is_file()}
+    return Companions(place, files, config, tuple(sorted(code - files.keys())))
+
+
+def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
+    """Return the config.json of the model in a checkpoint or in the run above; None if none there can be read."""
+    for place in places_of(checkpoint.absolute()):
+        try:
+            with translate_os_errors(place):
+                if (place / CONFIG).is_file():
+                    return read_config(place / CONFIG)
+        except (Corrupt, IOFailure, Unsafe):
+            return None
+    return None
+
+
+def read_config(path: Path) -> Mapping[str, Any] | None:
+    """Return what a config.json says, None if it is no object. Raises `Corrupt` if it is no JSON."""
+    found = parse_json(read_small(path, _CONFIG_LIMIT), path)
+    return found if isinstance(found, dict) else None
+
+
+def templates_in(place: Path, *, follow_links: bool) -> list[str]:
+    """Return the chat templates that transformers puts beside the main one, as names in directory `place`."""
+    folder = place / TEMPLATES
+    if not folder.is_dir() or (folder.is_symlink() and not follow_links):
+        return []
+    return [f"{TEMPLATES}/{child.name}" for child in children(folder) if child.suffix == ".jinja"]
+
+
+def python_in(place: Path) -> list[str]:
+    return [child.name for child in children(place) if child.suffix == ".py"]
+
+
+def code_files(config: Mapping[str, Any]) -> set[str]:
+    """Return the files with a model's own code that `auto_map` in config.json names, which lie beside it.
+
+    Source: transformers/dynamic_module_utils.py. A class is `module.Class`, or `repository--module.Class` elsewhere.
+    """
+    found = config.get("auto_map")
+    values = found.values() if isinstance(found, dict) else ()
+    classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return {f"{name.split('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name}
+
+
+def resolve_base(base: str) -> Path:
+    """Return the directory that `base` names: itself, or a Hub repository's companions, downloaded or cached."""
+    if "://" in base:
+        return to_path(base)
+    if Path(base).is_dir():
+        return Path(base)
+    if base.startswith((".", "/")) or base.count("/") != 1:
+        raise Usage(f"`{base}` is neither a directory nor a Hub id like `org/model`")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(base, allow_patterns=[*FILES, f"{TEMPLATES}/*.jinja", "*.py"]))
+    except Exception as error:  # the hub raises its own, its HTTP client's and the system's
+        raise Usage(f"the Hub gave no `{base}`: {error}", hint="check the id, or give a local directory") from error
+
+
+def mend_config(config: dict[str, Any], specs: Iterable[Spec]) -> bytes:
+    """Return `config.json` with the dtype that the weights really have, and architectures without FSDP1's prefix."""
+    mended = dict(config)
+    nbytes: Counter[str] = Counter()
+    for spec in specs:
+        if spec.dtype.kind == "float":
+            nbytes[spec.dtype.name] += spec.nbytes
+    if nbytes:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        mended[key] = nbytes.most_common(1)[0][0]
+    if isinstance(config.get("architectures"), list):
+        mended["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
+    return dump_config(mended)
+
+
+def dump_config(config: Mapping[str, Any]) -> bytes:
+    """Return a config.json as transformers writes it."""
+    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes the escape that JSON has for it
+
+
+def tokenizer_beside(checkpoint: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer that lie in a checkpoint, by name; no links, which may lead anywhere."""
+    place = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    names = [name for name in FILES if name not in (CONFIG, "generation_config.json")]
+    return {name: place / name for name in names if is_regular(place / name)}
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether a file lies at a path itself, and no link."""
+    return path.is_file() and not path.is_symlink()

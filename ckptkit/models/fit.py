@@ -1,0 +1,181 @@
+"""Check that weights belong to a config.json: tied ones are dropped, missing ones refused. Writes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.engine.compare import compare
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats import locate
+from ckptkit.layout import Layout, edits
+from ckptkit.models.companions import Companions
+from ckptkit.models.expected import HEAD, find_embedding, find_rename, is_tied
+from ckptkit.models.find_form import form_or_reason, forms_for
+from ckptkit.models.form import Form
+
+_EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
+
+
+def fit(
+    layout: Layout, companions: Companions, form: Form | Unsupported | None, *, strict: bool
+) -> tuple[Layout, list[str]]:
+    """Hold the weights against config.json: tied ones are written once, missing ones are an error, others are said.
+
+    `form` is what config.json calls for, or why that is not known.
+    """
+    layout, notes = without_extra_state(layout)
+    config = companions.config
+    if config is None or form is None:
+        absent = "no config.json found: loaders need one beside the weights (--base takes it from another model)"
+        return layout, [absent, *notes]
+    notes.insert(0, f"{', '.join(companions.files)} from {companions.found_in}")
+    if companions.absent:
+        missing = ", ".join(companions.absent)
+        notes.append(f"config.json needs {missing}, not found beside it: loaders with trust_remote_code will miss it")
+    layout = drop_tied(layout, ties_of(layout, config, form), notes)
+    if isinstance(form, Unsupported):
+        return layout, [*notes, f"names not compared with config.json: {form.message}"]
+    unsaved = form.unsaved & layout.tensors.keys()
+    if unsaved:
+        notes.append(f"left out {abridge(sorted(unsaved))}, which transformers makes anew")
+        layout = edits.select(layout, lambda name: name not in unsaved)
+    check_names(layout, form, str(companions.found_in))
+    extra = sorted(layout.tensors.keys() - form.shapes.keys())
+    if extra:
+        message = f"{len(extra)} tensors that config.json does not call for: {abridge(extra)}"
+        if strict:
+            hint = "leave them out with --exclude"
+            raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
+        notes.append(f"kept {message}")
+    return layout, notes
+
+
+def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
+    """Return the layout without what modules keep beside their weights, which loaders of models do not know."""
+    extra = [name for name in layout.tensors if _EXTRA_STATE.fullmatch(name)]
+    if not extra:
+        return layout, []
+    note = f"left out {len(extra)} tensors of modules' own state, such as `{extra[0]}`"
+    return edits.select(layout, lambda name: not _EXTRA_STATE.fullmatch(name)), [note]
+
+
+def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported | None) -> Mapping[str, str]:
+    """Return the names that are not written, and those of the tensors that they are the same as.
+
+    Where nothing is known of a type of model, config.json still says whether the head is the embedding.
+    """
+    if isinstance(form, Form) and layout.tensors.keys() >= set(form.tied.values()):
+        return form.tied
+    embedding = find_embedding(layout.tensors) if is_tied(config) else None
+    return {} if embedding is None else {HEAD: embedding}
+
+
+def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:
+    """Return what stands before every name of a model, if without it all are there that its config calls for.
+
+    A module that a trainer wraps a model in puts its attribute there: `model.` or `net.`. Returns "" where the names
+    fit as they are, or fit neither way.
+    """
+    names = layout.tensors.keys()
+    if not config or len({name.partition(".")[0] for name in names}) != 1:
+        return ""
+    try:
+        forms = forms_for(config)
+    except Unsupported:
+        return ""
+    if any(form.needed <= names for form in forms):
+        return ""
+    return next(filter(None, (prefix_of(layout, form) for form in forms)), "")
+
+
+def prefix_of(layout: Layout, form: Form) -> str:
+    """Return what stands before every name, if without it the tensors are of a form; "" else."""
+    first = min(form.needed)
+    ends = [name for name in layout.tensors if name.endswith(f".{first}")]
+    prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
+    found = {name.removeprefix(prefix): spec.shape for name, spec in layout.specs.items() if name.startswith(prefix)}
+    fits = len(found) == len(layout.tensors) and all(found.get(name) == form.shapes[name] for name in form.needed)
+    return prefix if fits else ""
+
+
+def drop_tied(layout: Layout, tied: Mapping[str, str], notes: list[str]) -> Layout:
+    """Return the layout without the tensors that are `tied` to others, if they are equal to these to the last bit."""
+    there = {name: source for name, source in tied.items() if name in layout.tensors}
+    for name, source in there.items():
+        if source in layout.tensors and layout.tensors[source].is_lost and not layout.tensors[name].is_lost:
+            layout = replace(layout, tensors={**layout.tensors, source: layout.tensors[name]})
+            notes.append(f"{source} is damaged, and was written as {name} has it, to which it is tied")
+        elif source in layout.tensors:
+            check_equal(layout, name, source)
+            notes.append(f"{name} is tied to {source} and equal to it: written once")
+        else:
+            tensors = {source if old == name else old: tensor for old, tensor in layout.tensors.items()}
+            layout = replace(layout, tensors=tensors)
+            notes.append(f"{name} is tied to {source}, and was written as this")
+    return edits.select(layout, lambda name: name not in there)
+
+
+def check_equal(layout: Layout, name: str, source: str) -> None:
+    """Raise `Mismatch` if two tensors that are tied differ, `Unsupported` if they are yet to be computed.
+
+    Of what is lost nothing can be said.
+    """
+    if layout.tensors[name].is_lost or layout.tensors[source].is_lost:
+        return
+    if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, source) if (spec := layout.specs[tied])):
+        hint = "leave it out with --exclude if it is the same"
+        raise Unsupported(f"it is tied to `{source}`, and both are quantized", path=layout.root, tensor=name, hint=hint)
+    head = locate(edits.rename(edits.select(layout, name.__eq__), lambda _: source))
+    other = locate(edits.select(layout, source.__eq__))
+    if head.tensors == other.tensors:
+        return
+    if head.specs != other.specs or compare(head, other).different:
+        raise Mismatch(
+            f"config.json ties it to `{source}`, but their bytes differ",
+            path=layout.root,
+            tensor=name,
+            hint="if they were trained apart, give a --base whose config.json has tie_word_embeddings false",
+        )
+
+
+def restore_tied(layout: Layout, config: Mapping[str, Any]) -> Layout:
+    """Return the layout with tensors that `config` ties to others and that were left out: the same bytes again.
+
+    A model in training has both names in its state dict, and so has its checkpoint, which has recorded key paths.
+    """
+    if layout.keys or not config:
+        return layout
+    tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
+    left = {name: source for name, source in tied.items() if name not in layout.tensors and source in layout.tensors}
+    return replace(layout, tensors={**layout.tensors, **{name: layout.tensors[left[name]] for name in left}})
+
+
+def check_names(layout: Layout, form: Form, found_in: str) -> None:
+    """Raise `Mismatch` if a tensor that the config calls for is missing or has another shape."""
+    needed = form.needed
+    missing = [name for name in form.shapes if name in needed and name not in layout.tensors]
+    if missing:
+        rule = find_rename(missing, layout.tensors)
+        raise Mismatch(
+            f"missing, with {len(missing) - 1} more of {len(needed)} that the config.json in {found_in} calls for",
+            path=layout.root,
+            tensor=missing[0],
+            hint=f"--rename '{rule}'" if rule else f"the checkpoint has {abridge(sorted(layout.tensors))}",
+        )
+    for name, shape in form.shapes.items():
+        if name in layout.tensors and layout.tensors[name].spec.shape != shape:
+            have = list(layout.tensors[name].spec.shape)
+            raise Mismatch(
+                f"the shape is {have}, the config.json in {found_in} calls for {list(shape)}",
+                path=layout.root,
+                tensor=name,
+                hint="is the config.json that of another model?",
+            )
+
+
+def abridge(names: Sequence[str]) -> str:
+    """Return the first few of some names."""
+    return ", ".join(names[:4]) + (", ..." if names[4:] else "")

@@ -1,0 +1,125 @@
+"""Find the largest number that a tokenizer gives to a token, in whatever files it comes. Runs no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Mismatch
+from ckptkit.models.companions import Companions
+
+_SENTENCEPIECE = "tokenizer.model"
+_PIECE = 0x0A  # the tag of one of sentencepiece's pieces: field 1, a message
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+def check_tokens(companions: Companions, rows: int) -> list[str]:
+    """Return what there is to say of a vocabulary of so many rows.
+
+    Raises `Mismatch` if the tokenizer has a token for which there would be none.
+    """
+    largest = largest_token(companions.files, companions.config or {})
+    if largest is None:
+        return ["no tokenizer was found: whether each of its tokens has a row is not known"]
+    number, file = largest
+    if number >= rows:
+        hint = f"--vocab-size {number + 1} is the least"
+        message = f"it has a token {number}, for which {rows} rows leave none"
+        raise Mismatch(message, path=(companions.found_in or Path()) / file, hint=hint)
+    return []
+
+
+def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Return the largest number of a token, and the file that says it; None if none of the files does.
+
+    `files` are those beside a model, by name, and `config` its config.json, which has numbers of a few tokens too.
+    """
+    found = [(number, name) for name, content in files.items() for number in numbers_in(name, content)]
+    found += [(number, "config.json") for number in special_tokens(config)] if found else []
+    return max(found, default=None)
+
+
+def special_tokens(config: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the numbers of tokens in a config.json."""
+    for key in _IDS:
+        value = config.get(key)
+        yield from (one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
+
+
+def numbers_in(name: str, content: bytes) -> Iterator[int]:
+    """Yield the largest number of a token in a file of a tokenizer, and maybe others; nothing for other files."""
+    if name == _SENTENCEPIECE:
+        count = count_pieces(content) or count_lines(content)
+        yield from [count - 1] if count else []
+    elif name == "vocab.txt":
+        yield content.count(b"\n") - 1
+    elif name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json"):
+        try:
+            parsed = json.loads(content)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(parsed, dict):
+            yield from numbers_of_json(name, parsed)
+
+
+def numbers_of_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the numbers of tokens in a file of JSON."""
+    if name == "tokenizer.json":
+        model = parsed.get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        if isinstance(vocabulary, list) and vocabulary:
+            yield len(vocabulary) - 1
+        elif isinstance(vocabulary, dict):
+            yield from filter(is_number, vocabulary.values())
+        added = parsed.get("added_tokens")
+        for token in added if isinstance(added, list) else ():
+            yield from filter(is_number, [token.get("id") if isinstance(token, dict) else None])
+    elif name == "tokenizer_config.json":
+        decoder = parsed.get("added_tokens_decoder")
+        yield from (int(key) for key in (decoder if isinstance(decoder, dict) else ()) if key.isdecimal())
+    else:
+        yield from filter(is_number, parsed.values())
+
+
+def is_number(value: object) -> bool:
+    return type(value) is int
+
+
+def count_pieces(content: bytes) -> int:
+    """Return how many pieces a model of sentencepiece has, 0 for any other file.
+
+    Source: sentencepiece_model.proto. Every field of it is a message or text, with its length before it.
+    """
+    at = count = 0
+    while at < len(content):
+        tag, at = read_varint(content, at)
+        length, at = read_varint(content, at)
+        if tag & 7 != 2 or at + length > len(content):
+            return 0
+        count += tag == _PIECE
+        at += length
+    return count
+
+
+def read_varint(content: bytes, at: int) -> tuple[int, int]:
+    """Return a number of protobuf's at a place, and where it ends; one beyond all lengths if it does not."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(content):
+            break
+        byte = content[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    return 1 << 62, len(content)
+
+
+def count_lines(content: bytes) -> int:
+    """Return how many tokens a file of tiktoken has, a line with a number for each; 0 for any other file."""
+    numbers = [line.rpartition(b" ")[2] for line in content.splitlines()]
+    return (
+        max((int(one) for one in numbers if one.isdigit()), default=-1) + 1 if all(map(bytes.isdigit, numbers)) else 0
+    )

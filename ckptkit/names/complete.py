@@ -1,0 +1,66 @@
+"""Check that a model under the Hub's names has the layers and experts that its config calls for, and no others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ckptkit.errors import Mismatch
+from ckptkit.models.expected import is_known
+from ckptkit.names.sizes import Sizes
+
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
+_EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
+_OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
+_MORE = "num_nextn_predict_layers"  # behind the others: they predict further tokens
+_HINT = "is the config.json that of another model?"
+
+
+def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
+    """Raise `Mismatch` for a layer or an expert that is missing, or that the config knows nothing of."""
+    layers: dict[int, set[str]] = {}
+    experts: dict[tuple[str, str], set[int]] = {}
+    has_experts = False
+    for name in names:
+        layer, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+        has_experts |= bool(_OF_EXPERTS.search(name))
+        if layer:
+            layers.setdefault(int(layer[1]), set()).add(layer[2])
+        if expert:
+            experts.setdefault((expert[1], expert[3]), set()).add(int(expert[2]))
+    count, wanted = sizes.find("layers"), sizes.find("experts")
+    if layers and count is not None:
+        more = sizes.text.get(_MORE)
+        check_numbers(layers, count, more if type(more) is int else 0, "model.layers.{}", path)
+    if wanted is not None:
+        if layers and not has_experts:
+            raise Mismatch(f"config.json calls for {wanted} experts, and none are here", path=path, hint=_HINT)
+        for (above, below), numbers in experts.items():
+            check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
+    if layers and count is not None and not is_known(sizes.config):  # else each of its tensors is, and is looked for
+        check_alike({number: layers[number] for number in range(count)}, path)
+
+
+def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
+    """Raise `Mismatch` unless numbers are those below `wanted`, and up to so many `more`."""
+    numbers = set(found)
+    missing = next((number for number in range(wanted) if number not in numbers), None)
+    if missing is not None:
+        message = f"missing: config.json calls for {wanted}, {len(numbers)} are here"
+        raise Mismatch(message, path=path, tensor=name.format(missing))
+    if max(numbers) >= wanted + more:
+        message = f"config.json calls for {wanted} of them only"
+        raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
+
+
+def check_alike(layers: Mapping[int, set[str]], path: Path) -> None:
+    """Raise `Mismatch` for a layer that has what another has, but for something that is missing."""
+    kinds: dict[frozenset[str], int] = {}
+    for number, held in layers.items():
+        kinds.setdefault(frozenset(held), number)
+    for kind, number in kinds.items():
+        for other, whole in kinds.items():
+            if kind < other:
+                message = f"missing, while layer {whole} has it and all else that layer {number} has"
+                raise Mismatch(message, path=path, tensor=f"model.layers.{number}.{min(other - kind)}")

@@ -1,0 +1,127 @@
+"""Read a table of one's own: rules as those of the families, in a file of TOML. Its errors say the line and the key.
+
+name = "mine"
+
+[[rule]]
+own = "blocks.{layer}.attn.q.weight"
+hub = "model.layers.{layer}.self_attn.q_proj.weight"
+step = {rotary = "heads"}
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.files.file import is_there, read_small
+from ckptkit.names.family import Family
+from ckptkit.names.outline import outline_of
+from ckptkit.names.rule import Rule, patterns_of
+from ckptkit.names.sizes import SYMBOLS
+from ckptkit.names.step_words import counts_of, require_keys, step_in
+from ckptkit.names.steps import Step
+
+_LIMIT = 1 << 20  # bytes
+_HEADER = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_TEXT = re.compile(r"(\{[a-z]+\}|\[[^\[\]{}]*(\{[a-z]+\})?[^\[\]{}]*\]|[^\[\]{}])+")
+_KEYS = ("own", "hub", "step", "flat")
+
+
+def read_table(path: Path) -> Family:
+    """Return the family that a file describes. Raises `Usage` for one that is not understood."""
+    if not is_there(path):
+        raise Usage("there is no such table of names", path=path)
+    with translate_os_errors(path):
+        data = read_small(path, _LIMIT)
+    try:
+        text = data.decode()
+        parsed = tomllib.loads(text)
+    except ValueError as error:  # tomllib's own are ValueErrors, and say the line
+        raise Usage(f"not a table in TOML: {error}", path=path) from None
+    try:
+        return family_in(parsed, path.stem, text)
+    except Usage as error:
+        raise error.blame(path=path) from None
+
+
+def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
+    """Return the family that a parsed file describes; `name` is what it is called if it does not say."""
+    require_keys(parsed, ("name", "drop", "rule"), "the file")
+    name = parsed.get("name", name)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise Usage(f"`name` is {name!r}", hint="a name has letters, digits, `-` and `_`")
+    entries = parsed.get("rule")
+    if not isinstance(entries, list) or not entries:
+        raise Usage("there is no `[[rule]]`")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
+    rules = []
+    for i, entry in enumerate(entries):
+        where = f"line {lines[i]}" if len(lines) == len(entries) else f"rule {i + 1}"
+        try:
+            rules.append(rule_in(entry))
+        except Usage as error:
+            raise Usage(f"{where}: {error.message}", hint=error.hint) from None
+    drops = tuple(re.escape(p.outline) for one in texts_in(parsed, "drop", ()) for p in patterns_of(one))
+    return Family(name=name, rules=lambda _: tuple(rules), drops=drops)
+
+
+def rule_in(entry: object) -> Rule:
+    """Return the rule that an entry of the file describes."""
+    if not isinstance(entry, dict):
+        raise Usage("a rule is a table", hint="begin it with [[rule]]")
+    require_keys(entry, _KEYS, "a rule")
+    own, hub = texts_in(entry, "own"), texts_in(entry, "hub")
+    flat = entry.get("flat", "")
+    if flat and flat not in SYMBOLS:
+        raise Usage(f"`flat` is {flat!r}", hint=f"use one of {', '.join(SYMBOLS)}")
+    step = step_in(entry.get("step", "same"))
+    check_numbers("own", own)
+    check_numbers("hub", hub)
+    check_counts(step, len(own), len(hub))
+    return Rule(own, hub, step, flat)
+
+
+def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Return the names under a key, which may be one alone. Raises `Usage` for what is none."""
+    if key not in found and default is not None:
+        return default
+    value = found.get(key)
+    texts = tuple(value) if isinstance(value, list) else (value,)
+    for text in texts:
+        if not isinstance(text, str) or not _TEXT.fullmatch(text):
+            hint = "a name like `layers.{layer}.wq.weight`: numbers in braces, what may be missing in brackets"
+            raise Usage(f"`{key}` is {value!r}", hint=hint)
+        if outline_of(text)[1]:
+            raise Usage(f"`{key}` has a number in {text!r}", hint="write {layer} or the like in its place")
+    return texts
+
+
+def check_numbers(key: str, texts: tuple[str, ...]) -> None:
+    """Raise `Usage` unless the names of one side have the same numbers, each of them once, where they are written."""
+    first, *others = (next(patterns_of(text)).captures for text in texts)
+    other = next((captures for captures in others if set(captures) != set(first)), None)
+    if other is not None or len(set(first)) != len(first):
+        raise Usage(f"the names in `{key}` do not have the same numbers, each once")
+
+
+def check_counts(step: Step, own: int, hub: int) -> None:
+    """Raise `Usage` if a step is not one from so many tensors to so many."""
+    if counts_of(step, own) != hub:
+        message = f"`step` does not make {hub} tensors of {own}"
+        raise Usage(message, hint="joined makes several of one, {reversed = {joined = 2}} one of two")
+
+
+def in_front(table: Family, family: Family | None) -> Family:
+    """Return a table of one's own in front of that of a family: what it has no rule for, this may have one for."""
+    if family is None or type(family) is not Family:  # what has no rules of its own has none to add
+        return table
+    drops = (*table.drops, *family.drops)
+    return replace(
+        family, name=table.name, drops=drops, rules=lambda sizes: (*table.rules(sizes), *family.rules(sizes))
+    )

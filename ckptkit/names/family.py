@@ -1,0 +1,70 @@
+"""Describe a family of names: what its names are like, and how they and the Hub's become one another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ckptkit.layout import Layout, StoredTensor
+from ckptkit.names.outline import outline_of
+from ckptkit.names.rule import Rule
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.translate import Translated, translate
+from ckptkit.tensors.box import Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The names that a library gives to a model's tensors, as a table of rules against the Hub's.
+
+    A name of its own tells it only if the tensor's shape does, by `tells_shape`. `drops` are patterns of entries that
+    the Hub has not, with `#` for numbers. `rules` gives the table for a model of some sizes and one of the
+    `types`, and raises `Unsupported` for any other. `check` holds what a whole checkpoint says of its model against
+    these sizes, and raises `Mismatch` or `Unsupported`. `files` gives what lies beside such a model in DCP, by the step
+    that it was saved at. `trainer` is who writes such names, if others share them. With a tied head (`has_tied_head`)
+    there is a tensor for this too, which is the embedding; with None it is left as it is. `biased` is the pattern of
+    modules that have to have a bias. Where there is no config.json, `config_of` makes one of what the `sizes_file`
+    beside the weights says.
+    """
+
+    name: str
+    rules: Callable[[Sizes], tuple[Rule, ...]]
+    types: tuple[str, ...] = ()
+    tells_shape: Callable[[Shape], bool] = lambda _: True
+    drops: tuple[str, ...] = ()
+    check: Callable[[Layout, Sizes], None] = lambda _, __: None
+    files: Callable[[int], Mapping[str, bytes]] = lambda _: {}
+    trainer: str | None = None
+    has_tied_head: bool | None = False
+    sizes_file: str = ""
+    config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    biased: str = ""
+
+    @cached_property
+    def drop(self) -> re.Pattern[str]:
+        """Return the pattern of a name that the Hub has not."""
+        return re.compile("|".join(self.drops) or r"(?!)")
+
+    def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
+        """Return the tensors as the Hub has them; without those that it has not, which are `unplaced` too."""
+        return translate(tensors, self.rules(sizes), sizes)
+
+    def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
+        return translate(tensors, self.rules(sizes), sizes, to_hub=False)
+
+    def find_bias_missing(self, names: Iterable[str]) -> str | None:
+        """Return the name of a bias that has to be beside a weight, and is not; None if none is missing."""
+        there = set(names)
+        biases = (f"{name.removesuffix('.weight')}.bias" for name in there if name.endswith(".weight"))
+        lost = (bias for bias in biases if bias not in there and self.has_bias(bias.removesuffix(".bias")))
+        return min(lost, default=None)
+
+    def has_bias(self, module: str) -> bool:
+        return bool(re.fullmatch(self.biased or r"(?!)", outline_of(module)[0]))
+
+    def drops_name(self, name: str) -> bool:
+        """Return whether the Hub has no tensor like the one of this name."""
+        return bool(self.drop.fullmatch(outline_of(name)[0]))

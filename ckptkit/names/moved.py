@@ -1,0 +1,170 @@
+"""Let functions of torch move stored tensors: a table written for tensors says which boxes go where. No bytes move.
+
+A `Moved` is a tensor of torch without memory. What torch makes of it by moving elements is one too; what it would
+compute is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ckptkit.errors import Unsupported
+from ckptkit.layout import StoredTensor, axes
+
+_META = torch.device("meta")
+
+
+class Moved(Tensor):
+    """A stored tensor in the guise of one of torch, on the meta device. Its dtype is not the stored one's."""
+
+    stored: StoredTensor
+
+    @staticmethod
+    def __new__(cls, stored: StoredTensor) -> Self:
+        """Return the tensor."""
+        made = Tensor._make_wrapper_subclass(cls, stored.spec.shape, dtype=torch.uint8, device=_META)
+        made.stored = stored
+        return made
+
+    def __init__(self, stored: StoredTensor) -> None:
+        """Take nothing more."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Move boxes as `func` of torch would move elements. Raises `Unsupported` if it would do anything else."""
+        del types
+        move = _MOVES.get(func.overloadpacket.__name__)
+        if move is None:
+            raise Unsupported(f"a step of its conversion is torch's `{func}`, which ckptkit does not know to follow")
+        found = move(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
+        return [cls(one) for one in found] if isinstance(found, list) else cls(found)
+
+
+def bare(value: Any) -> Any:
+    """Return an argument of torch with stored tensors in place of those that stand for them."""
+    if isinstance(value, list | tuple):
+        return [bare(one) for one in value]
+    return value.stored if isinstance(value, Moved) else value
+
+
+def same(tensor: StoredTensor, **_: Any) -> StoredTensor:
+    """Return the tensor: what is done to its memory does not matter."""
+    return tensor
+
+
+def cat(tensors: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
+    return axes.concatenate(tensors, axis_of(tensors[0], dim))
+
+
+def stack(tensors: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
+    stacked = axes.stack(tensors)
+    return move_axis(stacked, 0, axis_of(stacked, dim))
+
+
+def unbind(tensor: StoredTensor, dim: int = 0) -> list[StoredTensor]:
+    return axes.unstack(move_axis(tensor, axis_of(tensor, dim), 0))
+
+
+def split(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTensor]:
+    """Return the tensor in pieces of a size along an axis, of which the last may be smaller."""
+    extent = tensor.spec.shape[axis_of(tensor, dim)]
+    return split_with_sizes(tensor, [min(size, extent - start) for start in range(0, extent, size)], dim)
+
+
+def split_with_sizes(tensor: StoredTensor, sizes: Sequence[int], dim: int = 0) -> list[StoredTensor]:
+    """Return the tensor in pieces of these sizes along an axis."""
+    axis = axis_of(tensor, dim)
+    if all(size == 1 for size in sizes):  # in one pass over the chunks: there may be many of both
+        return [unsqueeze(one, axis) for one in unbind(tensor, axis)]
+    ends = [0, *accumulate(sizes)]
+    return [axes.cut(tensor, axis, start, stop) for start, stop in pairwise(ends)]
+
+
+def select(tensor: StoredTensor, dim: int, index: int) -> StoredTensor:
+    axis = axis_of(tensor, dim)
+    return axes.take(tensor, axis, index % tensor.spec.shape[axis])
+
+
+def slice_of(
+    tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> StoredTensor:
+    """Return elements of an axis that follow each other."""
+    axis = axis_of(tensor, dim)
+    first, last, stride = slice(start, end, step).indices(tensor.spec.shape[axis])
+    if stride != 1:
+        raise Unsupported(f"a step of its conversion takes every {stride}th element")
+    return axes.cut(tensor, axis, first, max(first, last))
+
+
+def transpose(tensor: StoredTensor, dim0: int = 0, dim1: int = 1) -> StoredTensor:
+    """Return the tensor with two axes exchanged."""
+    order = list(range(len(tensor.spec.shape)))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return axes.permute(tensor, order)
+
+
+def permute(tensor: StoredTensor, dims: Sequence[int]) -> StoredTensor:
+    return axes.permute(tensor, [axis_of(tensor, dim) for dim in dims])
+
+
+def squeeze(tensor: StoredTensor, dim: int) -> StoredTensor:
+    axis = axis_of(tensor, dim)
+    return axes.take(tensor, axis, 0) if tensor.spec.shape[axis] == 1 else tensor
+
+
+def unsqueeze(tensor: StoredTensor, dim: int) -> StoredTensor:
+    return move_axis(axes.insert(tensor), 0, dim % (len(tensor.spec.shape) + 1))
+
+
+def reshape(tensor: StoredTensor, shape: Sequence[int], *_: Any) -> StoredTensor:
+    """Return the tensor in another shape, row-major."""
+    old, new = tensor.spec.shape, tuple(shape)
+    if -1 in new:
+        new = axes.replace_at(new, new.index(-1), 1, (prod(old) // -prod(new),))
+    if old == new:
+        return tensor
+    most = min(len(old), len(new)) - 1  # one axis at least is left in both
+    before = next((i for i in range(most) if old[i] != new[i]), most)
+    most -= before
+    behind = next((i for i in range(most) if old[-1 - i] != new[-1 - i]), most)
+    merged = axes.merge(tensor, before, len(old) - before - behind)
+    apart = new[before : len(new) - behind]
+    return merged if len(apart) == 1 else axes.split(merged, before, apart)
+
+
+def move_axis(tensor: StoredTensor, source: int, target: int) -> StoredTensor:
+    """Return the tensor with one axis at another place among them."""
+    order = [axis for axis in range(len(tensor.spec.shape)) if axis != source]
+    order.insert(target, source)
+    return tensor if source == target else axes.permute(tensor, order)
+
+
+def axis_of(tensor: StoredTensor, dim: int) -> int:
+    """Return the axis that a number means, which counts from behind if it is negative."""
+    return dim % len(tensor.spec.shape)
+
+
+_MOVES: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("alias", "clone", "contiguous", "detach"), same),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "_reshape_alias"), reshape),
+    "cat": cat,
+    "permute": permute,
+    "select": select,
+    "slice": slice_of,
+    "split": split,
+    "split_with_sizes": split_with_sizes,
+    "squeeze": squeeze,
+    "stack": stack,
+    "t": transpose,
+    "transpose": transpose,
+    "unbind": unbind,
+    "unsqueeze": unsqueeze,
+}

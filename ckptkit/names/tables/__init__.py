@@ -1,0 +1,1 @@
+"""The tables of names: one file for each family."""

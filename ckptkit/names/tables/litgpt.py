@@ -1,0 +1,116 @@
+"""Know the names of LitGPT, and map them to the Hub's.
+
+Source: litgpt/scripts/convert_lit_checkpoint.py, `copy_weights_*`. Queries, keys and values lie one after the other in
+one matrix, `attn.qkv`; before version 0.5 it was `attn.attn` and had them by groups (litgpt/model.py,
+`qkv_reassemble`), as GPT-NeoX has them on the Hub.
+"""
+
+from __future__ import annotations
+
+from ckptkit.names.family import Family
+from ckptkit.names.moe import LAYER, experts_of
+from ckptkit.names.rule import Rule, with_bias
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import Chain, Grouped, Joined, Reversed, Step
+
+_OWN = "transformer.h.{layer}."
+_APART = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2")
+_MIXTURES = ("mixtral", "qwen3_moe")
+_FUSED, _NEOX = "phi3", "gpt_neox"
+_TYPES = (*_APART, *_MIXTURES, _FUSED, _NEOX)
+_FOUR_NORMS = ("gemma2", "gemma3_text")
+
+_QKV = Joined(3, extents=("heads", "key_heads", "key_heads"))
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    model = sizes.require_type(LITGPT.name, _TYPES)
+    if model == _NEOX:
+        return in_groups()
+    modules = {
+        "transformer.wte": "model.embed_tokens",
+        "transformer.ln_f": "model.norm",
+        "lm_head": "lm_head",
+        _OWN + "attn.proj": LAYER + "self_attn.o_proj",
+        _OWN + "attn.norm_q": LAYER + "self_attn.q_norm",
+        _OWN + "attn.norm_k": LAYER + "self_attn.k_norm",
+        **norms(model),
+    }
+    if model != _FUSED:
+        modules |= feed_forward("mlp", LAYER + "mlp.gate_proj", LAYER + "mlp.up_proj", LAYER + "mlp.down_proj")
+    if model in _MIXTURES:
+        hub = experts_of(model)
+        modules[_OWN + "mlp.gate"] = LAYER + hub.router
+        modules |= feed_forward("mlp.experts.{expert}", *(LAYER + name for name in (hub.gate, hub.up, hub.down)))
+    return (
+        *(rule for own, there in modules.items() for rule in with_bias(own, there)),
+        *(fused() if model == _FUSED else apart()),
+    )
+
+
+def norms(model: str) -> dict[str, str]:
+    """Return the names of the norms of a layer, by ours."""
+    own = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
+    if model in _FOUR_NORMS:
+        own = {
+            "norm_1": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "norm_2": "pre_feedforward_layernorm",
+            "post_mlp_norm": "post_feedforward_layernorm",
+        }
+    if model == "olmo2":
+        own = {"norm_2": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+    return {_OWN + one: LAYER + other for one, other in own.items()}
+
+
+def feed_forward(own: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Return the names of three projections on the Hub, by ours."""
+    return {f"{_OWN}{own}.fc_1": gate, f"{_OWN}{own}.fc_2": up, f"{_OWN}{own}.proj": down}
+
+
+def attention(hub: str | tuple[str, ...], step: Step | None, older: Step | None) -> tuple[Rule, ...]:
+    """Return the rules for queries, keys and values in one, as they lie now, and as they did."""
+    return (*with_bias(_OWN + "attn.qkv", hub, step), *with_bias(_OWN + "attn.attn", hub, older))
+
+
+def apart() -> tuple[Rule, ...]:
+    """Return the rules for a type that has queries, keys and values apart on the Hub."""
+    return attention(tuple(f"{LAYER}self_attn.{one}_proj" for one in "qkv"), _QKV, Grouped())
+
+
+def fused() -> tuple[Rule, ...]:
+    """Return the rules for a type that has them in one on the Hub too, and gate and up projection in one."""
+    two = tuple(f"{_OWN}mlp.{name}.weight" for name in ("fc_1", "fc_2"))
+    return (
+        *attention(LAYER + "self_attn.qkv_proj", None, Chain((Grouped(), Reversed(_QKV)))),
+        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Joined(2))),
+        Rule.of(_OWN + "mlp.proj.weight", LAYER + "mlp.down_proj.weight"),
+    )
+
+
+def in_groups() -> tuple[Rule, ...]:
+    """Return the rules for GPT-NeoX, which has queries, keys and values by groups on the Hub."""
+    layer = "gpt_neox.layers.{layer}."
+    modules = {
+        "transformer.wte": "gpt_neox.embed_in",
+        "transformer.ln_f": "gpt_neox.final_layer_norm",
+        "lm_head": "embed_out | lm_head",
+        _OWN + "norm_1": layer + "input_layernorm",
+        _OWN + "norm_2": layer + "post_attention_layernorm",
+        _OWN + "attn.proj": layer + "attention.dense",
+        _OWN + "mlp.fc": layer + "mlp.dense_h_to_4h",
+        _OWN + "mlp.proj": layer + "mlp.dense_4h_to_h",
+    }
+    return (
+        *(rule for own, hub in modules.items() for rule in with_bias(own, hub)),
+        *attention(layer + "attention.query_key_value", Chain((_QKV, Reversed(Grouped()))), None),
+    )
+
+
+LITGPT = Family(
+    name="litgpt",
+    types=_TYPES,
+    rules=rules,
+    has_tied_head=True,
+)

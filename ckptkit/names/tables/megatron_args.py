@@ -1,0 +1,75 @@
+"""Hold the arguments of a Megatron job, where its checkpoint has them, against the config of the model.
+
+Source: megatron/training/arguments.py. They lie in `common.pt` beside the shards, or in the checkpoint itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.files.file import is_there
+from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.state_files import read_state_file
+from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.pickles.inert_pickle import Record
+from ckptkit.layout import Layout
+from ckptkit.names.sizes import Sizes
+
+_COMMON, _ARGS = "common.pt", "args"
+_ZERO_CENTRED = ("gemma",)  # types whose norms lie around zero on the Hub
+_SWITCHES = {
+    "rotary_interleaved": "rotary embeddings turn neighbours, as no such model of the Hub does",
+    "attention_output_gate": "queries have gates",
+    "multi_latent_attention": "attention has latent heads",
+}
+
+
+def check(checkpoint: Layout, sizes: Sizes) -> None:
+    """Raise `Mismatch` for arguments that contradict a config, `Unsupported` where more than names would change."""
+    args = read_args(checkpoint)
+    for name, said, wanted in list_numbers(args, sizes):
+        if said != wanted:
+            hint = "is the config.json that of another model?"
+            raise Mismatch(f"Megatron's arguments say {name} {said}, config.json calls for {wanted}", hint=hint)
+    if args.get("swiglu") is False:
+        raise Mismatch(f"Megatron's arguments say swiglu False, and a model of type `{sizes.model_type}` has gates")
+    for name, meaning in _SWITCHES.items():
+        if args.get(name) is True:
+            raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="--names keep leaves the names")
+    check_norms(args.get("apply_layernorm_1p"), sizes.model_type)
+
+
+def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+    """Yield the numbers that arguments say, each with the one that the config calls for."""
+    groups = "num_attention_heads" if args.get("group_query_attention") is False else "num_query_groups"
+    symbols = [("num_layers", "layers"), ("hidden_size", "hidden"), ("num_attention_heads", "heads")]
+    for name, symbol in [*symbols, (groups, "key_heads")]:
+        if type(args.get(name)) is int:
+            yield name, args[name], sizes[symbol]
+    if type(args.get("kv_channels")) is int:
+        yield "kv_channels", args["kv_channels"], sizes.head_width
+
+
+def check_norms(around_zero: object, model: str) -> None:
+    """Raise `Unsupported` where one would have to be added to all norms or taken off, or nothing tells that."""
+    if model in _ZERO_CENTRED and around_zero is not True:
+        message = f"norms of `{model}` lie around zero on the Hub, and no `apply_layernorm_1p` says that they do here"
+        raise Unsupported(message, hint="--names keep leaves the names")
+    if around_zero is True and model not in _ZERO_CENTRED:
+        message = f"Megatron's arguments say apply_layernorm_1p: one would have to be added to all norms of `{model}`"
+        raise Unsupported(message, hint="--names keep leaves the names")
+
+
+def read_args(checkpoint: Layout) -> Mapping[str, Any]:
+    """Return the arguments of the job by name, {} where none are kept."""
+    entry = next((name for name in checkpoint.blobs if checkpoint.key(name) == (_ARGS,)), None)
+    if entry is not None:
+        found = load_value(checkpoint.root, checkpoint.blobs[entry])
+    elif is_there(checkpoint.root / _COMMON):
+        found = dict(pairs_of(read_state_file(checkpoint.root, _COMMON).value) or ()).get(_ARGS)
+    else:
+        return {}
+    state = found.state if isinstance(found, Record) else found
+    return {str(name): value for name, value in pairs_of(state) or ()}

@@ -1,0 +1,76 @@
+"""Know the names of Meta's Llama releases, which Mistral's have too, and map them to the Hub's.
+
+Source: meta-llama/llama-models, models/llama3/model.py; mistralai/mistral-inference, transformer.py; and for the order
+of rows transformers/models/{llama,mistral,mixtral}/convert_*_weights_to_hf.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.names.family import Family
+from ckptkit.names.moe import LAYER, experts_of
+from ckptkit.names.rule import Rule
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import Rotary
+
+_TYPES = ("llama", "mistral", "mixtral")
+_OWN = "layers.{layer}."
+_SIZES = {
+    "dim": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "n_layers": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+}
+_WITHOUT_LAYER = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    model = sizes.require_type(META.name, _TYPES)
+    experts = experts_of("mixtral")
+    mixture = {
+        "feed_forward.gate": experts.router,
+        "feed_forward.experts.{expert}.w1": experts.gate,
+        "feed_forward.experts.{expert}.w3": experts.up,
+        "feed_forward.experts.{expert}.w2": experts.down,
+    }
+    in_layer = _IN_LAYER | (mixture if model == "mixtral" else {})
+    return (
+        *(Rule.of(f"{own}.weight", f"{hub}.weight") for own, hub in _WITHOUT_LAYER.items()),
+        *(Rule.of(f"{_OWN}{own}.weight", f"{LAYER}{hub}.weight") for own, hub in in_layer.items()),
+        Rule.of(f"{_OWN}attention.wq.weight", f"{LAYER}self_attn.q_proj.weight", Rotary("heads")),
+        Rule.of(f"{_OWN}attention.wk.weight", f"{LAYER}self_attn.k_proj.weight", Rotary("key_heads")),
+    )
+
+
+def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    found = {hub: params[own] for own, hub in _SIZES.items() if own in params}
+    return {"model_type": "mixtral" if "moe" in params else "llama", **found}
+
+
+META = Family(
+    name="meta",
+    types=_TYPES,
+    drops=(r"rope\.freqs",),
+    rules=rules,
+    trainer="Meta, or in its format",
+    sizes_file="params.json",
+    config_of=config_of,
+)

@@ -1,0 +1,50 @@
+"""Know the names of nanoGPT, which are those of GPT-2 on the Hub, where four matrices lie the other way round.
+
+Source: karpathy/nanoGPT, model.py, `GPT.from_pretrained`; transformers/pytorch_utils.py, `Conv1D`. Without `bias=True`
+there are no biases, which a GPT-2 has: such a model has no form on the Hub.
+"""
+
+from __future__ import annotations
+
+from ckptkit.names.family import Family
+from ckptkit.names.rule import Rule
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import Step, Transposed
+from ckptkit.tensors.box import Shape
+
+_TYPES = ("gpt2",)
+_MATRICES = tuple(f"h.{{layer}}.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
+_OTHERS = ("h.{layer}.ln_1", "h.{layer}.ln_2", "ln_f")
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    """Return the table. Raises `Unsupported` for any other type of model than GPT-2."""
+    sizes.require_type(NANOGPT.name, _TYPES)
+    return (
+        *(rule_of(f"{name}.weight", Transposed()) for name in _MATRICES),
+        *(rule_of(f"{name}.weight") for name in ("wte", "wpe", *_OTHERS)),
+        *(rule_of(f"{name}.bias") for name in (*_MATRICES, *_OTHERS)),
+        Rule.of("lm_head.weight", "lm_head.weight"),
+    )
+
+
+def rule_of(name: str, step: Step | None = None) -> Rule:
+    """Return the rule for a tensor, which the Hub has by the name of a model with a head, or as the first files do."""
+    return Rule.of(f"transformer.{name}", f"transformer.{name} | {name}", step)
+
+
+def is_linear(shape: Shape) -> bool:
+    """Return whether a matrix that makes queries, keys and values of a state has its rows for these."""
+    return len(shape) == 2 and shape[0] == 3 * shape[1]
+
+
+NANOGPT = Family(
+    name="nanogpt",
+    tells_shape=is_linear,
+    types=_TYPES,
+    drops=(r"(transformer\.)?h\.#\.attn\.(masked_)?bias",),  # the mask of attention
+    biased=r"transformer\.(h\.#\.)?(attn\.c_attn|(attn|mlp)\.c_proj|mlp\.c_fc|ln_[12f])",
+    rules=rules,
+    trainer="nanoGPT",
+    has_tied_head=True,
+)

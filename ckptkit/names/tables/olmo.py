@@ -1,0 +1,67 @@
+"""Know the names of OLMo-core, and map them to the Hub's.
+
+Source: olmo_core/nn/hf/convert.py. A norm comes before its block or behind it, by the type of model; all experts of a
+layer lie in one matrix, one below the other, each the other way round; the router is flat. Gemma 3's and Qwen 3.5's
+norms are greater by one there than on the Hub: these would have to be computed, and are refused.
+"""
+
+from __future__ import annotations
+
+from ckptkit.names.family import Family
+from ckptkit.names.moe import LAYER, experts_of
+from ckptkit.names.rule import Rule, with_bias
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import Flat, Transposed
+
+_BEFORE = ("llama", "qwen2", "qwen3")
+_BEHIND = ("olmo2", "olmo3", "flex_olmo")
+_TYPES = (*_BEFORE, *_BEHIND)
+_OWN = "blocks.{layer}."
+_MODULES = {
+    "embeddings": "model.embed_tokens",
+    "lm_head.norm": "model.norm",
+    "lm_head.w_out": "lm_head",
+    _OWN + "attention.w_q": LAYER + "self_attn.q_proj",
+    _OWN + "attention.w_k": LAYER + "self_attn.k_proj",
+    _OWN + "attention.w_v": LAYER + "self_attn.v_proj",
+    _OWN + "attention.w_out": LAYER + "self_attn.o_proj",
+    _OWN + "attention.q_norm": LAYER + "self_attn.q_norm",
+    _OWN + "attention.k_norm": LAYER + "self_attn.k_norm",
+    _OWN + "feed_forward.w1": LAYER + "mlp.gate_proj",
+    _OWN + "feed_forward.w2": LAYER + "mlp.down_proj",
+    _OWN + "feed_forward.w3": LAYER + "mlp.up_proj",
+}
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    model = sizes.require_type(OLMO.name, _TYPES)
+    is_before = model in _BEFORE
+    norms = {
+        _OWN + "attention_norm": LAYER + ("input_layernorm" if is_before else "post_attention_layernorm"),
+        _OWN + "feed_forward_norm": LAYER + ("post_attention_layernorm" if is_before else "post_feedforward_layernorm"),
+    }
+    plain = (rule for own, hub in (_MODULES | norms).items() for rule in with_bias(own, hub))
+    return (*plain, *(mixture() if model == "flex_olmo" else ()))
+
+
+def mixture() -> tuple[Rule, ...]:
+    """Return the rules for a mixture of experts."""
+    hub, own = experts_of("flex_olmo"), _OWN + "feed_forward_moe."
+    of_all = {"w1": hub.gate, "w3": hub.up, "w2": hub.down}
+    return (
+        Rule.of(own + "router.weight", f"{LAYER}{hub.router}.weight", Flat("experts")),
+        *(
+            Rule.of(f"{own}experts.mlp.{one}", f"{LAYER}{other}.weight", Transposed(), flat="experts")
+            for one, other in of_all.items()
+        ),
+    )
+
+
+OLMO = Family(
+    name="olmo",
+    types=_TYPES,
+    rules=rules,
+    trainer="OLMo-core",
+    has_tied_head=True,
+)

@@ -1,0 +1,76 @@
+"""Know the names of torchtune, and map them to the Hub's.
+
+Source: torchtune/models/convert_weights.py, and {qwen2,qwen3,gemma2,phi3}/_convert_weights.py. The rows of queries and
+keys are in pairs but for Qwen and Phi. Gemma 2's norms beside the feed forward are called as its converter calls them.
+"""
+
+from __future__ import annotations
+
+from ckptkit.names.family import Family
+from ckptkit.names.moe import LAYER
+from ckptkit.names.rule import Rule, with_bias
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import Joined, Reversed, Rotary
+
+_IN_PAIRS = ("llama", "mistral", "gemma", "gemma2")
+_AS_THERE = ("qwen2", "qwen3")
+_FUSED = "phi3"
+_TYPES = (*_IN_PAIRS, *_AS_THERE, _FUSED)
+_OWN = "layers.{layer}."
+_NORMS = {"sa_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_FOUR_NORMS = {
+    "sa_norm": "input_layernorm",
+    "sa_scale": "post_attention_layernorm",
+    "mlp_scale": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    model = sizes.require_type(TORCHTUNE.name, _TYPES)
+    norms = _FOUR_NORMS if model == "gemma2" else _NORMS
+    names = {_OWN + own: LAYER + hub for own, hub in norms.items()}
+    names |= {_OWN + f"attn.{own}_norm": LAYER + f"self_attn.{own}_norm" for own in "qk"}
+    names["norm.rms_norm" if model == "gemma2" else "norm"] = "model.norm"
+    return (
+        Rule.of("tok_embeddings.weight", "model.embed_tokens.weight"),
+        Rule.of("output.weight", "lm_head.weight"),
+        *(Rule.of(f"{own}.scale", f"{hub}.weight") for own, hub in names.items()),
+        *with_bias(_OWN + "attn.output_proj", LAYER + "self_attn.o_proj"),
+        Rule.of(_OWN + "mlp.w2.weight", LAYER + "mlp.down_proj.weight"),
+        *(fused() if model == _FUSED else apart(is_in_pairs=model in _IN_PAIRS)),
+    )
+
+
+def apart(*, is_in_pairs: bool) -> tuple[Rule, ...]:
+    """Return the rules for projections that lie apart on the Hub too."""
+    heads = {"q": Rotary("heads"), "k": Rotary("key_heads")} if is_in_pairs else {}
+    projections = {"w1": "gate_proj", "w3": "up_proj"}
+    return (
+        *(
+            rule
+            for own in "qkv"
+            for rule in with_bias(_OWN + f"attn.{own}_proj", LAYER + f"self_attn.{own}_proj", heads.get(own))
+        ),
+        *(Rule.of(f"{_OWN}mlp.{own}.weight", f"{LAYER}mlp.{hub}.weight") for own, hub in projections.items()),
+    )
+
+
+def fused() -> tuple[Rule, ...]:
+    """Return the rules for projections that are one matrix on the Hub."""
+    three = tuple(f"{_OWN}attn.{own}_proj.weight" for own in "qkv")
+    two = tuple(f"{_OWN}mlp.{own}.weight" for own in ("w1", "w3"))
+    parts = Joined(3, extents=("heads", "key_heads", "key_heads"))
+    return (
+        Rule.of(three, LAYER + "self_attn.qkv_proj.weight", Reversed(parts)),
+        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Joined(2))),
+    )
+
+
+TORCHTUNE = Family(
+    name="torchtune",
+    types=_TYPES,
+    rules=rules,
+    trainer="torchtune",
+)

@@ -1,0 +1,212 @@
+"""Give a training's entries other names: the model's parameters, and all that optimizers have of each of them.
+
+A state that has the shape of its parameter is cut and joined as the parameter is. A number, such as the step, goes
+along with each part; where several parameters become one, theirs have to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ckptkit.engine.read import read
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
+from ckptkit.layout.edits import check_ways
+from ckptkit.names.parameters import FLATTENED, is_list_of_parameters
+from ckptkit.names.translate import Translated, Turn
+from ckptkit.names.weights import Weights, model_name
+from ckptkit.tensors.box import whole
+
+Origins = Mapping[str, tuple[str, ...]]  # the old names that each new one came from
+
+
+class Place(NamedTuple):
+    """A key path at which each parameter has an entry of one kind, with the name of the parameter left out."""
+
+    before: KeyPath
+    text: str = "{}"
+    after: KeyPath = ()
+
+    def key(self, name: str) -> KeyPath:
+        """Return the way to the entry of a parameter."""
+        return (*self.before, self.text.format(name), *self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The entries of one kind, by the name of their parameter."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    blobs: dict[str, Blob] = field(default_factory=dict)
+
+
+def translate_training(layout: Layout, found: Weights, prefix: KeyPath, turn: Turn) -> tuple[Layout, Translated]:
+    """Return a located checkpoint with its parameters as `turn` makes them, and what it made of the weights.
+
+    `found` are the model's tensors, under `prefix`. Raises `Unsupported` for an optimizer with numbers for parameters,
+    and for a state that has neither the shape of its parameter nor is one number; `Mismatch` for parameters that become
+    one and differ in these, or belong to different groups.
+    """
+    names = {old: new for new, old in found.came_from.items()}
+    weights = turn(found.layout.tensors)
+    kinds, rest = sort_entries(layout, names, prefix)
+    tensors = {name: layout.tensors[name] for name in rest if name in layout.tensors}
+    blobs = {name: layout.blobs[name] for name in rest if name in layout.blobs}
+    keys = {name: layout.key(name) for name in rest}
+    for place, entries in kinds.items():
+        made = weights if place == Place(prefix) else follow(layout, entries, found.layout, weights, turn, place)
+        for name, tensor in made.tensors.items():
+            key = place.key(name)
+            tensors[dotted(key)], keys[dotted(key)] = tensor, key
+        for name, blob in carry(layout, entries.blobs, weights.came_from, place).items():
+            key = place.key(name)
+            blobs[dotted(key)], keys[dotted(key)] = blob, key
+    for name, blob in blobs.items():
+        if is_list_of_parameters(keys[name]):
+            blobs[name] = rename_group(layout, name, blob, weights.came_from, names)
+    check_ways(layout, keys)
+    return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={}), weights
+
+
+def dotted(key: KeyPath) -> str:
+    return ".".join(map(str, key))
+
+
+def sort_entries(layout: Layout, weights: Mapping[str, str], prefix: KeyPath) -> tuple[dict[Place, Entries], list[str]]:
+    """Return the entries of parameters by their kind, and the names of all others. `weights` are the model's own."""
+    own = set(weights.values())
+    kinds: dict[Place, Entries] = {Place(prefix): Entries()}
+    rest = []
+    for name in layout.names:
+        found = (Place(prefix), weights[name]) if name in weights else find_place(layout.key(name), own)
+        if found is None:
+            rest.append(name)
+            continue
+        place, parameter = found
+        entries = kinds.setdefault(place, Entries())
+        if parameter in entries.tensors or parameter in entries.blobs:
+            raise Mismatch(f"it is there twice for `{parameter}`", path=layout.root, tensor=name)
+        if name in layout.tensors:
+            entries.tensors[parameter] = layout.tensors[name]
+        else:
+            entries.blobs[parameter] = layout.blobs[name]
+    return kinds, rest
+
+
+def find_place(key: KeyPath, own: set[str]) -> tuple[Place, str] | None:
+    """Return the kind of an entry of an optimizer and its parameter, one of `own`; None for any other entry.
+
+    Raises `Unsupported` for an optimizer that numbers its parameters.
+    """
+    last = key[-1]
+    if isinstance(last, str) and last.startswith(FLATTENED):
+        kind, _, inner = last.partition(".")
+        parameter, _, what = inner.rpartition(".")
+        return choose(Place(key[:-1], f"{kind}.{{}}.{what}"), parameter, own)
+    if len(key) < 3 or key[-3] != "state":
+        return None
+    if isinstance(last, str) and clean(last, own) is not None:
+        return choose(Place(key[:-1]), last, own)
+    if isinstance(key[-2], int) or str(key[-2]).isdecimal():
+        hint = "give them names first, with --optimizer-keys names"
+        raise Unsupported("the optimizer numbers its parameters, which get other names", tensor=dotted(key), hint=hint)
+    return choose(Place(key[:-2], "{}", key[-1:]), str(key[-2]), own)
+
+
+def choose(place: Place, parameter: str, own: set[str]) -> tuple[Place, str] | None:
+    name = clean(parameter, own)
+    return None if name is None else (place, name)
+
+
+def clean(parameter: str, own: set[str]) -> str | None:
+    plain = model_name((parameter,), ())
+    return next((name for name in (plain, plain.removeprefix("module.")) if name in own), None)
+
+
+def follow(
+    layout: Layout, entries: Entries, weights: Layout, translated: Translated, turn: Turn, place: Place
+) -> Translated:
+    """Return the states of one kind as their parameters became."""
+    shaped = {name: one for name, one in entries.tensors.items() if one.spec.shape == weights.tensors[name].spec.shape}
+    made = turn(shaped)
+    others = {name: one for name, one in entries.tensors.items() if name not in shaped}
+    for new, olds in translated.came_from.items():
+        there = [old for old in olds if old in others]
+        if not there:
+            continue
+        require_all(layout, there, olds, place)
+        one = others[there[0]]
+        if is_untouched(new, olds, translated, weights):
+            made.tensors[new] = one
+        elif one.spec.numel == 1:
+            found = {old: value_of(layout, others[old]) for old in there if not others[old].is_lost}
+            if found:
+                require_equal(layout, found, place)
+            made.tensors[new] = others[next(iter(found), there[0])]
+        else:
+            shapes = f"{list(one.spec.shape)} beside a parameter of {list(weights.tensors[there[0]].spec.shape)}"
+            hint = "leave it out with --exclude: the optimizer then begins anew"
+            message = f"its shape is {shapes}, which is cut or joined: it cannot follow"
+            raise Unsupported(message, path=layout.root, tensor=dotted(place.key(there[0])), hint=hint)
+    return made
+
+
+def is_untouched(new: str, olds: Iterable[str], translated: Translated, weights: Layout) -> bool:
+    first, *more = olds
+    return not more and translated.tensors[new] == weights.tensors[first]
+
+
+def carry(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: Place) -> dict[str, Blob]:
+    """Return the entries of one kind that are no tensors for the new parameters."""
+    made = {}
+    for new, olds in origins.items():
+        there = [old for old in olds if old in blobs]
+        if there:
+            require_all(layout, there, olds, place)
+            if len(there) > 1:
+                require_equal(layout, {old: load_value(layout.root, blobs[old]) for old in there}, place)
+            made[new] = blobs[there[0]]
+    return made
+
+
+def require_all(layout: Layout, there: Iterable[str], olds: Iterable[str], place: Place) -> None:
+    """Raise `Mismatch` if some of the parameters that become one have no such entry."""
+    missing = [old for old in olds if old not in there]
+    if missing:
+        message = f"it is missing, while `{dotted(place.key(next(iter(there))))}`, which it becomes one with, is there"
+        raise Mismatch(message, path=layout.root, tensor=dotted(place.key(missing[0])))
+
+
+def require_equal(layout: Layout, values: Mapping[str, Any], place: Place) -> None:
+    """Raise `Mismatch` if parameters that become one differ in an entry."""
+    (first, value), *others = values.items()
+    other = next((name for name, one in others if one != value), None)
+    if other is not None:
+        message = f"it is not what it is for `{other}`, and both become one parameter"
+        raise Mismatch(message, path=layout.root, tensor=dotted(place.key(first)))
+
+
+def value_of(layout: Layout, tensor: StoredTensor) -> bytes:
+    one = replace(layout, tensors={"": tensor}, blobs={}, keys={}, twins={})
+    return bytes(read(one, "", whole(tensor.spec.shape), jobs=1))
+
+
+def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weights: Mapping[str, str]) -> Blob:
+    """Return the list of a group's parameters under their new names."""
+    value = load_value(layout.root, blob)
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise Unsupported("the optimizer numbers its parameters", path=layout.root, tensor=name)
+    own = set(weights.values())
+    listed = {clean(one, own): None for one in value}
+    became: dict[str, list[str]] = {}
+    for new, olds in origins.items():
+        here = [old for old in olds if old in listed]
+        if here and len(here) < len(olds):
+            message = f"`{here[0]}` is in this group, and not all that it becomes one with"
+            raise Mismatch(message, path=layout.root, tensor=name)
+        for old in here[:1]:
+            became.setdefault(old, []).append(new)
+    return with_value(blob, [new for old in listed if old is not None for new in became.get(old, [])])

@@ -1,0 +1,141 @@
+"""Find the model's entries in a training checkpoint, and what the model calls them. By names only.
+
+The names that a checkpoint was flattened to (`model.model.norm.weight`) do not tell where a wrapper ends and the
+model's own names begin; the recorded key paths do: `("model", "model.norm.weight")`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout import KeyPath, Layout
+from ckptkit.layout.edits import rename, select
+
+WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "module")
+_TRAINING_STATE = ("optim", "chained_", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state")
+# what torch's own wrappers put into parameter names
+_MODULE_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_DDP = "module."
+OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and rank has under one name
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Entries that are not the model's: those under `name`, how many, and their bytes."""
+
+    name: str
+    entries: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The model's tensors under their own names; each `came_from` a name of the checkpoint, of which all is `whole`."""
+
+    layout: Layout
+    wrapper: str
+    came_from: dict[str, str]
+    left_out: tuple[LeftOut, ...]
+    whole: Layout
+
+
+def find_weights(layout: Layout) -> Weights:
+    """Take the model's tensors out of a checkpoint of whatever nesting. Raises `Mismatch` if there are none."""
+    prefix = find_prefix(layout)
+    training = training_state(layout, prefix)
+    names = {
+        name: model_name(key, prefix) for name, key in keys_below(layout, prefix) if key[len(prefix)] not in training
+    }
+    while names and all(name.startswith(_DDP) for name in names.values()):
+        names = {old: new.removeprefix(_DDP) for old, new in names.items()}
+    weights = rename(select(layout, names.__contains__), names.__getitem__)
+    left_out = summarise(layout, prefix, [name for name in (*layout.tensors, *layout.blobs) if name not in names])
+    return Weights(weights, ".".join(map(str, prefix)), {new: old for old, new in names.items()}, left_out, layout)
+
+
+def has_weights(layout: Layout) -> bool:
+    """Return whether there is anything but a training's state: an optimizer may have a directory to itself."""
+    training = training_state(layout, ())
+    return any(layout.key(name)[0] not in training for name in layout.tensors)
+
+
+def find_prefix(layout: Layout) -> KeyPath:
+    """Return the key path under which the model lies: through `state`, `app`, `model`, to where tensors have names."""
+    prefix: KeyPath = ()
+    while True:
+        training = training_state(layout, prefix)
+        below = [key[len(prefix) :] for _, key in keys_below(layout, prefix) if key[len(prefix)] not in training]
+        branches = Counter(key[0] for key in below if len(key) > 1)
+        known = next((name for name in WRAPPERS if name in branches), None)
+        if known is not None:
+            prefix = (*prefix, known)
+        elif len(branches) < len({key[0] for key in below}):
+            return prefix
+        elif len(branches) == 1:
+            prefix = (*prefix, *branches)
+        else:
+            raise no_model(layout, branches)
+
+
+def keys_below(layout: Layout, prefix: KeyPath) -> Iterator[tuple[str, KeyPath]]:
+    """Name and key path of every tensor under `prefix`."""
+    for name in layout.tensors:
+        key = layout.key(name)
+        if key[: len(prefix)] == prefix and len(key) > len(prefix):
+            yield name, key
+
+
+def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
+    """Return the steps below `prefix` that lead to a training's state, by name or because `param_groups` follow."""
+    found: set[str | int] = set()
+    at = len(prefix)
+    for name in (*layout.tensors, *layout.blobs):
+        key = layout.key(name)
+        if key[:at] != prefix or len(key) <= at:
+            continue
+        is_flat_optimizer = not layout.keys and name.startswith(("optim.", "optimizer."))
+        leads_on = len(key) > at + 1
+        is_named = leads_on and str(key[at]).startswith(_TRAINING_STATE)
+        has_groups = leads_on and str(key[at + 1]).startswith("param_groups")
+        if is_flat_optimizer or is_named or has_groups:
+            found.add(key[at])
+    return found
+
+
+def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Unsupported:
+    """Return the error for a checkpoint in which the model cannot be found."""
+    candidates = sorted(map(str, branches))
+    if candidates:
+        message = f"which of these is the model: {', '.join(candidates)}?"
+        return Unsupported(message, path=layout.root, hint=f"choose with --include '{candidates[0]}.*'")
+    tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
+    held = ", ".join(f"{count} under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
+    return Mismatch(
+        f"no model weights here, only {held}", path=layout.root, hint="is the model in a directory beside it?"
+    )
+
+
+def model_name(key: KeyPath, prefix: KeyPath) -> str:
+    """Return the model's own name of a tensor: what follows the prefix, without what torch's wrappers put into it."""
+    name = ".".join(map(str, key[len(prefix) :]))
+    for wrapper in _MODULE_WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def summarise(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> tuple[LeftOut, ...]:
+    """Count entries by where their key path leaves that of the model; objects of layers and ranks by what they are."""
+    entries: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for name in names:
+        key = layout.key(name)
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(key, prefix, strict=False)) if a != b), min(len(key), len(prefix))
+        )
+        group = ".".join(map(str, key[: shared + 1])).partition(OF_ONE)[0]
+        entries[group] += 1
+        nbytes[group] += layout.tensors[name].spec.nbytes if name in layout.tensors else layout.blobs[name].length
+    return tuple(LeftOut(group, count, nbytes[group]) for group, count in entries.items())

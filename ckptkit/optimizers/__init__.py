@@ -1,0 +1,1 @@
+"""Optimizer states: by name and by number, missing states, flat parameters."""

@@ -1,0 +1,63 @@
+"""Open a checkpoint as a model of transformers: what its config.json calls for, and its tensors as in memory there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.adapters.signs import may_be_adapted
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.conversion.named_weights import without_prefix
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout import Layout
+from ckptkit.models.companions import Companions
+from ckptkit.models.fit import check_equal
+from ckptkit.models.transformers_model import Blueprint, find_blueprint
+from ckptkit.names.naming import name_weights
+from ckptkit.names.tables.transformers import TRANSFORMERS
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model: what transformers builds of its config, and its tensors as that has them in memory."""
+
+    path: Path
+    blueprint: Blueprint
+    layout: Layout
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], notes: list[str]) -> Model:
+        """Return the model in a checkpoint, and add to `notes` what there is to say of its names."""
+        path = checkpoint.model_part.path
+        blueprint = find_blueprint(config)
+        weights = without_prefix(checkpoint.weights, Companions(config=dict(config)), notes)
+        if may_be_adapted(weights.layout.tensors):
+            hint = "`ckptkit consolidate SRC MERGED --merge` makes a model of it, against which others can be proved"
+            raise Unsupported("an adapter that is not merged is no model that could be run", path=path, hint=hint)
+        named, remarks = name_weights(weights, config, TRANSFORMERS.name, checkpoint.trainer)
+        if named.layout.tensors.keys() != weights.layout.tensors.keys():
+            notes += [f"{path}: {remark}" for remark in remarks]
+        tensors = dict(named.layout.tensors)
+        for name, origin in blueprint.tied.items():
+            if name not in tensors and origin in tensors:
+                tensors[name] = tensors[origin]
+            elif name in tensors and origin in tensors:
+                check_equal(named.layout, name, origin)  # one of two that differ is lost in most programs
+        made = cls(path, blueprint, replace(named.layout, tensors=tensors))
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise `Mismatch` for a tensor that the model has, and that is not there or has another shape."""
+        missing = [name for name in self.blueprint.shapes if name not in self.layout.tensors]
+        missing = [name for name in missing if name not in self.blueprint.unsaved]
+        if missing:
+            message = f"config.json calls for it and {len(missing) - 1} more, and they are not there"
+            raise Mismatch(message, path=self.path, tensor=missing[0])
+        for name, shape in self.blueprint.shapes.items():
+            found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
+            if found != shape:
+                message = f"the shape is {list(found)}, config.json calls for {list(shape)}"
+                raise Mismatch(message, path=self.path, tensor=name, hint="is the config.json that of another model?")

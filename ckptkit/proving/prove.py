@@ -1,0 +1,116 @@
+"""Prove an export: its tensors are those of its source, and so is what transformers computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.errors import Mismatch, Unsupported, Usage
+from ckptkit.files.file import read_small
+from ckptkit.models.companions import Companions, find_companions
+from ckptkit.models.transformers_model import is_installed
+from ckptkit.ops.diff import prove as compare_tensors
+from ckptkit.progress import Progress
+from ckptkit.proving.logits import Logits
+from ckptkit.proving.model import Model
+
+if TYPE_CHECKING:
+    from ckptkit.comparison.differences import Diff
+
+_TOKENS = 64
+_LIMIT = 1 << 24  # bytes of a file of tokens
+_DIGITS = 10
+_TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "tekken.")  # how its files' names begin
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """The findings on the model at `out` and the checkpoint at `source` that it is to be of.
+
+    `tensors` are the differences of tensors by part, after a conversion of dtype.
+    """
+
+    out: Path
+    source: Path
+    tensors: tuple[Diff, ...]
+    logits: Logits
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether `out` computes what `source` does."""
+        return all(diff.is_equal for diff in self.tensors) and self.logits.is_ok
+
+
+def prove(
+    out: Source,
+    *,
+    against: Source,
+    base: str | Path | None = None,
+    tokens: str | Path | Sequence[int] | None = None,
+    seed: int = 0,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Proved:
+    """Say whether the Hugging Face model at `out` computes what the checkpoint `against`, which it is made of, does.
+
+    First its tensors are held against those of the checkpoint, across names and dtypes, as `verify` does. Then
+    transformers runs both, in float32, on the same `tokens`: a list of numbers, in a file perhaps, or else 64 that are
+    drawn by `seed`. No more than one block of the model is in memory at a time.
+
+    The model at `out` is what its config.json says; the other is what the config.json of `base` says, a directory or
+    Hub id, or one that lies by the checkpoint, or else the same. Raises `Unsupported` without transformers, and for
+    models that it does not know, `Mismatch` for a config.json that calls for tensors that are not there.
+    """
+    if not is_installed():
+        hint = "pip install transformers; `ckptkit verify OUT --against SRC` compares the tensors without it"
+        raise Unsupported("only transformers can compute what a model does, and it is not installed", hint=hint)
+    ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
+    here, there = companions_of(ours), companions_of(theirs, None if base is None else str(base))
+    if here.config is None:
+        raise Mismatch("no config.json", path=ours.path, hint="what is proved is an exported model, and it has one")
+    wanted = read_tokens(tokens) if tokens is not None else None
+    notes = list(notes_on(here, there, theirs.path))
+    one = Model.of(ours, here.config, notes)
+    two = Model.of(theirs, here.config if there.config is None else there.config, notes)
+    differences = compare_tensors(ours, theirs, allow_cast=True, jobs=jobs, progress=progress)
+    from ckptkit.proving.forward import choose_tokens, compare_logits  # imports torch
+
+    ids = choose_tokens(wanted, _TOKENS, seed, (one, two))
+    return Proved(ours.path, theirs.path, tuple(differences.values()), compare_logits(one, two, ids), tuple(notes))
+
+
+def companions_of(checkpoint: Checkpoint, base: str | None = None) -> Companions:
+    """Return config.json and tokenizer of a base, or those that lie by a checkpoint."""
+    return find_companions(checkpoint.model_part.path, base)
+
+
+def notes_on(here: Companions, there: Companions, source: Path) -> Iterator[str]:
+    """Yield what is not proved: a config that there is no other of, text that becomes other tokens."""
+    if there.config is None:
+        yield (
+            f"no config.json lies by {source}: it was run with that of the export, which is not proved itself; "
+            "--base names the model that the training began with"
+        )
+    tokenizers = [name for name in here.files if name.startswith(_TOKENIZER) and name in there.files]
+    others = [name for name in tokenizers if here.files[name] != there.files[name]]
+    if others:
+        yield f"{', '.join(others)}: not as in {there.found_in}; it is not proved that text becomes the same tokens"
+
+
+def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
+    """Return the numbers of tokens: of a list, of text like `1,2,3` or `[1, 2, 3]`, or of a file with such text."""
+    if not isinstance(given, str | Path):
+        return [int(one) for one in given]
+    text = str(given)
+    if not set(text) <= set("0123456789, []"):
+        if not Path(given).is_file():
+            raise Usage(f"`{given}` is no file, and no tokens like 1,2,3")
+        text = read_small(Path(given), _LIMIT).decode(errors="replace")
+    words = text.replace(",", " ").strip().removeprefix("[").removesuffix("]").split()
+    if not words or not all(word.isdecimal() and len(word) < _DIGITS for word in words):
+        raise Usage(f"`{given}` holds no tokens", hint="write their numbers like 1,2,3, or into a file")
+    return [int(word) for word in words]

@@ -1,0 +1,86 @@
+"""Describe the ways in which ckptkit quantizes: what scales are called, what has one, what config.json says of it.
+
+Sources: transformers/quantizers/quantizer_finegrained_fp8.py, and the preset FP8_DYNAMIC in
+compressed_tensors/quantization/quant_scheme.py. Both keep inputs in 8 bits too, with scales that are found while the
+model runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.quantized.config import Block
+from ckptkit.tensors.box import Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+_EXPERTS = ".experts"  # the last part of the name of a module that has several
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way to quantize matrices: the suffix of the names of scales, and the box with one scale, None for each row."""
+
+    name: str
+    suffix: str
+    block: Block | None
+
+    def scales(self, shape: Shape) -> Shape | None:
+        """Return the shape of the scales of a matrix; None if its boxes would not be whole.
+
+        What loaders make of smaller boxes at the edges is not the same in all of them: transformers takes rows over
+        rows of scales for the size of a box.
+        """
+        rows, columns = shape
+        high, wide = self.box(shape)
+        return (rows // high, columns // wide) if rows % high == columns % wide == 0 else None
+
+    def box(self, shape: Shape) -> Block:
+        """Return the rows and columns that have one scale in a matrix."""
+        return self.block or (1, shape[1])
+
+    def dtype(self, dtype: DType) -> DType:
+        """Return the dtype of the scales in a model of this dtype."""
+        is_half = self.block is None and dtype.name == "bfloat16"
+        return DTYPES["bfloat16" if is_half else "float32"]
+
+    def said(self, left: Sequence[str]) -> Mapping[str, Any]:
+        """Return what config.json says of a model that is quantized so, but for the modules that are `left`."""
+        return in_blocks(self.block, left) if self.block else in_channels(left)
+
+
+def in_blocks(block: Block, left: Sequence[str]) -> Mapping[str, Any]:
+    """Return the words of transformers' `FineGrainedFP8Config`, which vLLM reads too."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": list(left),
+    }
+
+
+def in_channels(left: Sequence[str]) -> Mapping[str, Any]:
+    """Return the words of compressed-tensors, for a scale for each row of a weight, and for each token of an input."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": "channel", "dynamic": False},
+        "input_activations": {**common, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [rf"re:{re.escape(name)}\..*" if name.endswith(_EXPERTS) else name for name in left],
+    }
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (Scheme("fp8-block", "_scale_inv", (128, 128)), Scheme("fp8-channel", "_scale", None))
+}

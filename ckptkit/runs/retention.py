@@ -1,0 +1,166 @@
+"""Decide which checkpoints of a run stay, each for a reason. Goes by steps, never by time; deletes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ckptkit.errors import Corrupt, Usage
+from ckptkit.files.file import read_small
+from ckptkit.files.joined import roots_of
+from ckptkit.runs.pins import is_pinned
+from ckptkit.runs.run import Run
+from ckptkit.runs.watches import is_held
+from ckptkit.trainers import metrics_files
+from ckptkit.trainers.trackers import trackers_in
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The `count` checkpoints with the lowest or the highest `metric` are kept."""
+
+    metric: str
+    highest: bool = False
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read METRIC[:min|max][:N]. Raises `Usage` if `text` is not that."""
+        metric, *rest = text.split(":")
+        highest = rest[:1] == ["max"]
+        if rest[:1] in (["min"], ["max"]):
+            rest = rest[1:]
+        count = rest[0] if rest else "1"
+        if not metric or len(rest) > 1 or not count.isdecimal() or int(count) < 1:
+            hint = "write METRIC[:min|max][:N], as in `loss`, `loss:3` or `accuracy:max:2`"
+            raise Usage(f"`{text}` does not say which checkpoints are the best", hint=hint)
+        return cls(metric, highest, int(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The rules by which checkpoints stay beside the newest: the `last` steps, multiples of `every`, and the `best`.
+
+    Where nothing is said, all of them are.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("keep_last", self.last), ("keep_every", self.every)):
+            if number is not None and number < 1:
+                raise Usage(f"{name} is {number}; it must be at least 1")
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether nothing is ever deleted."""
+        return self == Policy()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A complete checkpoint of a run: its directory, its step and what was measured then.
+
+    `holds` are reasons to keep it that no rule can overcome. One that `is_weights_only` is no place to go on from.
+    """
+
+    path: Path
+    step: int
+    metrics: Mapping[str, float]
+    holds: tuple[str, ...] = ()
+    is_weights_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The fate of a checkpoint: it is deleted unless there are `reasons` to keep it."""
+
+    saved: Saved
+    reasons: tuple[str, ...]
+
+    @property
+    def is_kept(self) -> bool:
+        return bool(self.reasons)
+
+
+def decide(checkpoints: Iterable[Saved], policy: Policy) -> list[Verdict]:
+    """Return what becomes of each of the checkpoints, newest first. The newest to go on from is always kept."""
+    newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
+    best = best_of(newest_first, policy.best) if policy.best else []
+    return [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
+
+
+def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Saved], policy: Policy) -> Iterator[str]:
+    """Return why a checkpoint is kept, given all of them and the best."""
+    yield from saved.holds
+    steps = list(dict.fromkeys(one.step for one in newest_first))
+    whole = [one.step for one in newest_first if not one.is_weights_only]
+    if policy.keeps_all:
+        yield "all are kept"
+    elif policy.last and saved.step in steps[: policy.last]:
+        yield f"one of the last {policy.last}"
+    elif saved.step in (steps[0], *whole[:1]):
+        yield "the newest" if saved.step == steps[0] else "the newest to go on from"
+    if policy.every and saved.step % policy.every == 0:
+        yield f"a multiple of {policy.every}"
+    if policy.best and saved in best:
+        yield f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best"
+
+
+def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
+    """Return the best by a metric, and of equal ones the newer. NaN, infinity and no metric at all are never best."""
+    measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
+    return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
+
+
+def find_holds(checkpoint: Path) -> tuple[str, ...]:
+    """Return what keeps a checkpoint whatever the rules say, as it is now: a pin, a tracker that means it, a watch.
+
+    Of one that lies on several disks, on any of these.
+    """
+    places = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
+    return tuple(dict.fromkeys(hold for place in places for hold in holds_in(place)))
+
+
+def holds_in(checkpoint: Path) -> Iterator[str]:
+    """Yield what keeps a checkpoint of a run in one directory, be it there itself or not."""
+    if is_pinned(checkpoint):
+        yield "pinned"
+    yield from (f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint))
+    if is_held(checkpoint):
+        yield "a watch is handling it"
+
+
+def find_saved(run: Run) -> list[Saved]:
+    """Return the complete checkpoints of a run that are its own: under its names, no links, more than weights."""
+    return [
+        Saved(found.path, step, read_metrics(found.path), find_holds(found.path))
+        for found in run.checkpoints()
+        if (step := found.own_step) is not None and found.path == run.checkpoint(step)
+        if not found.path.is_symlink() and not found.is_weights_only
+    ]
+
+
+def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
+    """Return the file that keeps what was measured at a step beside the checkpoint."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return json.dumps({**numbers, "step": step}, indent=1).encode()
+
+
+def read_metrics(checkpoint: Path) -> dict[str, float]:
+    """Return what was measured when a checkpoint was saved, by its trainer; {} if it does not say. Raises `Corrupt`."""
+    for name, file in metrics_files().items():
+        path = checkpoint / name
+        if not path.exists():
+            continue
+        try:
+            return file.understand(json.loads(read_small(path, file.limit)))
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+            raise Corrupt("not the metrics of a checkpoint", path=path, hint="remove the file") from error
+    return {}

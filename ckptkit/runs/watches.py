@@ -1,0 +1,106 @@
+"""Hold the checkpoint that a watch is handling, so that it is neither deleted nor demoted meanwhile.
+
+A watch has one file in the run, `.ckptkit-watch/KEY.lock`, locked as long as it lives, or a command that it started and
+that outlived it. The name of the checkpoint that is being handled is in it: a lock that a dead process left holds none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, translate_os_errors
+from ckptkit.files.file import read_small
+from ckptkit.files.folders import children
+from ckptkit.files.locks import acquire, is_locked, is_same_file, release
+from ckptkit.files.trees import make_directories
+from ckptkit.runs.deletion import deleting
+
+FOLDER = ".ckptkit-watch"
+_LOCK = ".lock"
+_LIMIT = 1 << 12  # bytes of a name
+_PATIENCE = 2.0  # seconds: whoever prunes looks at a lock for a moment by taking it, or sets a pin
+
+
+@contextmanager
+def claiming(root: Path, key: str) -> Iterator[int]:
+    """Be the only watch of this key in the run at `root`. Gives the descriptor of the lock; a child may inherit it.
+
+    Raises `Occupied` if there is another.
+    """
+    folder = root / FOLDER
+    path = lock_of(root, key)
+    with translate_os_errors(folder):
+        if folder.is_symlink():
+            raise Unsafe("a symbolic link lies where the notes of a watch are to be", path=folder, hint="remove it")
+        make_directories(folder, sync=True)
+        try:
+            lock = acquire(path, patience=_PATIENCE)
+        except Occupied as error:
+            hint = "wait for it to end, or for the command that it had begun when it was killed"
+            raise Occupied("another watch does the same here", path=root, hint=hint) from error
+    try:
+        let_go(lock)
+        yield lock
+    finally:
+        release(lock, path)
+
+
+def hold(lock: int, checkpoint: Path) -> None:
+    """Keep a checkpoint from now on, by the lock of a watch. It may have been deleted before.
+
+    Raises `Occupied` while another process is deleting checkpoints of the run.
+    """
+    with deleting(checkpoint.parent, patience=_PATIENCE):  # else it could go between a look at its holds and this
+        write_name(lock, checkpoint.name)
+
+
+def let_go(lock: int) -> None:
+    """Keep nothing more by the lock of a watch."""
+    write_name(lock, "")
+
+
+def clock_of(lock: int) -> int:
+    """Return the time in ns by the clock of the file system that the run is on."""
+    os.utime(lock)
+    return os.fstat(lock).st_mtime_ns
+
+
+def require_place(lock: int, root: Path, key: str) -> None:
+    """Raise `NotACheckpoint` if the run has gone from where the watch of this key found it, with the lock in it."""
+    with translate_os_errors(root):
+        is_there = is_same_file(lock, lock_of(root, key))
+    if not is_there:
+        hint = "it was moved or removed while it was watched; what was done is noted in it"
+        raise NotACheckpoint("the run is gone", path=root, hint=hint)
+
+
+def lock_of(root: Path, key: str) -> Path:
+    return root / FOLDER / f"{key}{_LOCK}"
+
+
+def is_held(checkpoint: Path) -> bool:
+    """Return whether a watch is handling a checkpoint just now."""
+    folder = checkpoint.parent / FOLDER
+    with translate_os_errors(folder):
+        locks = [path for path in children(folder) if path.suffix == _LOCK] if folder.is_dir() else []
+    return any(name_in(path) == os.fsencode(checkpoint.name) for path in locks)
+
+
+def name_in(path: Path) -> bytes | None:
+    """Return the name that the owner of a lock wrote into its file, None if it has no owner any more."""
+    with translate_os_errors(path):
+        if not is_locked(path):
+            return None
+    try:
+        return read_small(path, _LIMIT)
+    except Corrupt:  # its owner let go of it just now
+        return None
+
+
+def write_name(lock: int, name: str) -> None:
+    """Write the name of the checkpoint that is being handled into a lock's file, "" for none."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, os.fsencode(name), 0)

@@ -1,0 +1,153 @@
+"""Account for what a salvaged checkpoint lacks, and what was taken from elsewhere: in the result and in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt, IOFailure, Unsafe
+from ckptkit.files.file import is_there, read_small
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Layout, StoredTensor
+from ckptkit.salvaging.faults import Fault, Faults
+from ckptkit.tensors.box import Box, whole
+
+NAME = "salvage.json"
+LIMIT = 1 << 28  # bytes
+_DAMAGED = "bytes changed after they were written: their CRC-32 is not that recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A tensor or entry that was left out, by its name in the output: why, and the file that has, or had, its bytes.
+
+    `boxes` are the parts that are lost, if it is not all. Where nothing says what was in a file, there is no name.
+    """
+
+    name: str
+    why: str
+    path: Path | None
+    boxes: tuple[Box, ...] = ()
+    shape: tuple[int, ...] | None = None
+    nbytes: int = 0
+
+    @property
+    def label(self) -> str:
+        """Return its name, with the part that is lost in brackets if it is not all."""
+        if not (self.boxes and self.shape):
+            return self.name
+        parts = [", ".join(map(span, box.start, box.size, self.shape)) for box in self.boxes]
+        while all(part.endswith(", :") for part in parts):
+            parts = [part.removesuffix(", :") for part in parts]
+        return f"{self.name}[{parts[0]}]" + (f" and {len(parts) - 1} more parts" if parts[1:] else "")
+
+    def describe(self, source: Path) -> str:
+        """Return why it was lost, and which file of the checkpoint at `source` it was in."""
+        why = _DAMAGED if "CRC-32" in self.why else self.why
+        if self.path is None:
+            return why
+        is_inside = self.path != source and self.path.is_relative_to(source)
+        return f"{self.path.relative_to(source) if is_inside else self.path.name}: {why}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as scripts know it."""
+        boxes = [{"start": list(box.start), "size": list(box.size)} for box in self.boxes]
+        path = None if self.path is None else str(self.path.absolute())
+        return {"name": self.name or None, "why": self.why, "path": path, "shape": self.shape, "boxes": boxes}
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A tensor or entry of which some bytes were taken from elsewhere; `cast` says what dtype they had, if another."""
+
+    name: str
+    source: str
+    cast: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as scripts know it."""
+        return {"name": self.name, "from": self.source, "cast": self.cast or None}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The account of a salvage: what was lost, what was taken from elsewhere, and what has other copies of its own.
+
+    `source` is the checkpoint that was salvaged.
+    """
+
+    lost: Sequence[Lost] = ()
+    filled: Sequence[Filled] = ()
+    repaired: Sequence[str] = ()
+    kept: int = 0
+    source: Path = Path()
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all is there, and is the checkpoint's own."""
+        return not (self.lost or self.filled)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as scripts know it."""
+        lost, filled = ([one.to_json() for one in found] for found in (self.lost, self.filled))
+        return {"lost": lost, "filled": filled, "repaired": list(self.repaired)}
+
+    def to_bytes(self, before: Path | None = None) -> bytes:
+        """Return the file that lies in what was salvaged, with that which lay in its source `before`."""
+        value = {"source": str(self.source.absolute()), "tensors_kept": self.kept, **self.to_json()}
+        earlier = read_account(before.parent) if before else None
+        value |= {"before": earlier} if earlier else {}
+        return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def span(start: int, size: int, extent: int) -> str:
+    return ":" if size == extent else f"{start}:{start + size}"
+
+
+def lost_tensors(lost: Mapping[str, StoredTensor], faults: Faults) -> Iterator[Lost]:
+    """Yield the account of tensors that have lost chunks."""
+    for name, tensor in lost.items():
+        gone = [chunk for chunk in tensor.chunks if chunk.is_lost]
+        fault, spec = faults.of(gone[0]), tensor.spec
+        boxes = () if tensor.splits else tuple(sorted(chunk.box for chunk in gone))
+        is_all = boxes == (whole(spec.shape),)
+        yield Lost(name, fault.why, fault.path, () if is_all else boxes, spec.shape, spec.nbytes)
+
+
+def lost_entries(entries: Iterable[tuple[str, Fault]]) -> Iterator[Lost]:
+    """Yield the account of what has no shape: entries that are no tensors, and what nothing is known of."""
+    for name, fault in entries:
+        yield Lost(name, fault.why, fault.path)
+
+
+def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
+    """Yield the account of tensors with bytes from elsewhere."""
+    for name, tensor in layout.tensors.items() if faults.filled else ():
+        taken = [chunk for chunk in tensor.chunks if chunk.path in faults.filled]
+        if taken:
+            before, after = taken[0].dtype, tensor.spec.dtype
+            cast = f"{before} => {after}" if before != after else ""
+            yield Filled(name, faults.filled[taken[0].path], cast)
+
+
+def read_account(root: Path) -> Mapping[str, Any] | None:
+    """Return what the file in a directory says that was salvaged; None without one that can be read."""
+    try:
+        found = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
+    except (Corrupt, IOFailure, Unsafe):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def describe_account(found: Mapping[str, Any]) -> str:
+    """Return in words how much an account says was lost, and filled."""
+    sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
+    words = [
+        f"{sizes[kind]:,} {what}"
+        for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere"))
+        if sizes.get(kind)
+    ]
+    return f"salvaged from a damaged checkpoint: {', '.join(words)}"

@@ -1,0 +1,136 @@
+"""Fill what is lost in a checkpoint from another one, tensor by tensor: an earlier step, or the model it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.part import Part
+from ckptkit.comparison.matching import find_model, own_keys
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.files.path import RemotePath
+from ckptkit.layout import Blob, Layout, StoredTensor
+from ckptkit.names import HUB
+from ckptkit.names.naming import name_training
+from ckptkit.names.weights import has_weights
+from ckptkit.salvaging.copies import absolute, elsewhere, fits
+from ckptkit.salvaging.faults import Faults
+
+
+@dataclass(frozen=True, slots=True)
+class Filler:
+    """Another checkpoint: its tensors and entries by the names that they have apart from what they lie under.
+
+    `weights` are those of its model.
+    """
+
+    path: Path
+    layout: Layout
+    names: Mapping[str, str]
+    weights: frozenset[str]
+
+    def tensor(self, own: str) -> StoredTensor | None:
+        """Return the tensor of a name, to be put among those of other directories."""
+        found = self.layout.tensors.get(self.names.get(own, ""))
+        if found is None:
+            return None
+        return replace(found, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in found.chunks))
+
+    def entry(self, own: str) -> Blob | None:
+        """Return the entry of a name that is no tensor, likewise."""
+        found = self.layout.blobs.get(self.names.get(own, ""))
+        return found and found._replace(path=absolute(self.layout.root, found.path))
+
+
+def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, notes: list[str]) -> Checkpoint:
+    """Return a checkpoint with tensors of another in the place of those that are lost, wholly or in part.
+
+    Adds to `notes` what there is to say of names and shapes that do not fit.
+    """
+    for path in (checkpoint.path, other.path):
+        if isinstance(path, RemotePath):
+            raise Unsupported("tensors of two places are put together, and one is remote", path=path, hint="pull it")
+    fillers = {part.place: filler_of(part.layout, checkpoint, other, notes) for part in other.parts}
+    joined = filler_of(other.layout, checkpoint, other, notes) if len(fillers) > 1 else next(iter(fillers.values()))
+    parts = (fill_part(part, fillers.get(part.place, joined), faults, notes) for part in checkpoint.parts)
+    return replace(checkpoint, parts=tuple(parts))
+
+
+def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: list[str]) -> Filler:
+    """Return what is in a layout of the other checkpoint, by the names of the family that this one has."""
+    if checkpoint.family is not other.family and has_weights(layout):
+        config = other.companions.config or checkpoint.companions.config
+        try:
+            wanted = checkpoint.family.name if checkpoint.family else HUB
+            layout, remarks = name_training(layout, config, wanted, other.trainer)
+            notes += remarks
+        except (Mismatch, Unsupported) as error:
+            notes.append(f"the names in {other.path} stay as they are: {error.message}")
+    own, found = own_names(layout), find_model(layout)
+    weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
+    return Filler(other.path, layout, {new: name for name, new in own.items()}, weights)
+
+
+def own_names(layout: Layout) -> dict[str, str]:
+    """Return what each entry is called apart from what the model lies under; as it is, where that is not certain."""
+    found = find_model(layout)
+    names = {name: name for name in layout.names}
+    if found is None:
+        return names
+    own = {name: ".".join(map(str, key)) for name, key in own_keys(layout, found).items()}
+    return own if len(set(own.values())) == len(own) else names
+
+
+def fill_part(part: Part, filler: Filler, faults: Faults, notes: list[str]) -> Part:
+    """Return a part with what the other checkpoint has of what it has lost."""
+    layout = part.salvaged
+    assert layout is not None
+    own = own_names(layout)
+    tensors, blobs = dict(layout.tensors), dict(layout.blobs)
+    for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
+        found = filler.tensor(own[name])
+        if found is not None and not fits(replace(tensors[name], splits=None), found):
+            notes.append(f"`{name}` is {tensors[name].spec} here and {found.spec} in {filler.path}: it was not taken")
+        elif found is not None:
+            faults.note_filled(found.chunks, str(filler.path))
+            tensors[name] = replace(found, spec=tensors[name].spec)
+    for name, blob in list(entries_in(own_of_lost(layout, faults.entries), filler)):
+        blobs[name] = blob
+        faults.filled_entries[name] = str(filler.path)
+        del faults.entries[name]
+    for name in absent_from(part, layout, filler, faults):
+        found = filler.tensor(name)
+        if found is not None:
+            faults.note_filled(found.chunks, str(filler.path))
+            tensors[name] = found
+            faults.unplaced.pop(name, None)
+    return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs))
+
+
+def absent_from(part: Part, layout: Layout, filler: Filler, faults: Faults) -> list[str]:
+    """Return the names of tensors that a part should have and of which it says nothing, not even a shape.
+
+    Where it has files of which nothing says what was in them, these are all weights that the other checkpoint has more.
+    """
+    absent = [name for name in faults.unplaced if name not in layout.names]
+    if faults.unnamed and part.is_model and not layout.keys:
+        absent += sorted(filler.weights - set(layout.names) - set(absent))
+    return absent
+
+
+def own_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
+    """Return what lost entries of a layout would be called apart from what the model lies under."""
+    lost = {name: Blob("", 0, 0, b"") for name in names if name in layout.keys or not layout.keys}
+    return {
+        name: own for name, own in own_names(replace(layout, blobs={**layout.blobs, **lost})).items() if name in lost
+    }
+
+
+def entries_in(lost: Mapping[str, str], filler: Filler) -> Iterator[tuple[str, Blob]]:
+    """Yield the lost entries that the other checkpoint has."""
+    for name, own in lost.items():
+        blob = filler.entry(own)
+        if blob is not None:
+            yield name, blob

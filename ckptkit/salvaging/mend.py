@@ -1,0 +1,160 @@
+"""Mend the parts of a checkpoint: mark what is lost in each, and put the copies that it has itself in its place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.manifest import Manifest
+from ckptkit.checkpoints.part import Part, with_sums
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
+from ckptkit.files.file import is_there
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.models.companions import find_companions
+from ckptkit.models.find_form import form_or_reason
+from ckptkit.models.form import Form
+from ckptkit.progress import Progress
+from ckptkit.salvaging.copies import complete, names_repaired, patch
+from ckptkit.salvaging.faults import Fault, Faults
+from ckptkit.salvaging.survey import Survey, survey, without_files
+from ckptkit.tensors.box import whole
+
+Look = Callable[[Layout], Survey]
+Why = Mapping[Path | None, Fault]
+
+_GONE = "it could not be read"
+_ROUNDED = "its rounded copy"
+_MASTER = "the master weights"
+
+
+def mend(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: Progress | None) -> Checkpoint:
+    """Return a checkpoint with its damage marked as lost in each part, but for what the part has copies of itself.
+
+    Raises what makes the part with the model unreadable as a whole; any other part is left out then.
+    """
+
+    def look(layout: Layout) -> Survey:
+        return survey(layout, jobs=jobs, progress=progress)
+
+    model = checkpoint.model_part
+    parts = []
+    for part in checkpoint.parts:
+        try:
+            parts.append(mend_part(part, faults, look))
+        except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
+            if part is model:
+                error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
+                raise
+            faults.unnamed.append(Fault.of(error.blame(path=part.path)))
+            faults.places.append(part.path)
+    faults.unnamed += [Fault("no known format", path) for path in checkpoint.strange]
+    faults.places += checkpoint.strange
+    return replace(checkpoint, parts=tuple(parts), strange=())
+
+
+def mend_part(part: Part, faults: Faults, look: Look) -> Part:
+    """Return a part with what is lost in it marked, and copies in the place of what has any."""
+    reported: list[CkptError] = []
+    with translate_os_errors(part.path):
+        read = part.dress(part.reader.read(part.path, reported.append))
+    unexplained = note_rest(read, faults, reported)
+    why = {error.path: Fault.of(error) for error in reported}
+    layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, unexplained, why)
+    layout = without_files(layout)
+    found = look(layout).explained(error for error in reported if error.tensor is None)
+    faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
+    told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
+    mended = with_copies(found.mark(layout, faults), faults, look, told)
+    return replace(part, salvaged=replace(mended, spares={}, absent={}))
+
+
+def manifest_of(part: Part, faults: Faults) -> Manifest | None:
+    """Return the manifest of a part; one that is damaged is noted, and none."""
+    try:
+        return part.manifest
+    except (Corrupt, IOFailure, Unsafe) as error:
+        faults.unnamed.append(Fault.of(error))
+        return None
+
+
+def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
+    """Note what was reported of tensors that are not in the layout; return what nothing of the layout explains."""
+    known = {*layout.names, *layout.absent}
+    used = {layout.root / path for path in (*paths_of(layout), *layout.absent.values())}
+    explains = bool(layout.absent) or any(not is_there(path) for path in used)
+    for error in reported:
+        if error.tensor is not None and error.tensor not in known:
+            faults.unplaced[error.tensor] = Fault.of(error)
+    strange = (error for error in reported if error.tensor is None and error.path not in used)
+    return [Fault.of(error) for error in strange if not (explains and error.path is not None and error.path.is_dir())]
+
+
+def with_absent(layout: Layout, part: Part, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
+    """Return the layout with the tensors that could not be read as lost, if config.json says what shapes they have.
+
+    Their dtype is that of most others. What is `unexplained` has all that config.json calls for besides.
+    """
+    config = find_companions(part.path, part.base).config if layout.absent or unexplained else None
+    form = form_or_reason({*layout.tensors, *layout.absent}, config) if config else None
+    shapes = form.shapes if isinstance(form, Form) else {}
+    absent = {
+        name: why.get(layout.root / file, Fault(_GONE, layout.root / file)) for name, file in layout.absent.items()
+    }
+    if unexplained and isinstance(form, Form):
+        absent |= {name: unexplained[0] for name in form.needed if name not in layout.tensors and name not in absent}
+    else:
+        faults.unnamed += unexplained
+    dtypes = Counter(tensor.spec.dtype for tensor in layout.tensors.values()).most_common(1)
+    tensors = dict(layout.tensors)
+    for name, fault in absent.items():
+        if name in tensors and name in shapes:
+            tensors[name] = replace(tensors[name], spec=replace(tensors[name].spec, shape=shapes[name]))
+        elif name in shapes and dtypes:
+            spec = Spec(dtypes[0][0], shapes[name])
+            tensors[name] = StoredTensor(spec, (faults.lost(whole(spec.shape), spec.dtype, fault),))
+        else:
+            tensors.pop(name, None)
+            faults.unplaced[name] = fault
+    return replace(layout, tensors=tensors)
+
+
+def paths_of(layout: Layout) -> set[str]:
+    return {place.path for _, place in layout.stored}
+
+
+def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, Fault]) -> Layout:
+    """Return a layout that has been marked with spare chunks and second copies in the place of what is lost.
+
+    `told` are the reasons that were reported of single tensors.
+    """
+    root = layout.root
+    spares = sound_spares(layout, look)
+    tensors = {
+        name: complete(tensor, root, spares.get(name, ()), faults, told.get(name))
+        for name, tensor in layout.tensors.items()
+    }
+    faults.repaired.update(dict.fromkeys(names_repaired(layout.tensors, tensors)))
+    if not layout.twins:
+        return replace(layout, tensors=tensors)
+    seen = replace(layout, tensors=layout.twins, blobs={}, twins={})
+    twins = look(seen).mark(seen, faults).tensors
+    return replace(
+        layout,
+        tensors={name: patch(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
+        twins={name: patch(one, tensors.get(name), root, faults, _MASTER) for name, one in twins.items()},
+    )
+
+
+def sound_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]:
+    """Return the spare chunks of a layout's tensors that are whole."""
+    spares = {
+        name: replace(layout.tensors[name], chunks=chunks)
+        for name, chunks in layout.spares.items()
+        if name in layout.tensors
+    }
+    seen = replace(layout, tensors=spares, blobs={}, twins={})
+    found = look(seen).mark(seen, Faults()).tensors if spares else {}
+    return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in found.items()}

@@ -1,0 +1,58 @@
+"""Read trackers: files and links of trainers that say which checkpoint of a run is meant. Follow none out of the run.
+
+A file holds the name of a checkpoint or its step; a link, whatever its name, means the checkpoint that it leads to or
+into.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ckptkit import trainers
+from ckptkit.errors import Corrupt, Unsafe, translate_os_errors
+from ckptkit.files.file import read_small
+from ckptkit.files.folders import children, entry_of
+from ckptkit.trainers.steps import step_of
+
+_LIMIT = 1 << 10  # bytes
+_OF_STORES = ".symlink"  # a file that stands for a link in a store without links, and holds a whole path
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """A file or link called `name` that means `target`: the name of a checkpoint, or its step."""
+
+    name: str
+    target: str
+
+    def means(self, checkpoint: Path) -> bool:
+        """Return whether it is this checkpoint of the run that is meant."""
+        if checkpoint.name == self.target:
+            return True
+        step = int(checkpoint.name) if checkpoint.name.isdecimal() else step_of(checkpoint)
+        return self.target.isdecimal() and step == int(self.target)
+
+
+def trackers_in(root: Path) -> list[Tracker]:
+    """Return the trackers of the run in directory `root`, by name, but for those that say nothing of use."""
+    found = ((path.name, read_tracker(path)) for path in children(root) if not path.name.startswith("."))
+    return [Tracker(name, target) for name, target in found if target]
+
+
+def read_tracker(path: Path) -> str | None:
+    """Return the name or step that one says, None if it is no tracker or says neither."""
+    with translate_os_errors(path):
+        if path.is_symlink():
+            return entry_of(path.parent, os.readlink(path))
+        if not trainers.is_tracker(path.name) or not path.is_file():
+            return None
+    try:
+        text = read_small(path, _LIMIT).decode("ascii").strip()
+    except (Corrupt, Unsafe, UnicodeDecodeError):
+        return None  # what says nothing keeps nothing; what cannot be read might
+    if path.suffix == _OF_STORES:
+        text = PurePosixPath(text).name
+    is_name = text.isprintable() and text not in (".", "..") and not set(text) & set("/\\")
+    return text if is_name else None

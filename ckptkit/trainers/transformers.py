@@ -1,0 +1,44 @@
+"""Know the checkpoints of transformers' Trainer, and models that transformers saved.
+
+Source: transformers/trainer.py, trainer_callback.py (`TrainerState`), modeling_utils.py (`save_pretrained`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.trainers.trainer import Evidence, MetricsFile, Trainer
+
+STATE = "trainer_state.json"
+_OF_SPEED = ("_runtime", "_per_second")
+
+
+def wrote(seen: Evidence) -> str | None:
+    """Return the name by the Trainer's state, or by the version that config.json has."""
+    if STATE in seen.files:
+        return "transformers' Trainer"
+    return "transformers" if "transformers_version" in seen.read_json("config.json") else None
+
+
+def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers that a Trainer logged at the step of its state, but for those of its speed."""
+    entries = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"]]
+    numbers = {
+        str(name): float(value)
+        for entry in entries
+        for name, value in entry.items()
+        if name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_SPEED))
+    }
+    return {**numbers, "step": float(state["global_step"])} if numbers else {}
+
+
+TRANSFORMERS = Trainer(
+    name="transformers",
+    wrote=wrote,
+    steps=("checkpoint-([0-9]{1,18})",),
+    beside={r"optimizer\.pt": "optimizer"},
+    step_keys=((STATE, ("global_step",)),),
+    own_state=(r"rng_state_([0-9]+)\.pth",),
+    metrics={STATE: MetricsFile(1 << 26, logged_numbers)},  # a line for every time that anything was logged
+)

@@ -1,0 +1,316 @@
+"""Watch a run, and handle each of its checkpoints once, as soon as it is complete, beside training and prune."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, local_path_of, oldest_first
+from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.files.path import to_local
+from ckptkit.files.trees import make_directories
+from ckptkit.runs.watches import claiming, clock_of, hold, let_go, require_place
+from ckptkit.watching.commands import Command, describe
+from ckptkit.watching.journal import Entry, Journal
+from ckptkit.watching.looks import Look, Patience
+
+_OUT = "exported"  # the directory in the run that outputs go to
+
+Outcome = Literal["handled", "failed", "missed"]
+Words = str | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A step of a watch, for whoever listens: what a checkpoint has come to, or None while that is open, in words."""
+
+    checkpoint: Path
+    outcome: Outcome | None
+    message: str
+
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The checkpoints of the run `root` that a watch handled, those that it gave up, and those deleted before.
+
+    `before` were handled by an earlier one.
+    """
+
+    root: Path
+    handled: tuple[Path, ...]
+    failed: tuple[Path, ...]
+    missed: tuple[Path, ...]
+    before: tuple[Path, ...]
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether none failed."""
+        return not self.failed
+
+
+def watch(
+    run: Source,
+    *,
+    do: Words | Sequence[Words] = (),
+    exec: Words | Sequence[Words] = (),  # noqa: A002 - the option's name
+    out: str | Path | None = None,
+    every: float = 30.0,
+    tries: int = 3,
+    once: bool = False,
+    tell: Listener | None = None,
+) -> Watched:
+    """Handle every checkpoint of the run at `run` once, the oldest first: now, and as they become complete.
+
+    `do` are commands of ckptkit and `exec` other programs, one or several, each a line that is split as a shell would,
+    or a list of words; they run one after the other in processes of their own, without a shell. `{ckpt}`, `{name}`,
+    `{step}` and `{out}` in them become the checkpoint's path, its name, its step, and a path for what is made of it:
+    its name in directory `out`, or in `exported` of the run.
+
+    A checkpoint counts when it is complete and nothing of it has changed for `every` seconds, which also lie between
+    two looks at the run. No prune and no `Run` deletes it while it is handled. A command that fails is run again, after
+    pauses of `every` seconds and then twice as long each time, until `tries` have failed. What was done is noted in
+    `.ckptkit-watch` of the run; one that failed is tried anew by the next watch, and one that was saved again is
+    another.
+
+    Returns with `once` when all that are there have been handled or given up, and otherwise never. Raises
+    `NotACheckpoint` if there is no directory, `Usage` for commands that make no sense, `Occupied` if a watch with the
+    same commands is at work.
+    """
+    commands = [*(Command.parse(one, is_ours=True) for one in several(do))]
+    commands += [Command.parse(one, is_ours=False) for one in several(exec)]
+    if not commands:
+        raise Usage("nothing says what to do", hint="give --do 'consolidate {ckpt} {out}', or --exec")
+    if not every > 0 or tries < 1:
+        raise Usage("`every` must be more than 0, and `tries` at least 1")
+    root = local_path_of(run).absolute()
+    with translate_os_errors(root):
+        if not root.is_dir():
+            raise NotACheckpoint("no such directory", path=root, hint="a run that is to come: make its directory first")
+        if Checkpoint.at(root).own_step is not None:
+            raise NotACheckpoint("a checkpoint, and no run", path=root, hint=f"the run is {root.parent}")
+    place = root / _OUT if out is None else to_local(out).resolve()
+    about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+    with claiming(root, key) as lock:
+        terms = Terms(tuple(commands), place, every, tries)
+        watcher = Watcher(Journal.of(root, key, about), terms, lock, tell or (lambda _event: None))
+        return watcher.work_once() if once else watcher.work_on()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The commands, where their outputs go, the seconds between looks, and how often one is tried."""
+
+    commands: tuple[Command, ...]
+    place: Path
+    every: float
+    tries: int
+
+
+def several(given: Words | Sequence[Words]) -> list[Words]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+class Watcher:
+    """The state of a watch while it runs: what it has come to in `journal`, whom to tell, and what is due when."""
+
+    def __init__(self, journal: Journal, terms: Terms, lock: int, tell: Listener) -> None:
+        self.root = journal.root
+        self.terms = terms
+        self.journal = journal
+        self._lock = lock
+        self._tell = tell
+        self._patience = Patience(terms.every)
+        self._outcomes: dict[str, Outcome] = {}
+        self._failures: dict[str, list[int]] = {}  # for each try that failed, when what was tried had been saved
+        self._due: dict[str, float] = {}  # when those that failed are tried again, by the monotonic clock
+        self._waiting: set[str] = set()  # complete, and not handled yet
+
+    def work_on(self) -> NoReturn:
+        """Handle what is there and what comes, until a signal."""
+        while True:
+            try:
+                self.look_round()
+            except IOFailure as error:  # a file server may come back
+                self._tell(Event(error.path or self.root, None, f"{error.message}; the watch goes on"))
+            time.sleep(self.pause())
+
+    def work_once(self) -> Watched:
+        """Handle what is there; what was complete and still being written is looked at twice."""
+        there = {path.name for path in candidates_in(self.root)}
+        before = {name for name in there if (entry := self.journal.entries.get(name)) and entry.state == "done"}
+        looks = 0
+        while True:
+            is_restless = self.look_round(there)
+            looks += 1
+            if not self._due and (looks > 1 or not is_restless):
+                break
+            time.sleep(self.pause())
+        for name in sorted(self._waiting):
+            self._tell(Event(self.root / name, None, "still being written: left for the next time"))
+        return Watched(
+            self.root,
+            self.those("handled"),
+            self.those("failed"),
+            self.those("missed"),
+            tuple(self.root / name for name in sorted(before - self._outcomes.keys())),
+        )
+
+    def those(self, outcome: Outcome) -> tuple[Path, ...]:
+        """Return the checkpoints that this has become of, in the order in which it did."""
+        return tuple(self.root / name for name, found in self._outcomes.items() if found == outcome)
+
+    def pause(self) -> float:
+        """Return the seconds until the next look at the run."""
+        soonest = min(self._due.values(), default=math.inf) - time.monotonic()
+        return min(self.terms.every, max(soonest, 0.01))
+
+    def look_round(self, among: AbstractSet[str] | None = None) -> bool:
+        """Handle the checkpoints that can be; return whether there are complete ones that may still be written.
+
+        Raises `IOFailure` for one that cannot be looked at, when the others are done.
+        """
+        require_place(self._lock, self.root, self.journal.key)
+        with translate_os_errors(self.root):
+            now_ns = clock_of(self._lock)
+        there = [path for path in candidates_in(self.root) if among is None or path.name in among]
+        for name in sorted(self._waiting - {path.name for path in there}):
+            self.miss(name)
+        is_restless = False
+        ready: dict[Checkpoint, Look] = {}
+        failures: list[IOFailure] = []
+        for path in there:
+            try:
+                one, look = Checkpoint.at(path), Look.at(path)
+                if look is None or one.own_step is None or self.is_settled(one, look) or not one.is_complete:
+                    continue
+            except IOFailure as error:
+                failures.append(error)
+                continue
+            self._waiting.add(one.name)
+            if not self._patience.is_at_rest(one.name, look, now_ns):
+                is_restless = True
+            elif self._due.get(one.name, 0) <= time.monotonic():
+                ready[one] = look
+        for one in oldest_first(ready):
+            is_restless |= not self.handle(one, ready[one])
+        if failures:
+            raise failures[0]
+        return is_restless
+
+    def is_settled(self, one: Checkpoint, look: Look) -> bool:
+        """Return whether nothing more is to be done with a checkpoint, as it was saved last."""
+        if self._failures.get(one.name, []).count(look.saved_ns) >= self.terms.tries:
+            return True
+        entry = self.journal.entries.get(one.name)
+        if entry is None or entry.state != "done":
+            return False
+        return look.saved_ns == entry.saved_ns or one.is_weights_only  # those of one that was demoted
+
+    def handle(self, one: Checkpoint, look: Look) -> bool:
+        """Handle a checkpoint, which is kept meanwhile, and note what came of it; False if it has changed by now."""
+        self._due.pop(one.name, None)
+        try:
+            hold(self._lock, one.path)
+        except Occupied as error:
+            self._due[one.name] = time.monotonic() + self.terms.every
+            self._tell(Event(one.path, None, f"{error.message}: later"))
+            return True
+        try:
+            is_there = one.path.exists()
+            if is_there and Look.at(one.path) != look:
+                return False
+            failure = self.carry_out(one, look.saved_ns) if is_there else None
+        finally:
+            let_go(self._lock)
+        if not is_there or (failure and not one.path.exists()):
+            self.miss(one.name)
+        elif failure:
+            self.fail(one.name, look.saved_ns, failure)
+        else:
+            self.settle(one.name, "handled", "handled")
+        return True
+
+    def carry_out(self, one: Checkpoint, saved_ns: int) -> str | None:
+        """Run the commands that are left to run for a checkpoint; return what failed, None if nothing did."""
+        name = one.path.stem if one.path.is_file() else one.name
+        out = self.terms.place / name
+        values = {"ckpt": str(one.path), "name": name, "step": str(one.own_step), "out": str(out)}
+        entry = self.journal.entries.get(one.name)
+        if entry is None or saved_ns != entry.saved_ns:
+            entry = Entry("waiting", saved_ns)
+        for number, command in enumerate(self.terms.commands):
+            if number < entry.commands_done:
+                continue
+            if not self.was_made(command, entry, out):
+                entry = Entry("begun", saved_ns, number, identity(out))
+                self.note(one.name, entry)
+                if "out" in command.places:
+                    make_directories(out.parent, sync=False)
+                self._tell(Event(one.path, None, str(command)))
+                code = command.run(values, self._lock)
+                if code != 0:
+                    self.note(one.name, Entry("failed", saved_ns, number))
+                    return f"{command}: {describe(code)}"
+            is_last = number + 1 == len(self.terms.commands)
+            entry = Entry("done" if is_last else "waiting", saved_ns, number + 1)
+            self.note(one.name, entry)
+        return None
+
+    def note(self, name: str, entry: Entry) -> None:
+        """Note what is true of a checkpoint now, in the run that is watched: never make another in its place."""
+        require_place(self._lock, self.root, self.journal.key)
+        self.journal.note(name, entry)
+
+    def was_made(self, command: Command, entry: Entry, out: Path) -> bool:
+        """Return whether a command that was running when a watch was killed has made its output nonetheless.
+
+        What is at `{out}` of one of ours is whole; it is what the command made if it was not there before.
+        """
+        is_whole = command.is_ours and "out" in command.places
+        return entry.state == "begun" and is_whole and identity(out) not in (None, entry.out_before)
+
+    def fail(self, name: str, saved_ns: int, failure: str) -> None:
+        """Note that a try failed: there will be another, or this was the last."""
+        failures = self._failures.setdefault(name, [])
+        failures.append(saved_ns)
+        count = failures.count(saved_ns)
+        if count >= self.terms.tries:
+            self.settle(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
+            return
+        pause = self.terms.every * 2 ** (count - 1)
+        self._due[name] = time.monotonic() + pause
+        self._tell(Event(self.root / name, None, f"{failure}; tried again in {pause:g} s"))
+
+    def miss(self, name: str) -> None:
+        """Note that a checkpoint was deleted before it was handled."""
+        entry = self.journal.entries.get(name)
+        self.note(name, Entry("missed", entry.saved_ns if entry else 0))
+        self.settle(name, "missed", "deleted before it was handled")
+
+    def settle(self, name: str, outcome: Outcome, message: str) -> None:
+        """Tell what has become of a checkpoint."""
+        self._due.pop(name, None)
+        self._waiting.discard(name)
+        self._outcomes[name] = outcome
+        self._tell(Event(self.root / name, outcome, message))
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file or directory from another that was there before: inode and time. None for nothing."""
+    with translate_os_errors(path):
+        try:
+            state = path.lstat()
+        except FileNotFoundError:
+            return None
+        return state.st_ino, state.st_mtime_ns

@@ -1,0 +1,74 @@
+"""One list of options: of the dataclass, of the functions' keywords, and of the commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit import average, consolidate, convert, reshard
+from ckptkit.conversion.options import ConvertOptions, Keywords
+from ckptkit.errors import Usage
+
+
+def test_the_functions_take_what_the_dataclass_has() -> None:
+    """But for what a preset settles, or one command only takes."""
+    names = {field.name for field in fields(ConvertOptions)}
+    assert names - set(Keywords.__annotations__) == {
+        "to",
+        "world_size",
+        "under",
+        "optimizer_keys",
+        "complete_optimizer",
+        "weights",
+        "scales",
+        "only_sharded",
+    }
+    assert set(Keywords.__annotations__) <= names
+
+
+def test_what_is_not_an_option(tmp_path: Path) -> None:
+    for name in ("rnaks", "weights", "only_sharded", "workers", "to"):
+        given: dict[str, Any] = {name: 2}
+        with pytest.raises(TypeError, match=name):
+            consolidate(tmp_path, tmp_path / "out", **given)
+
+
+def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    with pytest.raises(Usage, match="no format `zip`"):
+        convert(absent, tmp_path / "out", to="zip")
+    with pytest.raises(Usage, match="jobs is 0"):
+        convert(absent, tmp_path / "out", to="pt", jobs=0)
+    with pytest.raises(Usage, match="world_size is 0"):
+        reshard(absent, tmp_path / "out", to=0)
+    with pytest.raises(Usage, match="no `=>`"):
+        consolidate(absent, tmp_path / "out", rename="x")
+    with pytest.raises(Usage, match="is no part"):
+        consolidate(absent, tmp_path / "out", part="3/2")
+    with pytest.raises(Usage, match=r"config\.json"):
+        convert(absent, tmp_path / "out", to="pt", base="org/name")
+    with pytest.raises(Usage, match=r"config\.json"):
+        average([absent, absent], tmp_path / "out", to="dcp", strict=True)
+
+
+def test_one_word_or_several() -> None:
+    one = ConvertOptions.of({"dtype": "bf16", "include": "model.*"}, to="hf")
+    assert one == ConvertOptions.of({"dtype": ["bf16"], "include": ("model.*",)}, to="hf")
+
+
+def test_options_survive_json(tmp_path: Path) -> None:
+    """What another process is told; but for what concerns one process alone."""
+    options = ConvertOptions.of(
+        {"dtype": "bf16", "rename": ["a=>b"], "base": str(tmp_path), "jobs": 3, "part": "1/2", "sync": False},
+        to="hf",
+        weights=(0.1, 0.9),
+    )
+    told = json.loads(json.dumps(options.to_json()))
+    assert not told.keys() & {"jobs", "part", "sync", "dry_run", "progress"}
+    again = ConvertOptions.of({}, **told)
+    assert again.to_json() == options.to_json()
+    assert (again.weights, again.dtype, again.jobs) == ((0.1, 0.9), ("bf16",), None)

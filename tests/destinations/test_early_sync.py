@@ -1,0 +1,57 @@
+"""Files that are forced to the disk while others are written: what the disk says on the way is not lost."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptkit.destinations.early_sync import early_sync
+from ckptkit.errors import IOFailure
+
+
+@pytest.fixture(autouse=True)
+def _two_bytes_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.destinations.early_sync._ENOUGH", 2)
+
+
+def wait_for_sync(pipe: Path) -> None:
+    """Wait until the thread opens a pipe, which it cannot sync."""
+    os.close(os.open(pipe, os.O_WRONLY))
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def test_an_error_on_the_way_is_raised_at_the_end(pipe: Path) -> None:
+    with pytest.raises(IOFailure, match="fsync failed"), early_sync(pipe.parent, sync=True) as tell:
+        tell("pipe", 2)
+        wait_for_sync(pipe)
+
+
+def test_an_error_of_the_work_comes_first(pipe: Path) -> None:
+    with pytest.raises(ZeroDivisionError), early_sync(pipe.parent, sync=True) as tell:
+        tell("pipe", 2)
+        wait_for_sync(pipe)
+        raise ZeroDivisionError
+
+
+def test_files_are_synced_as_often_as_enough_was_written(tmp_path: Path, pipe: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(IOFailure) as caught, early_sync(tmp_path, sync=True) as tell:
+        tell("file", 2)
+        tell("pipe", 2)
+        wait_for_sync(pipe)
+    assert caught.value.path == pipe
+
+
+@pytest.mark.parametrize(("sync", "nbytes"), [(False, 2), (True, 1)])
+def test_little_is_left_to_the_end_and_so_is_all_that_is_not_to_be_synced(
+    tmp_path: Path, *, sync: bool, nbytes: int
+) -> None:
+    with early_sync(tmp_path, sync=sync) as tell:
+        tell("gone", nbytes)

@@ -1,0 +1,110 @@
+"""Checkpoints go without a trace, and at no moment is half of one under its name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import IOFailure, Occupied
+from ckptkit.files.hidden import lock_path
+from ckptkit.files.locks import acquire, release
+from ckptkit.runs.deletion import delete, deleting, is_being_written
+
+NAMES = ("ckpt-1", "checkpoint-1", "step-1", "global_step1", "iter_0000001")
+
+
+def make(path: Path) -> None:
+    (path / "training").mkdir(parents=True)
+    (path / "training" / "data").touch()
+    (path / "data").touch()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_left(tmp_path: Path, name: str) -> None:
+    make(tmp_path / name)
+    with deleting(tmp_path):
+        delete(tmp_path / name)
+        assert [path.name for path in tmp_path.iterdir()] == [".prune.ckptkit.lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_goes_out_of_sight_first_and_whoever_comes_next_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    make(tmp_path / name)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptkit.runs.deletion.remove", interrupt)
+        with pytest.raises(KeyboardInterrupt), deleting(tmp_path):
+            delete(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == [f".{name}.leaving"]
+    make(tmp_path / name)  # saved again meanwhile
+    with deleting(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {name, ".prune.ckptkit.lock"}
+        delete(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_only_what_was_being_deleted_is_cleared_away(tmp_path: Path) -> None:
+    make(tmp_path / "elsewhere")
+    for name in ("ckpt-2", ".ckpt-3.leaving", ".logs.leaving", ".ckpt-4.ckptkit.tmp", "ckpt-5.leaving"):
+        make(tmp_path / name)
+    (tmp_path / ".ckpt-6.leaving").symlink_to(tmp_path / "elsewhere")
+    with deleting(tmp_path):
+        pass
+    left = {".ckpt-4.ckptkit.tmp", ".logs.leaving", "ckpt-2", "ckpt-5.leaving", "elsewhere"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    assert len(list((tmp_path / "elsewhere").rglob("*"))) == 3
+
+
+def test_one_deletes_at_a_time(tmp_path: Path) -> None:
+    with deleting(tmp_path):
+        with pytest.raises(Occupied, match="another process is deleting") as raised, deleting(tmp_path):
+            pass
+        assert raised.value.path == tmp_path
+    with deleting(tmp_path):
+        pass
+
+
+def test_a_file_that_cannot_be_removed_is_named_and_the_checkpoint_stays_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "ckpt-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.raises(IOFailure, match="permission denied") as raised:
+            delete(tmp_path / "ckpt-1")
+    assert raised.value.path is not None
+    assert raised.value.path.name == "data"
+    assert raised.value.path.is_relative_to(tmp_path / ".ckpt-1.leaving")
+    assert [path.name for path in tmp_path.iterdir()] == [".ckpt-1.leaving"]
+
+
+def refuse(path: Path, **_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(IOFailure) as raised:
+        delete(tmp_path / "ckpt-1")
+    assert raised.value.path == tmp_path / "ckpt-1"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(IOFailure), deleting(tmp_path / "absent"):
+        pass
+
+
+def test_who_replaces_a_checkpoint_is_noticed(tmp_path: Path) -> None:
+    assert not is_being_written(tmp_path / "ckpt-1")
+    lock = acquire(lock_path(tmp_path / "ckpt-1"))
+    assert is_being_written(tmp_path / "ckpt-1")
+    assert not is_being_written(tmp_path / "ckpt-2")
+    release(lock, lock_path(tmp_path / "ckpt-1"))
+    lock_path(tmp_path / "ckpt-1").touch()  # of a process that was ended
+    assert not is_being_written(tmp_path / "ckpt-1")

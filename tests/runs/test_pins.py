@@ -1,0 +1,39 @@
+"""Pins lie in the run, by name: they go where it goes, and not with a checkpoint that leaves it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import Unsafe
+from ckptkit.runs.pins import FOLDER, clear_pin, is_pinned, pinned_in, set_pin
+
+
+def test_a_pin_is_an_empty_file_in_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "ckpt-1").mkdir(parents=True)
+    assert pinned_in(tmp_path / "run") == frozenset()
+    clear_pin(tmp_path / "run" / "ckpt-1")
+    for _ in range(2):
+        set_pin(tmp_path / "run" / "ckpt-1")
+        assert [(path.name, path.stat().st_size) for path in (tmp_path / "run" / FOLDER).iterdir()] == [("ckpt-1", 0)]
+    assert is_pinned(tmp_path / "run" / "ckpt-1")
+    assert not is_pinned(tmp_path / "run" / "ckpt-2")
+    shutil.copytree(tmp_path / "run" / "ckpt-1", tmp_path / "elsewhere" / "ckpt-1")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert is_pinned(tmp_path / "moved" / "ckpt-1")
+    assert not is_pinned(tmp_path / "elsewhere" / "ckpt-1")
+    shutil.rmtree(tmp_path / "moved" / "ckpt-1")
+    for _ in range(2):
+        clear_pin(tmp_path / "moved" / "ckpt-1")
+        assert pinned_in(tmp_path / "moved") == frozenset()
+
+
+def test_no_link_is_followed_to_set_one(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Unsafe, match="symbolic link"):
+        set_pin(tmp_path / "run" / "ckpt-1")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
