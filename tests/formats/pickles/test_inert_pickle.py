@@ -197,7 +197,7 @@ def test_a_bomb_is_a_value_or_an_error(name: str) -> None:
 DEFUSE = """
 import sys
 from ckptkit.errors import CkptError
-from ckptkit.formats.torchfile.inert_pickle import load
+from ckptkit.formats.pickles.inert_pickle import load
 class Everything:
     def __contains__(self, name): return True
 data = sys.stdin.buffer.read()
