@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ckptkit.adapters.draft import Fitted
 from ckptkit.adapters.recipes import Merging
+from ckptkit.conversion.model import Model
 from ckptkit.errors import Unsupported
-from ckptkit.layout import Layout, edits
-from ckptkit.models.companions import Companions
+from ckptkit.layout import Layout
 from ckptkit.models.find_form import form_or_reason
 from ckptkit.models.fit import check_equal, ties_of
 
 _TIE = "tie_word_embeddings"
 
 
-def settle_ties(
-    layout: Layout,
-    companions: Companions,
-    merging: Merging,
-    base: Layout,
-    adapters: Sequence[Fitted],
-    notes: list[str],
-) -> tuple[Layout, Companions]:
-    """Return a model without what is tied to another tensor, or with it and a config.json that does not tie them.
+def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence[Fitted]) -> Model:
+    """Return a model without the tensors that are tied to another, or with a config.json that does not tie them.
 
     They are no longer tied where only one of the two was changed, or each by itself. A tensor follows the one that it
     is tied to in rows that were trained, where adapters say that they kept it tied, and where config.json has no say
     in it. Raises `Unsupported` for one that was changed, and is tied whatever config.json says.
     """
-    config, changed = companions.config or {}, set(merging.changed)
+    layout, config, changed = model.layout, model.config, set(merging.changed)
     tied = ties_in(layout, config)
     is_kept = all(one.config.flag("ensure_weight_tying") for one in adapters)
     apart = {
@@ -47,17 +39,22 @@ def settle_ties(
         message = f"an adapter changes it, and `{tied[target]}` otherwise or not: the model's class has one for both"
         raise Unsupported(message, path=base.root, tensor=target)
     loose = apart - always
-    for target in sorted(loose):
-        pair = {target, tied[target]}
-        because = f"{', '.join(sorted(pair & changed))} changed"
-        notes.append(f"{target} and {tied[target]} were tied, and are not any more: {because}")
-    notes += [f"{one} is what {tied[one]} became: the model's class has one for both" for one in sorted(apart & always)]
     bound = always if loose else tied.keys()
     left_out = {target for target in bound if {target, tied[target]} & changed or target not in base.tensors}
     for target in left_out & base.tensors.keys():
         check_equal(base, target, tied[target])
-    layout = edits.select(layout, lambda name: name not in left_out)
-    return layout, replace(companions, config=unbound) if loose else companions
+    model = model.select(layout.tensors.keys() - left_out).say(
+        *(
+            f"{one} and {tied[one]} were tied, and are not any more: {because(one, tied, changed)}"
+            for one in sorted(loose)
+        ),
+        *(f"{one} is what {tied[one]} became: the model's class has one for both" for one in sorted(apart & always)),
+    )
+    return model.with_config(unbound) if loose else model
+
+
+def because(name: str, tied: Mapping[str, str], changed: Collection[str]) -> str:
+    return f"{', '.join(sorted({name, tied[name]}.intersection(changed)))} changed"
 
 
 def ties_in(layout: Layout, config: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.models.companions import find_config
 from ckptkit.quantized.find import Quantized, find_quantized
-from ckptkit.quantized.make_plain import plain_name, recipe_of
+from ckptkit.quantized.plain import plain_name, recipe_of
 from ckptkit.tensors.dtypes import DTYPES
 
 _FLOAT32 = DTYPES["float32"]

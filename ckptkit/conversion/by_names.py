@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ckptkit import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.completion import complete_optimizers
+from ckptkit.conversion.completion import Completed, complete_optimizers
 from ckptkit.conversion.draft import Conversion, Draft
-from ckptkit.conversion.optimizers import name as name_numbers
+from ckptkit.conversion.optimizers import by_name
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.parts import with_other_files, without_copy
 from ckptkit.errors import Unsupported, Usage
@@ -36,11 +36,11 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         raise Usage("master weights and moments keep their dtypes here", hint="leave --dtype out")
     if options.changes_names:
         raise Usage("names and shapes stay as they are here", hint="convert to another format first")
-    notes: list[str] = []
-    whole = with_names_for_numbers(checkpoint, notes)
-    completed: dict[str, str] = {}
+    whole, remarks = with_names_for_numbers(checkpoint)
+    completed = Completed([whole])
     if options.complete_optimizer:
-        (whole,), completed = complete_optimizers(checkpoint, [whole], notes)
+        completed = complete_optimizers(checkpoint, [whole])
+        (whole,) = completed.layouts
     options.edits.check_globs([whole])
     chosen = edits.select(whole, options.edits.admit)
     weights = frozenset(find_weights(chosen).came_from.values())
@@ -55,8 +55,8 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         options=options,
         drafts=[Draft.of([layout], options, world_size, renamed=names)],
         dropped=summarise(whole, (), left),
-        notes=notes,
-        completed={name: form for name, form in completed.items() if options.edits.admit(name)},
+        notes=[*remarks, *completed.remarks],
+        completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
     )
     if not checkpoint.path.is_dir():
         return conversion
@@ -65,17 +65,19 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     return without_copy(replace(conversion, carried=carried), checkpoint.path)
 
 
-def with_names_for_numbers(checkpoint: Checkpoint, notes: list[str]) -> Layout:
-    """Return the checkpoint with the names of parameters for an optimizer's numbers; add to `notes` that it is so.
+def with_names_for_numbers(checkpoint: Checkpoint) -> tuple[Layout, list[str]]:
+    """Return the checkpoint with the names of parameters for an optimizer's numbers, and remarks on it.
 
     Raises `Unsupported` where they are not certain.
     """
     layout = checkpoint.layout
+    remarks = []
     for optimizer in find_optimizers(layout):
         if not optimizer.is_named:
-            for keyed in name_numbers(checkpoint, layout, optimizer, notes, must=True):
-                layout = keyed.edit(layout)
-    return layout
+            rekeying = by_name(checkpoint, layout, optimizer, must=True)
+            layout = rekeying.edit(layout)
+            remarks.append(rekeying.remark)
+    return layout, remarks
 
 
 def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:

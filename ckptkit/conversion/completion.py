@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Unsupported
@@ -15,13 +16,20 @@ from ckptkit.optimizers.parameter_order import find_names
 _DDP = "module."
 
 
-def complete_optimizers(
-    checkpoint: Checkpoint, layouts: Sequence[Layout], notes: list[str]
-) -> tuple[list[Layout], dict[str, str]]:
-    """Return the layouts of a checkpoint with a state of every parameter that an optimizer lists; and the new entries.
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The layouts of a checkpoint with a state of every parameter that an optimizer lists, and the new entries."""
 
-    Adds to `notes` what there is to say. Raises `Unsupported` where there is no optimizer with groups, or nothing that
-    tells for certain what a state is like.
+    layouts: Sequence[Layout]
+    entries: Mapping[str, str] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+
+
+def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout]) -> Completed:
+    """Complete the optimizers in the layouts of a checkpoint.
+
+    Raises `Unsupported` where there is no optimizer with groups, or nothing that tells for certain what a state is
+    like.
     """
     found = [find_states(layout) for layout in layouts]
     if not any(found):
@@ -29,15 +37,16 @@ def complete_optimizers(
         raise Unsupported(message, path=checkpoint.path, hint="leave --complete-optimizer out")
     completed: list[Layout] = []
     made: dict[str, str] = {}
+    remarks: list[str] = []
     for before, optimizers in zip(layouts, found, strict=True):
         layout = before
         for states in optimizers:
             parameters = parameters_for(checkpoint, layout, states) if states.lacking else {}
             layout, more = complete_states(layout, states, parameters)
             made |= {name: "0" if spec is None else str(spec) for name, spec in more.items()}
-            notes += say(checkpoint, states, parameters)
+            remarks += say(checkpoint, states, parameters)
         completed.append(layout)
-    return completed, made
+    return Completed(completed, made, remarks)
 
 
 def parameters_for(checkpoint: Checkpoint, layout: Layout, states: States) -> dict[str, StoredTensor]:

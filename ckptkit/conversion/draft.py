@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckptkit.checkpoints.manifest import source_of
+from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.other_files import read_files
 from ckptkit.errors import translate_os_errors
@@ -143,6 +144,44 @@ class Conversion:
     def names_in(self, place: str) -> list[str]:
         """Return the names of the files directly in a directory of the output."""
         return [path.name for path in map(Path, self.file_sizes) if path.parent == Path(place)]
+
+
+def draft_of_model(model: Model, origins: Sequence[Origin], output: Path, options: ConvertOptions) -> Conversion:
+    """Draft the files of one model, with config and tokenizer if the format is that of a model alone."""
+    is_alone = options.writer.is_model_only
+    world_size = options.world_size or model.part.layout.world_size or 1
+    draft = Draft.of(
+        [model.layout, *model.others],
+        options,
+        world_size,
+        made_of=model.made_of or source_of(model.layout),
+        renamed=renamed_in(model),
+        cast=model.casts,
+        recipes=model.made_recipes(),
+    )
+    return Conversion(
+        origins=origins,
+        output=output,
+        options=options,
+        drafts=[draft],
+        made=model.companions.to_files() if is_alone else {},
+        dropped=model.weights.left_out,
+        wrapper=model.weights.wrapper if is_alone else "",
+        world_size=world_size if options.writer.is_sharded else None,
+        notes=model.remarks,
+    )
+
+
+def renamed_in(model: Model) -> dict[str, str]:
+    """Return the weights that get another name: the name in the checkpoint, and the new one.
+
+    Of several that one became it is the first, and how many more there are.
+    """
+    became: dict[str, list[str]] = {}
+    for new, old in model.weights.came_from.items():
+        if new in model.layout.tensors and old != new:
+            became.setdefault(old, []).append(new)
+    return {old: news[0] + (f" and {len(news) - 1} more" if news[1:] else "") for old, news in became.items()}
 
 
 def stamp(path: Path) -> tuple[int, int, int]:

@@ -1,38 +1,41 @@
-"""Put the weights of several checkpoints side by side for their mean: the same names, shapes and kinds."""
+"""Join the models of several checkpoints for their mean: the same names, shapes and kinds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import source_of
-from ckptkit.checkpoints.part import Part
+from ckptkit.conversion.model import Model
+from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Mismatch
 from ckptkit.layout import Layout, Spec, edits
-from ckptkit.layout.plan import Recipe
 from ckptkit.models.companions import find_companions
 from ckptkit.models.fit import restore_tied
-from ckptkit.names.weights import Weights
 from ckptkit.tensors.dtypes import DType
 from ckptkit.trainers.steps import step_of
 
 
-def align(parts: Sequence[Part], found: Sequence[Weights]) -> Sequence[Weights]:
-    """Return the weights with the same names, tied ones in all or in none.
+def align(models: Sequence[Model]) -> Model:
+    """Return the first model, with the tensors of the others beside it: tied ones in all or in none.
 
-    Raises `Mismatch` where they are not those of one model.
+    Raises `Mismatch` if they are not checkpoints of one model.
     """
-    names = {name for weights in found for name in weights.layout.tensors}
-    if any(weights.layout.tensors.keys() != names for weights in found):
-        found = [with_tied(part, weights) for part, weights in zip(parts, found, strict=True)]
-    for part, weights in zip(parts[1:], found[1:], strict=True):
-        check_same(parts[0].path, found[0].layout, part.path, weights.layout)
-    return found
+    names = {name for model in models for name in model.layout.tensors}
+    if any(model.layout.tensors.keys() != names for model in models):
+        models = [with_tied(model) for model in models]
+    first, *others = models
+    for other in others:
+        check_same(first.part.path, first.layout, other.part.path, other.layout)
+    remarks = [remark for model in others for remark in model.remarks]
+    return replace(first, siblings=tuple(other.layout for other in others)).say(*remarks)
 
 
-def with_tied(part: Part, weights: Weights) -> Weights:
-    return replace(weights, layout=restore_tied(weights.layout, find_companions(part.path, None).config or {}))
+def with_tied(model: Model) -> Model:
+    """Return a model with the tensor that was left out because it is tied to another."""
+    return model.with_layout(restore_tied(model.layout, find_companions(model.part.path, None).config or {}))
 
 
 def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> None:
@@ -49,6 +52,18 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
             raise Mismatch(f"{found} here, {spec} in {path}", path=other_path, tensor=name)
 
 
+def average(model: Model, options: ConvertOptions) -> Model:
+    """Make each tensor the weighted mean of those in all sources. The first says which dtypes they have."""
+    from ckptkit.engine.mean import Mean  # imports numpy, which no copy needs
+
+    return replace(
+        model,
+        others=tuple(cast_to(other, model.layout.specs) for other in model.siblings),
+        recipes=dict.fromkeys(model.layout.tensors, partial(Mean, weights=options.weights)),
+        made_of=describe((model.layout, *model.siblings), options.weights),
+    )
+
+
 def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
     """Return the layout with the names and in the dtypes of `specs`."""
 
@@ -58,19 +73,8 @@ def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
     return edits.cast(edits.select(layout, specs.__contains__), choose)
 
 
-def average(layout: Layout, weights: Sequence[float]) -> Mapping[str, Recipe]:
-    """Return the recipe of each tensor of the mean by `weights`; none without any."""
-    if not weights:
-        return {}
-    from ckptkit.engine.mean import means  # imports numpy, which no copy needs
-
-    return means(layout.specs, weights)
-
-
 def describe(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:
     """Return what a manifest says of the sources; of all but the first no path, so that none is pushed."""
-    if not weights:
-        return source_of(layouts[0])
     terms = [f"{weight:.6g} x {name_of(layout.root)}" for layout, weight in zip(layouts, weights, strict=True)]
     return source_of(layouts[0]) | {"mean": " + ".join(terms)}
 

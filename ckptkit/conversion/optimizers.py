@@ -16,21 +16,23 @@ from ckptkit.optimizers.parameter_order import find_names
 
 
 @dataclass(frozen=True, slots=True)
-class Keyed:
-    """An optimizer whose parameters get other names or numbers: `members` has the new of each old."""
+class Rekeying:
+    """The other names or numbers that an optimizer's parameters get, and what there is to say of it.
+
+    `members` has the new one of each old. It is empty if the optimizer stays as it is.
+    """
 
     optimizer: Optimizer
     members: Mapping[Any, str | int]
+    remark: str = ""
 
     def edit(self, layout: Layout) -> Layout:
         """Return a layout with the new ones, wherever the optimizer occurs in it."""
-        return rekeyed(layout, self.optimizer, self.members)
+        return rekeyed(layout, self.optimizer, self.members) if self.members else layout
 
 
-def key_optimizers(
-    checkpoint: Checkpoint, layouts: Sequence[Layout], options: ConvertOptions, notes: list[str]
-) -> list[list[Keyed]]:
-    """Return the optimizers in each layout that get other names or numbers; add to `notes` what there is to say.
+def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: ConvertOptions) -> list[list[Rekeying]]:
+    """Return, for each layout, what becomes of the keys of its optimizers.
 
     Raises `Unsupported` where names were asked for and are not certain, or numbers of an optimizer without groups.
     """
@@ -45,30 +47,32 @@ def key_optimizers(
         message = "no optimizer with groups of parameters is here, as torch's own have them"
         raise Unsupported(message, path=checkpoint.path, hint="leave --optimizer-keys out")
     return [
-        [keyed for optimizer in optimizers for keyed in key(checkpoint, layout, optimizer, options, notes)]
+        [rekeying for optimizer in optimizers if (rekeying := rekey(checkpoint, layout, optimizer, options))]
         for layout, optimizers in zip(layouts, found, strict=True)
     ]
 
 
-def key(
-    checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions, notes: list[str]
-) -> list[Keyed]:
-    """Return an optimizer with the keys that are wanted; nothing if it has them."""
+def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions) -> Rekeying | None:
+    """Return what becomes of the keys of an optimizer; None if it has those that are wanted."""
     if options.optimizer_keys == IDS:
-        return [] if optimizer.is_numbered else [Keyed(optimizer, numbers_of(layout, optimizer))]
+        return None if optimizer.is_numbered else Rekeying(optimizer, numbers_of(layout, optimizer))
     must = options.optimizer_keys == NAMES
-    return [] if optimizer.is_named else name(checkpoint, layout, optimizer, notes, must=must)
+    return None if optimizer.is_named else by_name(checkpoint, layout, optimizer, must=must)
 
 
-def name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, notes: list[str], *, must: bool) -> list[Keyed]:
-    """Return an optimizer with names for its numbers; nothing if these are not certain, unless they `must` be."""
+def by_name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, *, must: bool) -> Rekeying:
+    """Return an optimizer with names for its numbers; with its numbers if no names are certain.
+
+    Raises `Unsupported` for names that are not certain and `must` be.
+    """
     try:
         members = find_names(checkpoint.model_part, layout, optimizer)
     except (Mismatch, Unsupported) as error:
         if must:
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
-        notes.append(f"`{optimizer.name}` keeps numbers for its parameters, for their names are not certain ({why})")
-        return []
-    notes.append(f"`{optimizer.name}` has names for its {len(members)} parameters: one order fits all shapes")
-    return [Keyed(optimizer, members)]
+        keeps = f"`{optimizer.name}` keeps numbers for its parameters, for their names are not certain ({why})"
+        return Rekeying(optimizer, {}, keeps)
+    return Rekeying(
+        optimizer, members, f"`{optimizer.name}` has names for its {len(members)} parameters: one order fits all shapes"
+    )

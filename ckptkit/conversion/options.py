@@ -16,13 +16,13 @@ from ckptkit.names.custom import read_table
 from ckptkit.names.family import Family
 from ckptkit.optimizers.keys import IDS, NAMES
 from ckptkit.progress import Progress
-from ckptkit.quantized.schemes import SCHEMES
 from ckptkit.settings import About, settings_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
+QUANTIZATIONS = ("fp8-block", "fp8-channel")  # the schemes of `quantized.schemes`
 RANK = "rank"  # the part of a process that torchrun started
 
 _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
@@ -164,8 +164,8 @@ class ConvertOptions:
             if self.exclude_quantize:
                 raise Usage("nothing is quantized that --exclude-quantize could leave out", hint="add --quantize")
             return
-        if self.quantize not in SCHEMES:
-            raise Usage(f"`{self.quantize}` is no way to quantize", hint=f"--quantize {' or '.join(SCHEMES)}")
+        if self.quantize not in QUANTIZATIONS:
+            raise Usage(f"`{self.quantize}` is no way to quantize", hint=f"--quantize {' or '.join(QUANTIZATIONS)}")
         if not self.writer.is_model_only:
             raise Usage(f"`{self.to}` is no model for use", hint="ckptkit consolidate SRC OUT --quantize writes one")
         if self.merge:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.part import Part, join_layouts
-from ckptkit.conversion.completion import complete_optimizers
+from ckptkit.conversion.completion import Completed, complete_optimizers
 from ckptkit.conversion.destination import entry_at
 from ckptkit.conversion.draft import Conversion, Draft
-from ckptkit.conversion.optimizers import Keyed, key_optimizers
+from ckptkit.conversion.optimizers import Rekeying, key_optimizers
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.other_files import files_beside, own_files
 from ckptkit.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks
@@ -29,8 +30,9 @@ from ckptkit.names import HUB, KEEP, get_family
 from ckptkit.names.naming import name_training
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.weights import LeftOut, find_weights, has_weights, summarise
-from ckptkit.quantized.make_plain import check_casts, look_for_quantized
 from ckptkit.trainers import say_opaque, who_wrote
+
+CheckCasts = Callable[[Part, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +68,29 @@ class Piece:
         return summarise(self.layout, (), [name for name in self.layout.names if name not in left])
 
 
-def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
-    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them."""
+def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, check_casts: CheckCasts) -> Conversion:
+    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them.
+
+    `check_casts` raises an error for casts that a part cannot have.
+    """
     origin = Origin.of(checkpoint.path)
-    notes: list[str] = []
     pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
     layouts = [piece.layout for piece in pieces]
-    completed: dict[str, str] = {}
+    completed = Completed(layouts)
     if options.complete_optimizer:
-        layouts, completed = complete_optimizers(checkpoint, layouts, notes)
+        completed = complete_optimizers(checkpoint, layouts)
+        layouts = list(completed.layouts)
         pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
     options.edits.check_globs(layouts)
-    chosen = [choose(piece, options, world_size, notes) for piece in pieces]
-    keyed = key_optimizers(checkpoint, layouts, options, notes)
-    drafts = [
-        draft_piece(piece, one, options, optimizers, world_size, notes)
-        for piece, one, optimizers in zip(pieces, chosen, keyed, strict=True)
+    chosen, remarks = zip(*(choose(piece, options, world_size) for piece in pieces), strict=True)
+    rekeyings = key_optimizers(checkpoint, layouts, options)
+    drafted = [
+        draft_piece(piece, one, options, world_size, optimizers, check_casts)
+        for piece, one, optimizers in zip(pieces, chosen, rekeyings, strict=True)
         if one.names or not piece.layout.names
     ]
+    drafts = [draft for draft, _ in drafted]
     if not drafts:
         raise Mismatch("nothing is left to be written", path=checkpoint.path, hint="check --include and --exclude")
     conversion = Conversion(
@@ -94,9 +100,14 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
         drafts=drafts,
         dropped=[left for piece, one in zip(pieces, chosen, strict=True) for left in piece.dropped_from(one)],
         world_size=world_size if options.writer.is_sharded else None,
-        notes=notes,
+        notes=[
+            *completed.remarks,
+            *chain(*remarks),
+            *(rekeying.remark for one in rekeyings for rekeying in one if rekeying.remark),
+            *(remark for _, more in drafted for remark in more),
+        ],
         made=files_of_family(checkpoint, options),
-        completed={name: form for name, form in completed.items() if options.edits.admit(name)},
+        completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
     )
     if conversion.is_file and len(drafts) > 1:
         names = ", ".join(draft.place for draft in drafts)
@@ -129,50 +140,48 @@ def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[P
     return [[main[0], *beside], *([part] for part in main[1:])]
 
 
-def choose(piece: Piece, options: ConvertOptions, world_size: int, notes: list[str]) -> Layout:
-    """Return what is to be written of a piece, and add to `notes` what there is to say of it."""
+def choose(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layout, list[str]]:
+    """Return the entries of a piece that are to be written, and remarks on them."""
     chosen = edits.select(piece.layout, options.edits.admit)
     opaque = say_opaque(chosen.tensors)
-    notes += [opaque] if opaque else []
-    notes += [f"`{name}` is tied, and was written too" for name in chosen.tensors.keys() & piece.restored]
+    remarks = [opaque] if opaque else []
+    remarks += [f"`{name}` is tied, and was written too" for name in chosen.tensors.keys() & piece.restored]
     if not options.writer.is_sharded:
-        return chosen
-    chosen, remarks = drop_state_of_ranks(chosen, world_size)
-    notes += remarks
-    return chosen
+        return chosen, remarks
+    chosen, more = drop_state_of_ranks(chosen, world_size)
+    return chosen, [*remarks, *more]
 
 
 def draft_piece(
     piece: Piece,
     chosen: Layout,
     options: ConvertOptions,
-    optimizers: Sequence[Keyed],
     world_size: int,
-    notes: list[str],
-) -> Draft:
+    optimizers: Sequence[Rekeying],
+    check_casts: CheckCasts,
+) -> tuple[Draft, list[str]]:
     """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key.
 
-    Adds to `notes` what there is to say of names.
+    Return remarks on its names, too.
     """
+    remarks: list[str] = []
     asked = options.edits
     names = options.names or (HUB if options.map else KEEP)
     is_named = options.changes_names
     weights = find_names(chosen) if asked.are_of_weights or is_named else frozenset()
     layout, casts = asked.cast(chosen, weights.__contains__)
-    if casts:
-        check_casts(look_for_quantized(piece.parts[0]), casts, {})
-    for keyed in optimizers:
-        layout = keyed.edit(layout)
+    check_casts(piece.parts[0], casts)
+    for rekeying in optimizers:
+        layout = rekeying.edit(layout)
     layout, _ = rename_parameters(layout, weights, asked.renaming())
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
     if weights and is_named:
         layout, remarks = name_piece(piece, layout, names, options)
-        notes += remarks
     if len(piece.parts) > 1:
         layout = edits.nest(layout, ())
     nested = edits.nest(layout, (options.under,)) if options.under else layout
     casts = {renamed.get(name, name): change for name, change in casts.items()}
-    return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts)
+    return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
 
 
 def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:

@@ -1,113 +1,30 @@
-"""Carry out a conversion: every command that writes a checkpoint is a preset of this.
+"""Write a drafted conversion: stage -> create -> plan -> copy -> settle -> seal -> manifest -> commit.
 
-draft -> stage -> create -> plan -> copy -> settle -> seal -> manifest -> commit
-
-Up to `copy` it is the same for each of several processes that share the work; one of them does the rest.
+Several processes may share the work. Each does the steps up to `copy`; one of them does the rest.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptkit.adapters.draft import draft_adapters, open_adapters
-from ckptkit.adapters.merge import draft_merge
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.part import Part
-from ckptkit.collector import collector_paused
-from ckptkit.conversion.by_names import draft_by_names
-from ckptkit.conversion.destination import check_apart
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.made_files import create, seal
-from ckptkit.conversion.model import draft_model
-from ckptkit.conversion.options import MODULE, RANK, ConvertOptions, parse_part
-from ckptkit.conversion.parts import draft_parts
-from ckptkit.conversion.report import Converted, Written, complete, report
+from ckptkit.conversion.options import RANK, parse_part
+from ckptkit.conversion.report import Written
 from ckptkit.conversion.torchrun import rank_and_ranks, wait_for_ranks
 from ckptkit.destinations.allocation import check_room, missing_bytes
-from ckptkit.destinations.staging import Stage, check_destination
+from ckptkit.destinations.staging import Stage
 from ckptkit.engine.copy import copy, settle
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.errors import Corrupt, Occupied
 from ckptkit.files.file import file_size, is_there
-from ckptkit.files.path import to_local
 from ckptkit.files.trees import sync_tree
 from ckptkit.layout.plan import Plan
 from ckptkit.progress import telling
-from ckptkit.salvaging.salvage import salvage, with_earlier_account
-
-
-def carry_out(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
-    """Make of a checkpoint, or of the mean of several, what `options` say, or a part of that.
-
-    Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
-    """
-    return report_on(sources, dst, options, write)
-
-
-def report_on(
-    sources: Sequence[Source],
-    dst: str | Path,
-    options: ConvertOptions,
-    work: Callable[[Conversion], Written | None],
-) -> Converted:
-    """Draft a conversion, do the `work`, unless it is a dry run, and report on it."""
-    began = time.perf_counter()
-    conversion = draft(sources, to_local(dst), options)
-    prospect = report(conversion, time.perf_counter() - began)
-    if options.dry_run:
-        return prospect
-    written = work(conversion)
-    return complete(prospect, written, time.perf_counter() - began)
-
-
-@collector_paused()
-def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conversion:
-    """Think a conversion through: find every byte, and arrange the files. Nothing is written."""
-    writer = options.writer
-    check_destination(dst, options.overwrite, is_file=dst.suffix in writer.suffixes)
-    checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
-    if options.salvage:
-        options.check_salvage()
-        check_apart(checkpoints[0], dst, writer)
-        salvaged = salvage(checkpoints[0], dst, options)
-        return salvaged.account(draft_of([salvaged.checkpoint], dst, options))
-    return with_earlier_account(draft_of(checkpoints, dst, options), checkpoints[0].path)
-
-
-def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
-    """Think a conversion of opened checkpoints through."""
-    writer = options.writer
-    if options.weights_from == MODULE:
-        checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
-    for checkpoint in checkpoints:
-        check_apart(checkpoint, dst, writer)
-    if not (writer.is_model_only or options.weights or options.merge):
-        return (draft_by_names if writer.needs_names else draft_parts)(checkpoints[0], dst, options)
-    parts, remarks = choose_models(checkpoints, options)
-    if options.merge:
-        return draft_merge(parts, remarks, dst, options)
-    adapted = [found for part in parts if (found := open_adapters(part, options))]
-    if adapted:
-        return draft_adapters(adapted, remarks, dst, options)
-    return draft_model(parts, remarks, dst, options)
-
-
-def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
-    """Return the part of each checkpoint with the model that is to be written, and words on what else it could be."""
-    parts: list[Part] = []
-    notes: list[str] = []
-    for checkpoint in checkpoints:
-        exported = None if options.salvage or options.weights_from == MODULE else checkpoint.exported
-        parts.append(exported or checkpoint.model_part)
-        if exported:
-            name, states = exported.path.name, checkpoint.model_part.place
-            notes.append(f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states")
-    return parts, list(dict.fromkeys(notes))
 
 
 def write(conversion: Conversion) -> Written | None:

@@ -46,6 +46,11 @@ class Edits:
                 raise Usage(f"--include '{glob}' matches no tensor", path=layouts[0].root, hint=hint)
 
     @property
+    def changes_names(self) -> bool:
+        """Return whether entries are selected or renamed."""
+        return bool(self.include or self.exclude or self.rename)
+
+    @property
     def dtype_of_weights(self) -> DType | None:
         """Return the dtype that all weights are to have, None if they keep their own or follow another model's."""
         found = [dtype for glob, dtype in map(parse_cast, self.dtype) if glob is None]

@@ -1,4 +1,4 @@
-"""Find companions, the small files that make weights a model: config, tokenizer, chat templates; mend the config."""
+"""Companions: the small files that make weights a model (config, tokenizer, chat templates)."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ class Companions:
     files: dict[str, bytes] = field(default_factory=dict)
     config: dict[str, Any] | None = None
     absent: tuple[str, ...] = ()
+
+    def to_files(self) -> dict[str, bytes]:
+        """Return the files as they will be written, by name; {} without a config.json."""
+        return {} if self.config is None else self.files | {CONFIG: dump_config(self.config)}
 
 
 def find_companions(checkpoint: Path, base: str | None) -> Companions:
@@ -161,19 +165,19 @@ def resolve_base(base: str) -> Path:
         raise Usage(f"the Hub gave no `{base}`: {error}", hint="check the id, or give a local directory") from error
 
 
-def mend_config(config: dict[str, Any], specs: Iterable[Spec]) -> bytes:
-    """Return `config.json` with the dtype that the weights really have, and architectures without FSDP1's prefix."""
-    mended = dict(config)
+def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec]) -> dict[str, Any]:
+    """Return a config with the dtype that the weights really have, and architectures without FSDP1's prefix."""
+    described = dict(config)
     nbytes: Counter[str] = Counter()
     for spec in specs:
         if spec.dtype.kind == "float":
             nbytes[spec.dtype.name] += spec.nbytes
     if nbytes:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        mended[key] = nbytes.most_common(1)[0][0]
+        described[key] = nbytes.most_common(1)[0][0]
     if isinstance(config.get("architectures"), list):
-        mended["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
-    return dump_config(mended)
+        described["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
+    return described
 
 
 def dump_config(config: Mapping[str, Any]) -> bytes:

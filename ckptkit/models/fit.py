@@ -35,7 +35,8 @@ def fit(
     if companions.absent:
         missing = ", ".join(companions.absent)
         notes.append(f"config.json needs {missing}, not found beside it: loaders with trust_remote_code will miss it")
-    layout = drop_tied(layout, ties_of(layout, config, form), notes)
+    layout, remarks = drop_tied(layout, ties_of(layout, config, form))
+    notes += remarks
     if isinstance(form, Unsupported):
         return layout, [*notes, f"names not compared with config.json: {form.message}"]
     unsaved = form.unsaved & layout.tensors.keys()
@@ -101,8 +102,9 @@ def prefix_of(layout: Layout, form: Form) -> str:
     return prefix if fits else ""
 
 
-def drop_tied(layout: Layout, tied: Mapping[str, str], notes: list[str]) -> Layout:
-    """Return the layout without the tensors that are `tied` to others, if they are equal to these to the last bit."""
+def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str]]:
+    """Return the layout without the tensors that are `tied` to others and equal to them, and remarks on each."""
+    notes = []
     there = {name: source for name, source in tied.items() if name in layout.tensors}
     for name, source in there.items():
         if source in layout.tensors and layout.tensors[source].is_lost and not layout.tensors[name].is_lost:
@@ -115,7 +117,7 @@ def drop_tied(layout: Layout, tied: Mapping[str, str], notes: list[str]) -> Layo
             tensors = {source if old == name else old: tensor for old, tensor in layout.tensors.items()}
             layout = replace(layout, tensors=tensors)
             notes.append(f"{name} is tied to {source}, and was written as this")
-    return edits.select(layout, lambda name: name not in there)
+    return edits.select(layout, lambda name: name not in there), notes
 
 
 def check_equal(layout: Layout, name: str, source: str) -> None:

@@ -10,9 +10,9 @@ from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
 from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
-from ckptkit.conversion.pipeline import carry_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
+from ckptkit.ops.convert import carry_out
 from ckptkit.runs.run import Run
 
 _SLACK = 1e-6  # by which given weights may miss 1 before that is said
@@ -42,6 +42,9 @@ def average(
     if asked.quantize:
         raise Usage("a mean is not quantized in one go", hint="ckptkit consolidate MEAN OUT --quantize does it")
     chosen = choose_sources(sources, last)
+    if asked.changes_names and not asked.writer.is_model_only:
+        hint = "write a Hugging Face model first, then convert it"
+        raise Usage(f"a mean keeps names and rows as `{asked.to}`", hint=hint)
     done = carry_out(chosen, dst, replace(asked, weights=divide(weights, len(chosen))))
     total = fsum(weights)
     if not weights or isclose(total, 1, abs_tol=_SLACK):

@@ -1,14 +1,34 @@
-"""Convert any checkpoint that can be read into any format that can be written."""
+"""Convert any checkpoint that can be read into any format that can be written: the list of steps.
+
+Every command that writes a checkpoint is a preset of this.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
-from ckptkit.conversion.pipeline import carry_out
-from ckptkit.conversion.report import Converted
+from ckptkit.adapters.signs import may_be_adapted
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.part import Part
+from ckptkit.collector import collector_paused
+from ckptkit.conversion.destination import check_apart
+from ckptkit.conversion.draft import Conversion, draft_of_model
+from ckptkit.conversion.model import Model, Step, take
+from ckptkit.conversion.options import MODULE, ConvertOptions, Keywords, spell_out
+from ckptkit.conversion.pipeline import write
+from ckptkit.conversion.report import Converted, Written, complete, report
+from ckptkit.conversion.steps import open_model, wanted_names
+from ckptkit.destinations.staging import check_destination
+from ckptkit.files.file import is_there
+from ckptkit.files.origin import Origin
+from ckptkit.files.path import to_local
+from ckptkit.names import HUB, KEEP
+from ckptkit.quantized.signs import may_be_quantized, may_hold_quantized
+from ckptkit.salvaging.account import NAME as ACCOUNT
 
 
 @spell_out
@@ -36,3 +56,161 @@ def convert(
     own = {"to": to, "world_size": world_size, "under": under, "optimizer_keys": optimizer_keys}
     own["complete_optimizer"] = complete_optimizer
     return carry_out([src], dst, ConvertOptions.of(options, **own))
+
+
+def has_quantized(model: Model, options: ConvertOptions) -> bool:
+    """Return whether weights may be quantized, or are to be."""
+    return options.quantize is not None or may_hold_quantized(model.part.layout.specs, model.config)
+
+
+def needs_names(_: Model, options: ConvertOptions) -> bool:
+    return wanted_names(options) != KEEP
+
+
+def is_for_loaders(_: Model, options: ConvertOptions) -> bool:
+    """Return whether the output is a model under the Hub's names, as config.json describes it."""
+    return options.writer.is_model_only and wanted_names(options) == HUB
+
+
+def may_tear(model: Model, options: ConvertOptions) -> bool:
+    """Return whether a cast may tear quantized weights from their scales."""
+    return bool(options.dtype) and options.quantize is None and has_quantized(model, options)
+
+
+NAMING = (  # each source by itself
+    Step("ckptkit.quantized.plain:open_quantized", has_quantized),
+    Step("ckptkit.conversion.steps:unwrap", lambda model, asked: needs_names(model, asked) and not asked.rename),
+    Step("ckptkit.conversion.steps:translate_names", lambda *_: True),
+)
+
+STEPS = (  # the model, or several whose mean it is to be
+    Step("ckptkit.conversion.steps:resize_vocabulary", lambda _, asked: asked.vocab_size is not None),
+    Step("ckptkit.conversion.steps:fit_config", is_for_loaders),
+    Step("ckptkit.conversion.steps:restore_keys", lambda _, asked: not asked.writer.is_model_only),
+    Step("ckptkit.conversion.steps:cast", lambda _, asked: bool(asked.dtype)),
+    Step("ckptkit.quantized.plain:check_casts", may_tear),
+    Step("ckptkit.conversion.steps:describe", lambda model, _: model.companions.config is not None),
+    Step("ckptkit.quantized.quantizing:quantize", lambda _, asked: asked.quantize is not None),
+    Step("ckptkit.conversion.mean:average", lambda _, asked: bool(asked.weights)),
+)
+
+
+def carry_out(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
+    """Make of a checkpoint, or of the mean of several, what `options` say, or a part of that.
+
+    Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
+    """
+    return report_on(sources, dst, options, write)
+
+
+def report_on(
+    sources: Sequence[Source],
+    dst: str | Path,
+    options: ConvertOptions,
+    work: Callable[[Conversion], Written | None],
+) -> Converted:
+    """Draft a conversion, do the `work`, unless it is a dry run, and report on it."""
+    began = time.perf_counter()
+    conversion = draft(sources, to_local(dst), options)
+    prospect = report(conversion, time.perf_counter() - began)
+    if options.dry_run:
+        return prospect
+    written = work(conversion)
+    return complete(prospect, written, time.perf_counter() - began)
+
+
+@collector_paused()
+def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conversion:
+    """Plan a conversion: locate every byte and lay out the output files. Writes nothing."""
+    writer = options.writer
+    check_destination(dst, options.overwrite, is_file=dst.suffix in writer.suffixes)
+    checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
+    for checkpoint in checkpoints:
+        check_apart(checkpoint, dst, writer)
+    if options.salvage:
+        return draft_salvage(checkpoints[0], dst, options)
+    conversion, source = draft_of(checkpoints, dst, options), checkpoints[0].path
+    return with_earlier_account(conversion, source) if is_there(source / ACCOUNT) else conversion
+
+
+def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
+    """Draft what is whole of a damaged checkpoint, with an account of what is lost."""
+    from ckptkit.salvaging.salvage import salvage
+
+    options.check_salvage()
+    salvaged = salvage(checkpoint, dst, options)
+    return salvaged.account(draft_of([salvaged.checkpoint], dst, options))
+
+
+def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
+    """Draft the conversion of opened checkpoints: all parts of one, or the model alone."""
+    if options.weights_from == MODULE:
+        checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
+    if not (options.writer.is_model_only or options.weights or options.merge):
+        return draft_parts(checkpoints[0], dst, options)
+    parts, remarks = choose_models(checkpoints, options)
+    if options.merge:
+        from ckptkit.adapters.merge import draft_merge
+
+        return draft_merge(parts, remarks, dst, options)
+    if any(may_be_adapted(part.layout.tensors) for part in parts):
+        from ckptkit.adapters.draft import draft_adapters, open_adapters
+
+        if adapted := [found for part in parts if (found := open_adapters(part, options))]:
+            return draft_adapters(adapted, remarks, dst, options)
+    return draft_model(parts, remarks, dst, options)
+
+
+def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
+    """Return the part of each checkpoint with the model that is to be written, and words on what else it could be."""
+    parts: list[Part] = []
+    notes: list[str] = []
+    for checkpoint in checkpoints:
+        exported = None if options.salvage or options.weights_from == MODULE else checkpoint.exported
+        parts.append(exported or checkpoint.model_part)
+        if exported:
+            name, states = exported.path.name, checkpoint.model_part.place
+            notes.append(f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states")
+    return parts, list(dict.fromkeys(notes))
+
+
+def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, options: ConvertOptions) -> Conversion:
+    """Draft the weights in a part of a checkpoint, or the mean of those in several."""
+    models = [take(NAMING, open_model(part, options), options) for part in parts]
+    if len(models) > 1:
+        models = [align(models)]
+    model = take(STEPS, models[0], options)
+    return draft_of_model(
+        replace(model, remarks=(*remarks, *model.remarks)), [Origin.of(part.path) for part in parts], dst, options
+    )
+
+
+def align(models: Sequence[Model]) -> Model:
+    from ckptkit.conversion import mean
+
+    return mean.align(models)
+
+
+def draft_parts(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
+    """Draft all parts of a checkpoint, the optimizer too, in the form that the format wants."""
+    if options.writer.needs_names:
+        from ckptkit.conversion.by_names import draft_by_names
+
+        return draft_by_names(checkpoint, dst, options)
+    from ckptkit.conversion import parts
+
+    return parts.draft_parts(checkpoint, dst, options, refuse_torn)
+
+
+def refuse_torn(part: Part, casts: Mapping[str, str]) -> None:
+    """Raise an error if casts would tear quantized weights from their scales."""
+    if casts and may_be_quantized(part.layout.specs):
+        from ckptkit.quantized import plain
+
+        plain.refuse_torn(part, casts, {})
+
+
+def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:
+    from ckptkit.salvaging import salvage  # the source was salvaged before
+
+    return salvage.with_earlier_account(conversion, source)

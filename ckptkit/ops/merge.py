@@ -9,9 +9,9 @@ from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
-from ckptkit.conversion.pipeline import carry_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
+from ckptkit.ops.convert import carry_out
 
 
 @spell_out

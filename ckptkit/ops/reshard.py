@@ -8,10 +8,10 @@ from typing import Unpack
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
-from ckptkit.conversion.pipeline import carry_out
 from ckptkit.conversion.report import Converted
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import writable_formats
+from ckptkit.ops.convert import carry_out
 
 RUN = "run"  # where `ckptkit train` saves unless told otherwise
 

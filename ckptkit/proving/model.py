@@ -9,7 +9,8 @@ from typing import Any
 
 from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.named_weights import without_prefix
+from ckptkit.conversion.model import Model
+from ckptkit.conversion.steps import unwrap
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout
 from ckptkit.models.companions import Companions
@@ -20,32 +21,34 @@ from ckptkit.names.tables.transformers import TRANSFORMERS
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A model: what transformers builds of its config, and its tensors as that has them in memory."""
+class Runnable:
+    """A model to run: what transformers builds of its config, and its tensors as that has them in memory."""
 
     path: Path
     blueprint: Blueprint
     layout: Layout
+    remarks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], notes: list[str]) -> Model:
-        """Return the model in a checkpoint, and add to `notes` what there is to say of its names."""
-        path = checkpoint.model_part.path
-        blueprint = find_blueprint(config)
-        weights = without_prefix(checkpoint.weights, Companions(config=dict(config)), notes)
+    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any]) -> Runnable:
+        """Return the model in a checkpoint, under the names that transformers has in memory."""
+        part = checkpoint.model_part
+        path, blueprint = part.path, find_blueprint(config)
+        model = unwrap(Model(part=part, weights=checkpoint.weights, companions=Companions(config=dict(config))))
+        weights, remarks = model.weights, model.remarks
         if may_be_adapted(weights.layout.tensors):
             hint = "`ckptkit consolidate SRC MERGED --merge` makes a model of it, against which others can be proved"
             raise Unsupported("an adapter that is not merged is no model that could be run", path=path, hint=hint)
-        named, remarks = name_weights(weights, config, TRANSFORMERS.name, checkpoint.trainer)
+        named, more = name_weights(weights, config, TRANSFORMERS.name, checkpoint.trainer)
         if named.layout.tensors.keys() != weights.layout.tensors.keys():
-            notes += [f"{path}: {remark}" for remark in remarks]
+            remarks += tuple(f"{path}: {remark}" for remark in more)
         tensors = dict(named.layout.tensors)
         for name, origin in blueprint.tied.items():
             if name not in tensors and origin in tensors:
                 tensors[name] = tensors[origin]
             elif name in tensors and origin in tensors:
                 check_equal(named.layout, name, origin)  # one of two that differ is lost in most programs
-        made = cls(path, blueprint, replace(named.layout, tensors=tensors))
+        made = cls(path, blueprint, replace(named.layout, tensors=tensors), remarks)
         made.check()
         return made
 

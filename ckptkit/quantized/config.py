@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import Corrupt
+from ckptkit.quantized.signs import KEYS
 
-KEYS = ("quantization_config", "compression_config")
 _PLAIN = (None, "fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")  # the methods that ckptkit can undo
 _USUAL = (128, 128)
 _LARGEST = 1 << 16  # ten times the widest block of any model

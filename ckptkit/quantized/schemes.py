@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.conversion.options import QUANTIZATIONS
 from ckptkit.quantized.config import Block
 from ckptkit.tensors.box import Shape
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -80,7 +81,5 @@ def in_channels(left: Sequence[str]) -> Mapping[str, Any]:
     }
 
 
-SCHEMES = {
-    scheme.name: scheme
-    for scheme in (Scheme("fp8-block", "_scale_inv", (128, 128)), Scheme("fp8-channel", "_scale", None))
-}
+_SUFFIXES_AND_BLOCKS = (("_scale_inv", (128, 128)), ("_scale", None))
+SCHEMES = {name: Scheme(name, *rest) for name, rest in zip(QUANTIZATIONS, _SUFFIXES_AND_BLOCKS, strict=True)}

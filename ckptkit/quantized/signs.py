@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ckptkit.layout import Spec
 
+KEYS = ("quantization_config", "compression_config")  # of config.json
 OF_WEIGHTS = (".weight_scale_inv", ".weight_scale")
 _BYTES = ("int8", "uint8", "int32")  # what packed numbers are stored as
 
@@ -13,6 +15,11 @@ _BYTES = ("int8", "uint8", "int32")  # what packed numbers are stored as
 def may_be_quantized(specs: Mapping[str, Spec]) -> bool:
     """Return whether some of these tensors may be quantized weights, or the scales of such."""
     return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_packed, specs.values()))
+
+
+def may_hold_quantized(specs: Mapping[str, Spec], config: Mapping[str, Any]) -> bool:
+    """Return whether some of these tensors may be quantized, or config.json says that the model is."""
+    return any(key in config for key in KEYS) or may_be_quantized(specs)
 
 
 def may_be_packed(spec: Spec) -> bool:

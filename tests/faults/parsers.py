@@ -202,7 +202,7 @@ def parse_config(place: Path) -> object:
     if found is None or found.config is None:
         return None
     expected.is_tied(found.config)
-    companions.mend_config(found.config, [])
+    companions.describe_weights(found.config, [])
     return expected.expected_shapes(found.config)
 
 

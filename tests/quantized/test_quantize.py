@@ -36,8 +36,8 @@ HEADS_OF = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine's blocks be a few rows, or as they are."""
     if request.param == "small blocks":
-        for module in ("blocks", "gather", "visit", "quantize"):
-            monkeypatch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", 6000)
+        for module in ("engine.blocks", "engine.gather", "engine.visit", "quantized.quantized_blocks"):
+            monkeypatch.setattr(f"ckptkit.{module}.BLOCK_BYTES", 6000)
         monkeypatch.setattr("ckptkit.quantized.quantized_blocks._PART", 1000)
 
 

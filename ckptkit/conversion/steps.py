@@ -1,0 +1,158 @@
+"""The steps that every model may pass: its own names, the names and rows that you ask for, ties, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.evidence import gather
+from ckptkit.checkpoints.part import Part
+from ckptkit.conversion.model import Model
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.layout import edits
+from ckptkit.models.companions import Companions, describe_weights, find_companions
+from ckptkit.models.find_form import AskBase, form_or_reason
+from ckptkit.models.fit import find_prefix, fit
+from ckptkit.models.form import Form
+from ckptkit.models.tokens import check_tokens
+from ckptkit.models.vocabulary import with_vocabulary
+from ckptkit.names import HUB, KEEP, step_before_family
+from ckptkit.names.naming import name_weights
+from ckptkit.names.parameters import rename_parameters
+from ckptkit.names.weights import find_weights
+from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.trainers import who_wrote
+
+
+def open_model(part: Part, options: ConvertOptions) -> Model:
+    """Return the weights of a checkpoint as far as you ask for them, under the names that you give them."""
+    asked = options.edits
+    asked.check_globs([part.layout])
+    chosen = find_weights(edits.select(part.layout, asked.admit))
+    companions = find_companions(part.path, options.base) if options.writer.is_model_only else Companions()
+    model = Model(part=part, weights=chosen, companions=companions, ask_base=names_of_base(options.base))
+    return model.rename(asked.renaming())
+
+
+def names_of_base(base: str | None) -> AskBase:
+    """Return a function that gives the names of the tensors in the base, None if it has none.
+
+    It opens the base when it is called. A base that cannot be reached counts as none: from the Hub only the config may
+    be in the cache.
+    """
+
+    @cache
+    def ask() -> frozenset[str] | None:
+        try:
+            return None if base is None else frozenset(Checkpoint.open(base).weights.layout.tensors)
+        except (IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
+            return None
+
+    return ask
+
+
+def wanted_names(options: ConvertOptions) -> str:
+    """Return the family of names that the tensors are to have: the Hub's for a model alone, else their own."""
+    return options.names or (HUB if options.writer.is_model_only or options.map else KEEP)
+
+
+def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noqa: ARG001 - all steps have this form
+    """Strip what a trainer's module puts before all names, if config.json or a family of names proves it."""
+    step = step_before_family(model.layout.shapes)
+    prefix = step or find_prefix(model.layout, model.config)
+    if not prefix:
+        return model
+    whose = "of a family that is known" if step else "that config.json calls for"
+    note = f"`{prefix}` was taken off all names: without it they are those {whose}"
+    return model.rename(lambda name: name.removeprefix(prefix)).say(note)
+
+
+def translate_names(model: Model, options: ConvertOptions) -> Model:
+    """Give the tensors the names of the Hub or of a family, and the embedding the rows that you ask for."""
+    names = wanted_names(options)
+    model = give_names(model, names, options)
+    if names == HUB or not options.writer.is_model_only:
+        return model
+    whose = "the checkpoint's own" if names == KEEP else f"{names}'s"
+    return model.say(f"the names are {whose}: they were not held against a config.json")
+
+
+def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
+    """Return the model under the names of the Hub or of a family."""
+    trainer = who_wrote(gather(model.part.path, (model.part.layout,)))
+    weights, remarks = name_weights(
+        model.weights,
+        model.companions.config,
+        names,
+        trainer,
+        table=options.table,
+        rows=options.vocab_size,
+        ask_base=model.ask_base,
+    )
+    return replace(model, weights=weights).say(*remarks)
+
+
+def resize_vocabulary(model: Model, options: ConvertOptions) -> Model:
+    """Say in config.json how many rows the vocabulary has. The tensors got them with their names."""
+    assert options.vocab_size is not None
+    model = model.say(*check_tokens(model.companions, options.vocab_size))
+    return model.with_config(with_vocabulary(model.config, options.vocab_size)) if model.config else model
+
+
+def fit_config(model: Model, options: ConvertOptions) -> Model:
+    """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
+    expected = expect(model)
+    layout, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
+    siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
+    return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks)
+
+
+def expect(model: Model) -> Form | Unsupported | None:
+    """Return what config.json describes, or why that is not known; None without a config.json."""
+    if model.companions.config is None:
+        return None
+    return form_or_reason(model.layout.tensors.keys(), model.config, model.ask_base)
+
+
+def restore_keys(model: Model, options: ConvertOptions) -> Model:
+    """Put the tensors back under the key paths that they have in the checkpoint."""
+    weights = model.weights
+    if not model.layout.tensors.keys() <= weights.came_from.keys():  # a tied one was restored: there are no key paths
+        return model
+    names = frozenset(weights.came_from.values())
+    chosen = edits.select(model.part.layout, names.__contains__)
+    layout, renamed = rename_parameters(chosen, names, options.edits.renaming())
+    place = {new: renamed.get(old, old) for new, old in weights.came_from.items()}
+    siblings = tuple(edits.rename(other, place.__getitem__) for other in model.siblings)
+    return replace(model.with_layout(layout), siblings=siblings)
+
+
+def cast(model: Model, options: ConvertOptions) -> Model:
+    """Give the tensors the dtypes that you ask for. What loaders keep in fp32 stays in fp32."""
+    wide = wide_tensors(model, options)
+    layout, casts = options.edits.cast(model.layout, lambda name: name not in wide)
+    specs = layout.specs
+    casts |= {name: f"{words} => {specs[name].dtype}" for name, words in model.stored_as.items() if name in specs}
+    model = replace(model.with_layout(layout), casts=casts)
+    dtype = options.edits.dtype_of_weights
+    if not wide or dtype is None:
+        return model
+    stay = f"stayed in fp32, as transformers keeps it: `{wide[0]}`, and {len(wide) - 1} more like it"
+    return model.say(f"{stay} (--dtype '{wide[0]}={dtype.name}' converts it)")
+
+
+def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
+    """Return the fp32 tensors that loaders keep in fp32 though they load the others in the dtype that you ask for."""
+    dtype, specs = options.edits.dtype_of_weights, model.layout.specs
+    if dtype is None or not isinstance(model.expected, Form):
+        return ()
+    kept = model.expected.in_fp32.get(dtype.name, ())
+    return sorted(name for name in kept if name in specs and specs[name].dtype == DTYPES["float32"])
+
+
+def describe(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+    """Say in config.json which dtype the weights have."""
+    return model.with_config(describe_weights(model.config, model.layout.specs.values()))

@@ -1,0 +1,240 @@
+"""Make plain weights of quantized ones where you ask for a dtype, and refuse to tear them from their scales.
+
+Weights are known by the names that their numbers have in the checkpoint, whatever they are called in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.checkpoints.part import Part
+from ckptkit.conversion.model import Model, always
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.selection import Edits
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.layout import Layout, Spec, StoredTensor, edits
+from ckptkit.layout.plan import Operand, Recipe
+from ckptkit.models.companions import find_config
+from ckptkit.models.fit import abridge
+from ckptkit.names.weights import LeftOut, Weights
+from ckptkit.quantized.config import read_said, without_quantization
+from ckptkit.quantized.find import BLOCKS, Packed, Quantized, find_quantized, is_plain
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+_MOST_AT_HAND = 1 << 28  # bytes of one expert, where a block needs all of it
+_BY_LIBRARY = "dequantize them first, with the library that made them"
+
+
+def open_quantized(model: Model, options: ConvertOptions) -> Model:
+    """Make the quantized weights plain ones if you ask for a dtype; else keep each with its scales, or refuse.
+
+    Raises `Unsupported` for the mean of quantized weights, and for quantized weights that are to be quantized.
+    """
+    asked = options.edits
+    is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names
+    quantized = look_for_quantized(model.part) if is_concerned else None
+    if options.weights and quantized is not None:
+        message = f"the weights are quantized ({quantized.method}): their numbers have no mean without their scales"
+        hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
+        raise Unsupported(message, path=model.part.path, hint=hint)
+    if options.quantize:
+        refuse_quantized(model.part, quantized)
+        model = without_words(model)
+    chosen = choose_plain(quantized, model.weights, asked)
+    if quantized is None or not chosen:
+        check_together(quantized, model, asked)
+        return without_false_words(model)
+    return make_plain(model, quantized, chosen)
+
+
+def look_for_quantized(part: Part) -> Quantized | None:
+    """Return the quantized weights in a part of a checkpoint; None without any."""
+    return find_quantized(part.layout, find_config(part.path))
+
+
+def refuse_quantized(part: Part, quantized: Quantized | None) -> None:
+    """Raise `Unsupported` for a model to be quantized whose weights are quantized already."""
+    if quantized is not None:
+        message = f"the weights are quantized already ({quantized.method})"
+        ours = "make plain weights of them first: ckptkit consolidate SRC OUT --dtype bf16"
+        hint = "make plain weights of them with the library that made them" if quantized.refusal else ours
+        raise Unsupported(message, path=part.path, hint=hint)
+
+
+def without_words(model: Model) -> Model:
+    """Return a model whose config.json does not mention quantization. Raises `Usage` if there is no config.json."""
+    if model.companions.config is None:
+        hint = "--base MODEL takes it from the model that the training began with"
+        raise Usage("there is no config.json, in which loaders look for how the weights are quantized", hint=hint)
+    return model.with_config(without_quantization(model.config))
+
+
+def without_false_words(model: Model) -> Model:
+    """Return a model whose config.json does not call plain weights quantized.
+
+    A training that began with a quantized model has plain weights, and the config.json of that model.
+    """
+    said = read_said(model.companions.config).method
+    if said is None or not is_plain(model.part.layout.specs):
+        return model
+    note = f"config.json said that the weights are quantized ({said}), which they are not; it says so no more"
+    return model.with_config(without_quantization(model.config)).say(note)
+
+
+def choose_plain(quantized: Quantized | None, found: Weights, asked: Edits) -> frozenset[str]:
+    """Return the quantized weights that you ask a dtype for, by their names in the checkpoint.
+
+    Raises `Unsupported` if ckptkit cannot compute them, `Usage` if you ask for a dtype of some of them only.
+    """
+    if quantized is None or not asked.dtype:
+        return frozenset()
+    if asked.dtype_of_weights is not None:
+        quantized.require_known()
+    names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
+    chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
+    if chosen and (left := sorted(names[old] for old in names.keys() - chosen)):
+        hint = "give one dtype for all weights, like --dtype bf16"
+        raise Usage(f"{len(left)} quantized weights would stay, such as `{left[0]}`, and others not", hint=hint)
+    return frozenset(chosen)
+
+
+def make_all_plain(model: Model) -> Model:
+    """Return a model with plain weights of the dtype that its config.json says.
+
+    Raises `Unsupported` if ckptkit cannot compute them.
+    """
+    quantized = look_for_quantized(model.part)
+    chosen = frozenset(old for old in model.weights.came_from.values() if quantized and old in quantized.weights)
+    if quantized is None or not (chosen or quantized.refusal):
+        return without_false_words(model)
+    if quantized.refusal is not None:
+        root, tensor = quantized.layout.root, min(quantized.members)
+        raise Unsupported(quantized.refusal, path=root, tensor=tensor, hint=_BY_LIBRARY)
+    dtype = dtype_of(model.config)
+    return make_plain(model, quantized, chosen, dtype).say(
+        f"what was dequantized is {dtype}, unless --dtype says otherwise"
+    )
+
+
+def dtype_of(config: Mapping[str, Any]) -> DType:
+    """Return the dtype that a config.json says its model has, bfloat16 if it says none of 16 bits or more."""
+    said = DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))))
+    return said if said is not None and said.kind == "float" else DTYPES["bfloat16"]
+
+
+def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype: DType = DTYPES["float32"]) -> Model:
+    """Return a model with a recipe for each chosen weight in place of its numbers and scales.
+
+    The operands of the recipes are numbers and scales as they are stored: a further source.
+    """
+    number = len(model.others) + 1
+    source = edits.select(quantized.layout, quantized.members.__contains__)
+    weights = unpack(model.weights, quantized, chosen, dtype)
+    made = {new: old for new, old in weights.came_from.items() if old in chosen}
+    recipes = {new: always(recipe_of(quantized, old, number)) for new, old in made.items()}
+    stored_as = {new: f"{quantized.layout.tensors[old].spec.dtype} times scales" for new, old in made.items()}
+    note = f"dequantized {len(chosen)} weights ({quantized.method})"
+    if (plain := without_quantization(model.config)) != model.config:
+        model = model.with_config(plain)
+        note += "; config.json says no more that they are quantized"
+    others = (*model.others, replace(source, blobs={}, twins={}))
+    return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).say(note)
+
+
+def unpack(found: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
+    """Return the weights of a checkpoint with plain ones for the chosen, which have no bytes yet."""
+    names = {new: plain_name(new) if old in chosen else new for new, old in found.came_from.items()}
+    kept = [new for new, old in found.came_from.items() if old in chosen or old not in quantized.members]
+
+    def plain(new: str) -> StoredTensor:
+        old = found.came_from[new]
+        if old not in chosen:
+            return found.layout.tensors[new]
+        return StoredTensor(Spec(dtype, quantized.weights[old].shape), ())
+
+    gone = [tensor.spec.nbytes for new, tensor in found.layout.tensors.items() if new not in kept]
+    return replace(
+        found,
+        layout=replace(found.layout, tensors={names[new]: plain(new) for new in kept}, keys={}),
+        came_from={names[new]: found.came_from[new] for new in kept},
+        left_out=(*found.left_out, LeftOut("scales", len(gone), sum(gone))),
+    )
+
+
+def plain_name(name: str) -> str:
+    """Return what a weight is called when its numbers are not packed any more."""
+    return name.removesuffix(BLOCKS)
+
+
+def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> None:
+    """Raise `Usage` if quantized weights would be written without their scales, or under names that do not match.
+
+    Where you select and rename nothing they stay together.
+    """
+    if quantized is None or not asked.changes_names:
+        return
+    names = {old: new for new, old in model.weights.came_from.items()}
+    for name, packed in quantized.weights.items():
+        new, scale = names.get(name), names.get(packed.scale)
+        stem = plain_name(name)
+        if scale != (None if new is None else plain_name(new) + packed.scale.removeprefix(stem)):
+            message = f"{name} would become {new or 'nothing'}, and its scales {packed.scale} {scale or 'nothing'}"
+            hint = "select and rename both alike, or add --dtype bf16, which makes plain weights of them"
+            raise Usage(message, path=model.part.path, hint=hint)
+
+
+def check_casts(model: Model, options: ConvertOptions) -> Model:
+    """Refuse casts that tear quantized weights from their scales, and report weights of 8 bits that stay as they are.
+
+    Raises `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves.
+    """
+    if model.stored_as:  # plain weights were made of them
+        return model
+    refuse_torn(model.part, model.casts, model.weights.came_from)
+    return model.say(*say_small(model.layout, options.edits))
+
+
+def refuse_torn(part: Part, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+    """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves."""
+    quantized = look_for_quantized(part) if casts else None
+    if quantized is None:
+        return
+    torn = sorted(new for new in casts if came_from.get(new, new) in quantized.members)
+    if torn:
+        quantized.require_known()
+        hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or leave --dtype out"
+        raise Usage(
+            f"{abridge(torn)} belong to quantized weights ({quantized.method}): they mean nothing rounded", hint=hint
+        )
+
+
+def say_small(layout: Layout, asked: Edits) -> list[str]:
+    """Return words on weights of 8 bits that stay what they are though you ask for a dtype: they have no scales."""
+    small = sorted(name for name, spec in layout.specs.items() if spec.dtype.kind == "small_float")
+    if asked.dtype_of_weights is None or not small:
+        return []
+    weights = "1 weight" if len(small) == 1 else f"{len(small)} weights"
+    return [f"{weights} of 8 bits stayed so, since nothing is known of scales: {abridge(small)}"]
+
+
+def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
+    """Return the recipe of a weight, by the name of its numbers in the checkpoint, the source of this number."""
+    from ckptkit.quantized.plain_blocks import Transposed4, scaled  # imports numpy, which no copy needs
+
+    packed, specs = quantized.weights[name], quantized.layout.specs
+    numbers = Operand(source, name, specs[name].dtype)
+    scales = Operand(source, packed.scale, specs[packed.scale].dtype)
+    if packed.steps is not None:
+        return scaled(numbers, scales, specs[packed.scale].shape, packed.steps)
+    require_modest(quantized, name, packed)
+    return Transposed4(numbers, scales, packed.shape)
+
+
+def require_modest(quantized: Quantized, name: str, packed: Packed) -> None:
+    """Raise `Unsupported` for experts of which one would not be held in memory."""
+    _, columns, rows = packed.shape
+    if columns * rows // 2 > _MOST_AT_HAND:
+        message = f"one expert of {list(packed.shape)} would take {columns * rows // 2} bytes of memory"
+        raise Unsupported(message, path=quantized.layout.root, tensor=name)
