@@ -69,7 +69,7 @@ class Checkpoint:
         """
         if isinstance(source, Checkpoint) and not also:
             return source
-        path = join_places(path_of(source), also)
+        path = join_places(path_of(source), also) if also else path_of(source)
         here = cls.at(path)
         if here.is_direct:
             return here
