@@ -24,8 +24,8 @@ from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import Companions, find_companions, tokenizer_beside
-from ckptkit.models.expected import find_embedding
 from ckptkit.models.fit import fit, restore_tied
+from ckptkit.models.known_types import find_embedding
 from ckptkit.names import HUB
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.quantized.make_plain import Dequantizing, look_for_quantized, make_all_plain, without_false_words

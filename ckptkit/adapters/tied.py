@@ -11,7 +11,7 @@ from ckptkit.adapters.recipes import Merging
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import Companions
-from ckptkit.models.find_form import form_or_reason
+from ckptkit.models.expected import form_or_reason
 from ckptkit.models.fit import check_equal, ties_of
 
 _TIE = "tie_word_embeddings"

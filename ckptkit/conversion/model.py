@@ -17,9 +17,8 @@ from ckptkit.files.origin import Origin
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.plan import Recipe
 from ckptkit.models.companions import CONFIG, Companions, find_companions, mend_config
-from ckptkit.models.find_form import AskBase, form_or_reason
+from ckptkit.models.expected import AskBase, Form, form_or_reason
 from ckptkit.models.fit import fit
-from ckptkit.models.form import Form
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import with_vocabulary
 from ckptkit.names import HUB, KEEP

@@ -13,7 +13,7 @@ from ckptkit.conversion.selection import Edits
 from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions
-from ckptkit.models.find_form import AskBase
+from ckptkit.models.expected import AskBase
 from ckptkit.models.fit import find_prefix
 from ckptkit.names import step_before_family
 from ckptkit.names.naming import name_weights

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import Mismatch
-from ckptkit.models.expected import is_known
+from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.names.sizes import Sizes
 
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
@@ -17,7 +17,7 @@ _MORE = "num_nextn_predict_layers"  # behind the others: they predict further to
 _HINT = "is the config.json that of another model?"
 
 
-def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
+def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
     """Raise `Mismatch` for a layer or an expert that is missing, or that the config knows nothing of."""
     layers: dict[int, set[str]] = {}
     experts: dict[tuple[str, str], set[int]] = {}
@@ -34,12 +34,18 @@ def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
         more = sizes.text.get(_MORE)
         check_numbers(layers, count, more if type(more) is int else 0, "model.layers.{}", path)
     if wanted is not None:
-        if layers and not has_experts:
+        if layers and not has_experts and calls_for_experts(names, sizes):
             raise Mismatch(f"config.json calls for {wanted} experts, and none are here", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
             check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
-    if layers and count is not None and not is_known(sizes.config):  # else each of its tensors is, and is looked for
+    if layers and count is not None:
         check_alike({number: layers[number] for number in range(count)}, path)
+
+
+def calls_for_experts(names: Collection[str], sizes: Sizes) -> bool:
+    """Return whether a config that counts experts has a layer for them; True where nothing is known of its model."""
+    form = form_or_reason(names, sizes.config, sizes.ask_base)
+    return not isinstance(form, Form) or any(map(_OF_EXPERTS.search, form.shapes))
 
 
 def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.options import ConvertOptions
@@ -12,10 +11,8 @@ from ckptkit.errors import Unsupported, Usage
 from ckptkit.layout import Layout, Spec, StoredTensor, edits
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.models.companions import Companions
-from ckptkit.models.expected import EMBEDDING, HEAD, is_known
+from ckptkit.models.expected import Form, expected
 from ckptkit.models.fit import abridge
-from ckptkit.models.form import Form
-from ckptkit.models.transformers_linear import Linear, linear_in
 from ckptkit.quantized.choose import RAGGED, Chosen, choose, modules_of
 from ckptkit.quantized.config import KEYS, without_quantization
 from ckptkit.quantized.find import Quantized
@@ -129,7 +126,7 @@ def find_quantizing(
         hint: str | None = (form.hint if form else None) or "pip install transformers, which knows most types of models"
         message = f"it is not known which of its layers are linear{f': {form.message}' if form else ''}"
         raise Unsupported(message, path=companions.found_in, hint=hint)
-    linear, scheme = linear_of(companions.config or {}, form), SCHEMES[options.quantize]
+    linear, scheme = expected(companions.config or {}).linear_layers(form), SCHEMES[options.quantize]
     chosen = choose(layout.specs, linear.names, linear.kept, scheme, options.exclude_quantize)
     if not chosen.names:
         why = "; ".join(f"{len(names)} stay {reason}" for reason, names in chosen.reasons.items())
@@ -139,11 +136,3 @@ def find_quantizing(
         )
     source = replace(edits.select(layout, set(chosen.names).__contains__), blobs={}, twins={})
     return Quantizing(scheme, chosen, form, source)
-
-
-def linear_of(config: Mapping[str, Any], form: Form) -> Linear:
-    """Return the tensors of a model's linear layers."""
-    if not is_known(config):
-        return linear_in(config, form)
-    names = (name for name, shape in form.shapes.items() if len(shape) == 2 and name != EMBEDDING)
-    return Linear(tuple(names), frozenset([HEAD]))
