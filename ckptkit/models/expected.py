@@ -6,10 +6,11 @@ answer.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Unsupported
@@ -91,11 +92,11 @@ class Expected(ABC):
 
 @dataclass(frozen=True, eq=False)
 class ExpectedByTable(Expected):
-    """What ckptkit's own table says of a model, whose base had `hub_names`; None where they are not known."""
+    """What ckptkit's own table says of a model; with `is_fused` it is to be written as it is in memory."""
 
     table: Table
     config: Mapping[str, Any]
-    hub_names: frozenset[str] | None
+    is_fused: bool = False
 
     @cached_property
     def forms(self) -> tuple[Form, ...]:
@@ -104,13 +105,13 @@ class ExpectedByTable(Expected):
             return (memory,)
         came_from = {name: (origin,) for name, (_, origin) in self.table.disk.items()}
         disk = Form({name: shape for name, (shape, _) in self.table.disk.items()}, self.tied, came_from=came_from)
-        is_fused = self.hub_names is not None and is_of(self.hub_names, memory)
-        return (memory, disk, memory) if is_fused else (disk, memory)
+        return (memory, disk, memory) if self.is_fused else (disk, memory)
 
-    @property
-    def knows_base(self) -> bool:
-        """Return whether the base has one of the forms that are known here."""
-        return self.hub_names is None or any(is_of(self.hub_names, form) for form in self.forms)
+    def with_base(self, names: frozenset[str] | None) -> ExpectedByTable | None:
+        """Return what is expected of a model whose base has tensors of these names; None if they are of no form."""
+        if names is None or is_of(names, self.forms[0]):
+            return self
+        return replace(self, is_fused=True) if is_of(names, self.forms[-1]) else None
 
     def linear_layers(self, form: Form) -> LinearLayers:
         names = (name for name, shape in form.shapes.items() if self.table.is_linear(name, shape))
@@ -166,24 +167,31 @@ def expected(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
     `ask_base` gives the names of the tensors that a training began with; it is asked only for a type of model that may
     lie on disk in several forms. Raises `Unsupported` for a model of which nothing is known.
     """
-    own = by_table(config, ask_base)
-    if own is not None:
+    own = by_table(json.dumps(config, skipkeys=True, default=repr))
+    if own is not None and own.is_llama:
         return own
-    meta = find_meta_model(config)
-    parameters = {name: meta.shapes[name] for name in meta.parameters}
-    return ExpectedByTransformers(meta.shapes, parameters, meta.tied, meta, ask_base() if ask_base else None)
+    hub_names = ask_base() if ask_base else None
+    own = own and own.with_base(hub_names)
+    return own or by_transformers(config, hub_names)
 
 
-def by_table(config: Mapping[str, Any], ask_base: AskBase) -> ExpectedByTable | None:
+@lru_cache(maxsize=8)  # a conversion asks several times, and a model with experts has tens of thousands of names
+def by_table(text: str) -> ExpectedByTable | None:
     """Return what ckptkit's own table says of a config.json, None where it says nothing."""
+    config = json.loads(text)
     table = find_table(config)
     if table is None:
         return None
-    hub_names = ask_base() if ask_base and table.mixture is not None else None
     tied = {HEAD: EMBEDDING} if table.is_tied else {}
     parameters = {name: shape for name, shape in table.memory.items() if name not in tied}
-    found = ExpectedByTable(table.memory, parameters, tied, table, config, hub_names)
-    return found if found.knows_base else None
+    return ExpectedByTable(table.memory, parameters, tied, table, config)
+
+
+def by_transformers(config: Mapping[str, Any], hub_names: frozenset[str] | None) -> ExpectedByTransformers:
+    """Return what transformers says of a config.json. Raises `Unsupported` for a model that it does not know."""
+    meta = find_meta_model(config)
+    parameters = {name: meta.shapes[name] for name in meta.parameters}
+    return ExpectedByTransformers(meta.shapes, parameters, meta.tied, meta, hub_names)
 
 
 def forms_for(config: Mapping[str, Any], ask_base: AskBase = None) -> tuple[Form, ...]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from ckptkit.models.expected import Expected, ExpectedByTable, ExpectedByTransformers, expected
-from ckptkit.models.transformers_model import find_meta_model
+from ckptkit.models.expected import Expected, ExpectedByTable, by_transformers, expected
 from tests.names.tiny_models import CONFIGS, TEXT
 
 DENSE = ["llama", "mistral", "granite", "smollm3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3"]
@@ -29,12 +28,6 @@ def config_of(model_type: str, **options: Any) -> dict[str, Any]:
     """The config.json of a tiny model, as transformers writes it."""
     made = CONFIG_MAPPING[model_type](**(CONFIGS.get(model_type, TEXT) | options))
     return dict(json.loads(made.to_json_string()))
-
-
-def by_transformers(config: dict[str, Any], hub_names: frozenset[str] | None) -> Expected:
-    meta = find_meta_model(config)
-    parameters = {name: meta.shapes[name] for name in meta.parameters}
-    return ExpectedByTransformers(meta.shapes, parameters, meta.tied, meta, hub_names)
 
 
 def assert_same(own: Expected, theirs: Expected) -> None:
