@@ -15,11 +15,11 @@ from ckptkit.errors import CkptError, Unsupported, Usage
 from ckptkit.models.transformers_model import quiet
 from ckptkit.ops.open import LazyCheckpoint
 from ckptkit.proving.logits import Logits
-from ckptkit.proving.model import Model
+from ckptkit.proving.model import ProvedModel
 from ckptkit.tensors.dtypes import DType
 
 
-def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[Model]) -> Tensor:
+def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[ProvedModel]) -> Tensor:
     """Return the tokens to compute with, [1, tokens]: those wanted, or `count` that are drawn by a seed.
 
     Raises `Usage` for one that is not in the vocabulary of a model.
@@ -34,7 +34,7 @@ def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: S
     return torch.tensor([list(wanted)])
 
 
-def vocabulary_of(model: Model) -> int:
+def vocabulary_of(model: ProvedModel) -> int:
     """Return how many tokens a model knows. Raises `Unsupported` for one that takes none."""
     try:
         return int(model.meta.model.get_input_embeddings().weight.shape[0])
@@ -42,7 +42,7 @@ def vocabulary_of(model: Model) -> int:
         raise Unsupported("a model that takes no tokens", path=model.path) from error
 
 
-def compare_logits(one: Model, two: Model, ids: Tensor) -> Logits:
+def compare_logits(one: ProvedModel, two: ProvedModel, ids: Tensor) -> Logits:
     """Run both models on the same tokens and compare what they give; `two` is the source.
 
     Where dtypes differ the source is run once more with its weights in those of the other: what is left of a
@@ -94,7 +94,7 @@ class Forward:
     Those for which there is one of the `dtypes` are rounded to it first.
     """
 
-    source: Model
+    source: ProvedModel
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     _outputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -208,7 +208,7 @@ def empty(owner: nn.Module, name: str) -> None:
             place[name] = nn.Parameter(gone, requires_grad=False) if place is owner._parameters else gone
 
 
-def compute_buffers(model: Any, source: Model) -> None:
+def compute_buffers(model: Any, source: ProvedModel) -> None:
     """Compute the buffers that no checkpoint has, such as the frequencies of positions, as transformers does.
 
     Source: transformers/modeling_utils.py, `_move_missing_keys_from_meta_to_device` and `_initialize_missing_keys`.

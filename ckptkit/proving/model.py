@@ -20,7 +20,7 @@ from ckptkit.names.tables.transformers import TRANSFORMERS
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ProvedModel:
     """A model: what transformers builds of its config, and its tensors as that has them in memory."""
 
     path: Path
@@ -28,7 +28,7 @@ class Model:
     layout: Layout
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], notes: list[str]) -> Model:
+    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], notes: list[str]) -> ProvedModel:
         """Return the model in a checkpoint, and add to `notes` what there is to say of its names."""
         path = checkpoint.model_part.path
         meta = find_meta_model(config)

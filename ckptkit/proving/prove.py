@@ -15,7 +15,7 @@ from ckptkit.models.transformers_model import is_installed
 from ckptkit.ops.diff import prove as compare_tensors
 from ckptkit.progress import Progress
 from ckptkit.proving.logits import Logits
-from ckptkit.proving.model import Model
+from ckptkit.proving.model import ProvedModel
 
 if TYPE_CHECKING:
     from ckptkit.comparison.differences import Diff
@@ -74,8 +74,8 @@ def prove(
         raise Mismatch("no config.json", path=ours.path, hint="what is proved is an exported model, and it has one")
     wanted = read_tokens(tokens) if tokens is not None else None
     notes = list(notes_on(here, there, theirs.path))
-    one = Model.of(ours, here.config, notes)
-    two = Model.of(theirs, here.config if there.config is None else there.config, notes)
+    one = ProvedModel.of(ours, here.config, notes)
+    two = ProvedModel.of(theirs, here.config if there.config is None else there.config, notes)
     differences = compare_tensors(ours, theirs, allow_cast=True, jobs=jobs, progress=progress)
     from ckptkit.proving.forward import choose_tokens, compare_logits  # imports torch
 

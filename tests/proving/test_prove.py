@@ -87,14 +87,14 @@ def test_an_export_is_proved(kind: str, tmp_path: Path) -> None:
 def test_the_logits_are_those_of_transformers_itself(kind: str, tmp_path: Path) -> None:
     from ckptkit.checkpoints.checkpoint import Checkpoint
     from ckptkit.proving.forward import Forward
-    from ckptkit.proving.model import Model
+    from ckptkit.proving.model import ProvedModel
 
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config((MODELS | OTHERS)[kind](), dtype=torch.float32)
     made.save_pretrained(tmp_path)
     ids = torch.arange(40)[None]
     config = json.loads((tmp_path / "config.json").read_text())
-    ours = Forward(Model.of(Checkpoint.open(tmp_path), config, [])).run(ids)
+    ours = Forward(ProvedModel.of(Checkpoint.open(tmp_path), config, [])).run(ids)
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         theirs = model(input_ids=ids).logits[0]
