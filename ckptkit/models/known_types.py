@@ -26,7 +26,7 @@ _MODULES = (
 )
 
 # ten times those of any model, and of all its experts; a config may be anybody's
-_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1 << 20
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1 << 17
 
 # shapes in letters: hidden, intermediate, vocabulary, query and key width, width of one head
 _BLOCK = {
@@ -61,7 +61,7 @@ class Mixture:
     disk: Mapping[str, tuple[str, str]]
     router: str  # on disk
     width: str  # the key of config.json for the width of an expert
-    numbers: tuple[str, ...]  # further keys that must have a number
+    may_be_dense: bool  # `mlp_only_layers` and `decoder_sparse_step` say which layers are
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ _MIXTURES = {
             },
             router="block_sparse_moe.gate.weight",
             width="intermediate_size",
-            numbers=(),
+            may_be_dense=False,
         )
     ),
     "qwen3_moe": Variation(
@@ -128,7 +128,7 @@ _MIXTURES = {
             },
             router=_ROUTER,
             width="moe_intermediate_size",
-            numbers=("moe_intermediate_size", "decoder_sparse_step"),
+            may_be_dense=True,
         ),
     ),
 }
@@ -219,15 +219,16 @@ def mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixt
     """Return the tensors of a model with experts; None where its config leaves a size open, or quantizes it."""
     counts = [config[key] for key in ("num_experts", "num_local_experts") if key in config]
     heads = [config["head_dim"]] if config.get("head_dim") is not None else []
-    numbers = [*counts, *heads, *(config.get(key) for key in (*_SIZES_OF_EXPERTS, *mixture.numbers))]
-    dense = config.get("mlp_only_layers") or []
+    every = config.get("decoder_sparse_step", 0) if mixture.may_be_dense else 1
+    dense = (config.get("mlp_only_layers") or []) if mixture.may_be_dense else []
+    numbers = [*counts, *heads, every, *(config.get(key) for key in (*_SIZES_OF_EXPERTS, mixture.width))]
     are_numbers = all(type(one) is int and one > 0 for one in numbers)
     if not are_numbers or len(set(counts)) != 1 or not isinstance(dense, list) or config.get("quantization_config"):
         return None
     experts, layers, width = counts[0], config["num_hidden_layers"], config[mixture.width]
     if layers > _MOST_LAYERS or layers * experts > _MOST_EXPERTS:
         return None
-    block, every = in_order(variation, config), config.get("decoder_sparse_step", 1)
+    block = in_order(variation, config)
     sparse = with_experts(block, mixture)
     blocks = (block if i in dense or (i + 1) % every else sparse for i in range(layers))
     sizes = letter_sizes(config) | {"e": experts, "m": width, "n": 2 * width}

@@ -21,6 +21,7 @@ DENSE = ["llama", "mistral", "granite", "smollm3", "qwen2", "qwen3", "gemma", "g
 LAYERS = {"num_hidden_layers": 5}
 MIXTURES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
+    ("mixtral", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),  # which its class does not know
     ("mixtral", {"head_dim": None, "tie_word_embeddings": True}),
     ("qwen3_moe", {}),
     ("qwen3_moe", {**LAYERS, "mlp_only_layers": [0, 3]}),
