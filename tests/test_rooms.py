@@ -92,7 +92,6 @@ TORCH_WHEN_USED = (
     "tensors.arrays",
     "conversion.torchrun",
     "ops.open",
-    "models.transformers_linear",
     "models.transformers_model",
 )
 

@@ -21,7 +21,7 @@ from ckptkit.files.origin import Origin
 from ckptkit.layout import edits
 from ckptkit.models.companions import CONFIG as MODEL_CONFIG
 from ckptkit.models.companions import read_config, tokenizer_beside
-from ckptkit.models.expected import HEAD, find_embedding
+from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.models.vocabulary import vocabulary_of
 from ckptkit.names.weights import LeftOut, Weights, find_weights
 

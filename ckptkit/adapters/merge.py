@@ -25,8 +25,8 @@ from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import find_companions, tokenizer_beside
-from ckptkit.models.expected import find_embedding
 from ckptkit.models.fit import restore_tied
+from ckptkit.models.known_types import find_embedding
 from ckptkit.names import HUB
 from ckptkit.quantized.plain import make_all_plain
 from ckptkit.quantized.signs import may_hold_quantized

@@ -10,7 +10,7 @@ from ckptkit.adapters.recipes import Merging
 from ckptkit.conversion.model import Model
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout
-from ckptkit.models.find_form import form_or_reason
+from ckptkit.models.expected import form_or_reason
 from ckptkit.models.fit import check_equal, ties_of
 
 _TIE = "tie_word_embeddings"

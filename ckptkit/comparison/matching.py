@@ -13,7 +13,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
 from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.models.companions import find_companions
-from ckptkit.models.expected import is_known
+from ckptkit.models.expected import forms_for
 from ckptkit.models.fit import restore_tied
 from ckptkit.names import HUB
 from ckptkit.names.naming import name_training
@@ -113,13 +113,13 @@ def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, notes: list[
 
 def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | None) -> bool:
     """Return whether names that tell no family may still be of two: of a type for which only its config says so."""
-    if config is None or is_known(config) or one.family is not None:
+    if config is None or one.family is not None:
         return False
     try:
         ours, theirs = (checkpoint.weights.layout.tensors.keys() for checkpoint in (one, two))
-    except (Mismatch, Unsupported):  # no model, or several
+        return not (ours <= theirs or theirs <= ours) and len(forms_for(config)) > 1
+    except (Mismatch, Unsupported):  # no model, or several, or one of which nothing is known
         return False
-    return not (ours <= theirs or theirs <= ours)
 
 
 def named_as_on_hub(

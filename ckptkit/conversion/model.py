@@ -13,8 +13,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.plan import Recipe
 from ckptkit.models.companions import Companions, find_companions
-from ckptkit.models.find_form import AskBase
-from ckptkit.models.form import Form
+from ckptkit.models.expected import AskBase, Form
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.tensors.dtypes import DType
 

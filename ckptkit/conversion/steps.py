@@ -14,9 +14,8 @@ from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions, describe_weights, find_companions
-from ckptkit.models.find_form import AskBase, form_or_reason
+from ckptkit.models.expected import AskBase, Form, form_or_reason
 from ckptkit.models.fit import find_prefix, fit
-from ckptkit.models.form import Form
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import with_vocabulary
 from ckptkit.names import HUB, KEEP, step_before_family

@@ -13,8 +13,8 @@ from ckptkit.diagnosis.misfits import Misfits
 from ckptkit.diagnosis.model import Model
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Layout
+from ckptkit.models.expected import Form, closest
 from ckptkit.models.fit import without_extra_state
-from ckptkit.models.form import Form, closest
 from ckptkit.names.weights import Weights, find_weights, has_weights
 from ckptkit.quantized.find import find_quantized
 from ckptkit.tensors.box import Shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.comparison.renames import by_rule
 from ckptkit.diagnosis.model import Model
-from ckptkit.models.form import Form
+from ckptkit.models.expected import Form
 from ckptkit.models.vocabulary import is_by_token, vocabulary_of
 from ckptkit.tensors.box import Shape
 

@@ -11,8 +11,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout import Spec
 from ckptkit.models.companions import find_companions, read_config
-from ckptkit.models.find_form import forms_for
-from ckptkit.models.form import Form
+from ckptkit.models.expected import Form, forms_for
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from ckptkit.diagnosis.model import Model
 from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
-from ckptkit.models.expected import HEAD
+from ckptkit.models.expected import closest
 from ckptkit.models.fit import abridge
-from ckptkit.models.form import closest
+from ckptkit.models.known_types import HEAD
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
 from ckptkit.names.naming import name_weights

@@ -19,7 +19,8 @@ from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import find_shapes
 from ckptkit.diagnosis.torch_version import find_torch_version
 from ckptkit.diagnosis.wrappers import find_wrappers, raw_names
-from ckptkit.models.expected import HEAD, find_rename
+from ckptkit.models.fit import find_rename
+from ckptkit.models.known_types import HEAD
 from ckptkit.models.vocabulary import rows_of
 from ckptkit.names import HUB
 

@@ -10,8 +10,8 @@ from math import prod
 from typing import Any
 
 from ckptkit.errors import Unsupported
-from ckptkit.models.expected import HEAD, expected_shapes, is_known, is_tied, letter_sizes
-from ckptkit.models.transformers_model import find_blueprint
+from ckptkit.models.expected import expected
+from ckptkit.models.known_types import letter_sizes
 from ckptkit.tensors.box import Shape
 
 _UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module of a list
@@ -24,6 +24,7 @@ class Architecture:
     `parameters` are shapes by name, each once; `tied` are the further names that a state dict gives to some of them.
     Widths are numbers per token: of the residual stream (`hidden`), the queries, the keys (as many as values), the
     middle of the feed-forward half (`inner`), and of each norm in a block. `max_length` is of a sequence, 0 if unknown.
+    `is_llama` says whether its blocks compute what Llama's do.
     """
 
     model_type: str
@@ -38,6 +39,7 @@ class Architecture:
     inner: int
     norms: tuple[int, ...]
     max_length: int
+    is_llama: bool
 
     @cached_property
     def numel(self) -> int:
@@ -73,21 +75,19 @@ class Architecture:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that a config.json describes.
+    """Return the architecture that a config.json describes, by a table of ckptkit's or by transformers.
 
-    Of a model type that `ckptkit.models.expected` does not know, transformers builds the model without memory.
-    Raises `Unsupported` where it cannot, and where the config lacks a size.
+    Raises `Unsupported` where neither knows the model, and where the config lacks a size.
     """
-    if is_known(config):
-        shapes = expected_shapes(config)
-        if shapes is None:
-            raise Unsupported(f"the config of this `{config['model_type']}` lacks a size, or gives no number for one")
-        tied = {HEAD: shapes.pop(HEAD)} if is_tied(config) else {}
-        return assemble(config, shapes, tied)
-    return build_architecture(config)
+    model = expected({key: value for key, value in config.items() if key != "quantization_config"})
+    parameters = {name: shape or (1,) for name, shape in model.parameters.items()}
+    tied = {name: model.shapes[name] for name in model.tied}
+    return assemble(model.sizes, parameters, tied, is_llama=model.is_llama)
 
 
-def assemble(config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict[str, Shape]) -> Architecture:
+def assemble(
+    config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict[str, Shape], *, is_llama: bool
+) -> Architecture:
     """Return the architecture of these parameters, with the widths that a config gives by Llama's names."""
     try:
         sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
@@ -110,6 +110,7 @@ def assemble(config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict
         inner=sizes["i"],
         norms=norm_widths(parameters, sizes),
         max_length=max_length,
+        is_llama=is_llama,
     )
 
 
@@ -118,31 +119,3 @@ def norm_widths(names: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ..
     widths = {"q_norm": sizes["q"], "k_norm": sizes["k"]}
     modules = [name.split(".")[-2] for name in names if re.match(r".*?\.0\..*norm\.weight$", name)]
     return tuple(widths.get(module, sizes["h"]) for module in modules) or (sizes["h"],) * 2
-
-
-def build_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a model type that only transformers knows, built by its classes on the meta device."""
-    blueprint = find_blueprint({key: value for key, value in config.items() if key != "quantization_config"})
-    parameters = {name: blueprint.shapes[name] or (1,) for name in blueprint.parameters}
-    tied = {name: blueprint.shapes[name] for name in blueprint.tied}
-    known = blueprint.model.config
-    if known.is_encoder_decoder:
-        raise Unsupported(f"a `{known.model_type}` has an encoder too, whose activations are not known here")
-    return assemble(llama_names(known.get_text_config()) | {"model_type": known.model_type}, parameters, tied)
-
-
-def llama_names(config: Any) -> dict[str, Any]:
-    """Return the sizes of a config of transformers by Llama's names; of experts, the ones that one token meets."""
-    found = {
-        name: getattr(config, name, None)
-        for name in (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "vocab_size", "max_position_embeddings",
-        )
-    }  # fmt: skip
-    if found["intermediate_size"] is None:
-        found["intermediate_size"] = 4 * config.hidden_size  # what a config that leaves it open means, since GPT-2
-    experts = getattr(config, "num_experts_per_tok", None)
-    if experts:
-        found["intermediate_size"] = experts * getattr(config, "moe_intermediate_size", found["intermediate_size"])
-    return found

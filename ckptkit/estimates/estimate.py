@@ -13,7 +13,6 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.estimates.architecture import Architecture, read_architecture
 from ckptkit.estimates.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.files.file import read_small
-from ckptkit.models.expected import is_known
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
 
 _CONFIG = "config.json"
@@ -94,7 +93,7 @@ def estimate(
         tuple(make_budget(architecture, each) for each in setups),
         disk_bytes(architecture, setup),
         gpu_memory,
-        tuple(notes_on(config, architecture, setup)),
+        tuple(notes_on(architecture, setup)),
     )
 
 
@@ -136,14 +135,14 @@ def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
     }
 
 
-def notes_on(config: Mapping[str, Any], model: Architecture, setup: Setup) -> Iterator[str]:
+def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
     """Yield what to know of an estimate."""
     if setup.master_dtype.name == "bfloat16":
         yield (
             "weights stored in bfloat16 lose small updates: at a learning rate of 2e-5 AdamW does not move a weight "
             "of 0.05 at all; store them in float32"
         )
-    if not is_known(config):
+    if not model.is_llama:
         yield f"activations of `{model.model_type}` are counted as if its blocks were Llama's of the same sizes"
     yield "not counted: the CUDA context, NCCL's buffers, and what the allocator cannot use for being in pieces"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.models.expected import HEAD, find_embedding, is_tied
+from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 
 Tie = tuple[str, ...]  # names of one tensor
 

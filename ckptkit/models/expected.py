@@ -1,179 +1,257 @@
-"""Compute the tensors, with their shapes, that a config.json calls for. Arithmetic on the config; no model code.
+"""Answer what a config.json calls for: parameters in order, shapes, ties, forms on disk, and linear layers.
 
-The families here are Llama's and those that vary it by a norm, a bias or a fused projection; names and shapes are those
-of transformers' own classes, which the tests compare with. Of other models ckptkit knows what the base's weights show.
+ckptkit's own table is asked first. transformers, whose import takes seconds, is asked only where the table has no
+answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple
 
+from ckptkit.errors import Unsupported
+from ckptkit.models.known_types import EMBEDDING, HEAD, Table, find_table
+from ckptkit.models.transformers_model import MetaModel, find_meta_model, linear_modules, llama_sizes
+from ckptkit.models.transformers_table import to_disk, transforms_of
 from ckptkit.tensors.box import Shape
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_CAUSAL = "ForCausalLM"  # how the names of classes end that have such a head
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-
-# in the order in which the classes make them; weights come before biases
-_MODULES = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm"),
-    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
-    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-)
-
-_MOST_LAYERS = 10_000  # ten times those of any model; a config may be anybody's
-
-# shapes in letters: hidden, intermediate, vocabulary, query and key width, width of one head
-_BLOCK = {
-    "self_attn.q_proj.weight": "qh",
-    "self_attn.k_proj.weight": "kh",
-    "self_attn.v_proj.weight": "kh",
-    "self_attn.o_proj.weight": "hq",
-    "mlp.gate_proj.weight": "ih",
-    "mlp.up_proj.weight": "ih",
-    "mlp.down_proj.weight": "hi",
-    "input_layernorm.weight": "h",
-    "post_attention_layernorm.weight": "h",
-}
-_QKV_BIAS = {"self_attn.q_proj.bias": "q", "self_attn.k_proj.bias": "k", "self_attn.v_proj.bias": "k"}
-_ATTENTION_BIAS = {**_QKV_BIAS, "self_attn.o_proj.bias": "h"}
-_MLP_BIAS = {"mlp.gate_proj.bias": "i", "mlp.up_proj.bias": "i", "mlp.down_proj.bias": "h"}
-_HEAD_NORMS = {"self_attn.q_norm.weight": "d", "self_attn.k_norm.weight": "d"}
-_FEEDFORWARD_NORMS = {"pre_feedforward_layernorm.weight": "h", "post_feedforward_layernorm.weight": "h"}
+AskBase = Callable[[], frozenset[str] | None] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The ways in which a model type differs from Llama."""
+@dataclass(frozen=True, eq=False)
+class Form:
+    """Names and shapes of all tensors of a model, in one of the forms in which it may lie on disk.
 
-    more: Mapping[str, str] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()  # switches of the config that add biases
-    head_dim: int | None = None  # where the config gives none: None for hidden size over heads
-    is_tied: bool = False  # where the config says nothing
-
-
-_BIASES = {"attention_bias": _ATTENTION_BIAS, "mlp_bias": _MLP_BIAS}
-_BOTH, _ATTENTION = ("attention_bias", "mlp_bias"), ("attention_bias",)
-_FAMILIES = {
-    "llama": Family(options=_BOTH),
-    "granite": Family(options=_BOTH),
-    "smollm3": Family(options=_BOTH, is_tied=True),
-    "mistral": Family(),
-    "qwen2": Family(_QKV_BIAS),
-    "qwen3": Family(_HEAD_NORMS, options=_ATTENTION, head_dim=128),
-    "gemma": Family(options=_ATTENTION, head_dim=256, is_tied=True),
-    "gemma2": Family(_FEEDFORWARD_NORMS, options=_ATTENTION, head_dim=256, is_tied=True),
-    "gemma3_text": Family({**_HEAD_NORMS, **_FEEDFORWARD_NORMS}, options=_ATTENTION, head_dim=256, is_tied=True),
-    "olmo2": Family(
-        {"self_attn.q_norm.weight": "q", "self_attn.k_norm.weight": "k", "post_feedforward_layernorm.weight": "h"},
-        without=("input_layernorm.weight",),
-        options=_ATTENTION,
-    ),
-    "phi3": Family(
-        {"self_attn.qkv_proj.weight": "ph", "mlp.gate_up_proj.weight": "jh"},
-        without=tuple(
-            f"{name}_proj.weight" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
-        ),
-    ),
-}
-
-
-def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
-    """Return the shape by name of every tensor of the model that `config` describes; None for an unknown model type.
-
-    They are in the order of the model's own `state_dict()` and `parameters()`.
+    `tied` are names that are not written, with the name of the tensor that each is the same as; `unsaved` are never
+    written. `in_fp32` are those that loaders keep in fp32, by the dtype in which they load the others. `came_from`
+    says what each is made of in memory, where that is something else.
     """
-    family = _FAMILIES.get(str(config.get("model_type")))
-    if family is None:
+
+    shapes: Mapping[str, Shape]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    unsaved: frozenset[str] = frozenset()
+    in_fp32: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    came_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Return the names of the tensors without which the model is not whole."""
+        return frozenset(self.shapes) - self.tied.keys() - self.unsaved
+
+
+class LinearLayers(NamedTuple):
+    """The tensors on disk that belong to linear layers or experts, and those that loaders want `kept` as they are."""
+
+    names: tuple[str, ...]
+    kept: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Expected(ABC):
+    """What a config.json calls for.
+
+    `shapes` are the tensors in memory, in the order of the model's `state_dict()`, and `parameters` those among them
+    that are parameters, in the order of `parameters()`, tied ones once. `tied` gives the further names of tensors, and
+    the names that are written for them. What takes longer to find is found when it is asked for.
+    """
+
+    shapes: Mapping[str, Shape]
+    parameters: Mapping[str, Shape]
+    tied: Mapping[str, str]
+
+    @property
+    @abstractmethod
+    def forms(self) -> tuple[Form, ...]:
+        """Return the forms in which the model may lie on disk: the one to be written first, that in memory last.
+
+        One type may have several legal forms: experts apart or fused, with a prefix or without it. The one to be
+        written is that of the base, where it is known, else that of a new model.
+        """
+
+    @abstractmethod
+    def linear_layers(self, form: Form) -> LinearLayers:
+        """Return the tensors of linear layers and experts of a model that lies on disk as `form` says."""
+
+    @property
+    @abstractmethod
+    def is_llama(self) -> bool:
+        """Return whether the model's blocks compute what Llama's do."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Mapping[str, Any]:
+        """Return the config's sizes under Llama's names; of experts, the width of those that one token meets.
+
+        Raises `Unsupported` for a model with an encoder too.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedByTable(Expected):
+    """What ckptkit's own table says of a model; with `is_fused` it is to be written as it is in memory."""
+
+    table: Table
+    config: Mapping[str, Any]
+    is_fused: bool = False
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        memory = Form(self.table.memory, self.tied, came_from={name: (name,) for name in self.table.memory})
+        if self.table.mixture is None:
+            return (memory,)
+        came_from = {name: (origin,) for name, (_, origin) in self.table.disk.items()}
+        disk = Form({name: shape for name, (shape, _) in self.table.disk.items()}, self.tied, came_from=came_from)
+        return (memory, disk, memory) if self.is_fused else (disk, memory)
+
+    def with_base(self, names: frozenset[str] | None) -> ExpectedByTable | None:
+        """Return what is expected of a model whose base has tensors of these names; None if they are of no form."""
+        if names is None or is_of(names, self.forms[0]):
+            return self
+        return replace(self, is_fused=True) if is_of(names, self.forms[-1]) else None
+
+    def linear_layers(self, form: Form) -> LinearLayers:
+        names = (name for name, shape in form.shapes.items() if self.table.is_linear(name, shape))
+        return LinearLayers(tuple(names), frozenset([HEAD]))
+
+    @property
+    def is_llama(self) -> bool:
+        return self.table.mixture is None
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        if self.table.mixture is None:
+            return self.config
+        width = self.config["num_experts_per_tok"] * self.table.sizes["m"]
+        return {**self.config, "intermediate_size": width}
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedByTransformers(Expected):
+    """What transformers says of a model, whose base had `hub_names`; None where they are not known."""
+
+    meta: MetaModel
+    hub_names: frozenset[str] | None
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        known = [None] if self.hub_names is None else [self.hub_names, None]
+        return (*(saved_form(self.meta, names) for names in known), memory_form(self.meta))
+
+    def linear_layers(self, form: Form) -> LinearLayers:
+        modules = linear_modules(self.meta)
+        owners = {
+            new: [owner(old, modules) for old in olds]
+            for new, olds in form.came_from.items()
+            if not new.endswith(".bias")
+        }
+        found = {new: [one for one in names if one is not None] for new, names in owners.items() if None not in names}
+        kept = (new for new, names in found.items() if not all(map(modules.get, names)))
+        return LinearLayers(tuple(found), frozenset(kept))
+
+    @property
+    def is_llama(self) -> bool:
+        return False
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        return llama_sizes(self.meta)
+
+
+def expected(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
+    """Return what a config.json calls for.
+
+    `ask_base` gives the names of the tensors that a training began with; it is asked only for a type of model that may
+    lie on disk in several forms. Raises `Unsupported` for a model of which nothing is known.
+    """
+    own = by_table(json.dumps(config, skipkeys=True, default=repr))
+    if own is not None and own.is_llama:
+        return own
+    hub_names = ask_base() if ask_base else None
+    own = own and own.with_base(hub_names)
+    return own or by_transformers(config, hub_names)
+
+
+@lru_cache(maxsize=8)  # a conversion asks several times, and a model with experts has tens of thousands of names
+def by_table(text: str) -> ExpectedByTable | None:
+    """Return what ckptkit's own table says of a config.json, None where it says nothing."""
+    config = json.loads(text)
+    table = find_table(config)
+    if table is None:
         return None
+    tied = {HEAD: EMBEDDING} if table.is_tied else {}
+    parameters = {name: shape for name, shape in table.memory.items() if name not in tied}
+    return ExpectedByTable(table.memory, parameters, tied, table, config)
+
+
+def by_transformers(config: Mapping[str, Any], hub_names: frozenset[str] | None) -> ExpectedByTransformers:
+    """Return what transformers says of a config.json. Raises `Unsupported` for a model that it does not know."""
+    meta = find_meta_model(config)
+    parameters = {name: meta.shapes[name] for name in meta.parameters}
+    return ExpectedByTransformers(meta.shapes, parameters, meta.tied, meta, hub_names)
+
+
+def forms_for(config: Mapping[str, Any], ask_base: AskBase = None) -> tuple[Form, ...]:
+    """Return the forms in which the model of a config.json may lie on disk, the one to be written first.
+
+    For `ask_base` and errors see `expected`.
+    """
+    return expected(config, ask_base).forms
+
+
+def form_or_reason(names: Collection[str], config: Mapping[str, Any], ask_base: AskBase = None) -> Form | Unsupported:
+    """Return the form of a model that tensors of these names are of, or nearly so, or why none is known."""
     try:
-        sizes = letter_sizes(config)
-        layers = int(config["num_hidden_layers"])
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        return None
-    if layers > _MOST_LAYERS:
-        return None
-    block = {name: letters for name, letters in {**_BLOCK, **family.more}.items() if name not in family.without}
-    for option in family.options:
-        if config.get(option):
-            block |= _BIASES[option]
-    ordered = sorted(block.items(), key=lambda item: place_in_block(item[0]))
-    names = {EMBEDDING: "vh"}
-    names |= {f"model.layers.{i}.{name}": letters for i in range(layers) for name, letters in ordered}
-    names |= {"model.norm.weight": "h", HEAD: "vh"}
-    return {name: tuple(sizes[letter] for letter in letters) for name, letters in names.items()}
+        return closest(forms_for(config, ask_base), names)
+    except Unsupported as error:
+        return error
 
 
-def place_in_block(name: str) -> tuple[int, bool]:
-    """Return what the parameters of a block are sorted by, to be in the order in which the model has them."""
-    *_, module, kind = name.split(".")
-    return _MODULES.index(module), kind == "bias"
+def closest(forms: Iterable[Form], names: Collection[str]) -> Form:
+    """Return the form that tensors of these names are of, or nearly so; of several the first."""
+    found = frozenset(names)
+    return min(forms, key=lambda form: len(form.needed - found) + len(found - form.shapes.keys()))
 
 
-def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers that the letters of the shapes stand for.
-
-    Raises KeyError, TypeError or ValueError without them, and ArithmeticError for heads that are none, or a size that
-    is infinite.
-    """
-    family = _FAMILIES.get(str(config.get("model_type")), Family())
-    hidden, heads, inner = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
-    key_heads = int(config.get("num_key_value_heads") or heads)
-    head = int(config.get("head_dim") or family.head_dim or hidden // heads)
-    query, key = heads * head, key_heads * head
-    return {
-        "h": hidden,
-        "i": inner,
-        "j": 2 * inner,
-        "v": int(config["vocab_size"]),
-        "q": query,
-        "k": key,
-        "p": query + 2 * key,
-        "d": head,
-    }
+def is_of(names: frozenset[str], form: Form) -> bool:
+    """Return whether names are all that a form has, and perhaps more; or some of them, and no others."""
+    return names >= form.needed or names <= form.shapes.keys()
 
 
-def default_head_width(model_type: str) -> int | None:
-    """Return the width of a head where a config gives none; None if it follows from the hidden size, or is unknown."""
-    return _FAMILIES.get(model_type, Family()).head_dim
+@cache
+def memory_form(meta: MetaModel) -> Form:
+    return form_of(meta, meta.shapes, {name: (name,) for name in meta.shapes})
 
 
-def is_known(config: Mapping[str, Any]) -> bool:
-    """Return whether the model is one whose tensors are known here: of a type in the table, with a head for tokens.
-
-    A model with a head of another kind, or none, has other tensors.
-    """
-    named = config.get("architectures")
-    is_causal = not isinstance(named, list) or not named or str(named[0]).endswith(_CAUSAL)
-    return is_causal and str(config.get("model_type")) in _FAMILIES
+@cache
+def saved_form(meta: MetaModel, hub_names: frozenset[str] | None) -> Form:
+    made = to_disk(meta, transforms_of(meta, hub_names), meta.model.state_dict())
+    return form_of(meta, {name: tuple(tensor.shape) for name, tensor in made.tensors.items()}, made.came_from)
 
 
-def is_tied(config: Mapping[str, Any]) -> bool:
-    """Return whether the model's head is its embedding."""
-    family = _FAMILIES.get(str(config.get("model_type")), Family())
-    return bool(config.get("tie_word_embeddings", family.is_tied))
+def form_of(meta: MetaModel, shapes: Mapping[str, Shape], came_from: Mapping[str, tuple[str, ...]]) -> Form:
+    """Return a form with these tensors, for each of which it is known what it comes from in memory."""
+    single = {olds[0]: new for new, olds in came_from.items() if len(olds) == 1}
+    pairs = ((single.get(target), single.get(source)) for target, source in meta.tied.items())
+    return Form(
+        shapes,
+        tied={target: source for target, source in pairs if target is not None and source is not None},
+        unsaved=frozenset(new for new, olds in came_from.items() if meta.unsaved.issuperset(olds)),
+        in_fp32={
+            dtype: frozenset(new for new, olds in came_from.items() if any(map(pattern.search, olds)))
+            for dtype, pattern in meta.in_fp32.items()
+            if pattern is not None
+        },
+        came_from=came_from,
+    )
 
 
-def find_embedding(names: Iterable[str]) -> str | None:
-    """Return the name of the input embedding that a head would be tied to, if it is plain which."""
-    found = [name for name in names if name.endswith(_EMBEDDINGS)]
-    return found[0] if len(found) == 1 else None
-
-
-def find_rename(missing: Iterable[str], present: Iterable[str]) -> str | None:
-    """Return a `--rename` rule, taking a prefix off or putting one on, that gives every missing tensor its name."""
-    missing, there = sorted(missing), set(present)
-    for name in sorted(there):
-        wanted = missing[0]
-        if name.endswith("." + wanted):
-            prefix = name.removesuffix(wanted)
-            if all(prefix + other in there for other in missing):
-                return f"^{prefix.replace('.', chr(92) + '.')}=>"
-        elif wanted.endswith("." + name):
-            prefix = wanted.removesuffix(name)
-            if all(other.removeprefix(prefix) in there for other in missing):
-                return f"^=>{prefix}"
-    return None
+def owner(name: str, modules: Mapping[str, object]) -> str | None:
+    """Return the module among these that a tensor belongs to, None if it is of none."""
+    module = name.rpartition(".")[0]
+    while module and module not in modules:
+        module = module.rpartition(".")[0]
+    return module or None

@@ -26,6 +26,11 @@ _FLOAT = "__float__"  # what transformers writes for numbers that JSON has not
 _LAYERS = re.compile(r".*(layers?|blocks|depths?|stages)")
 _EXPERTS = re.compile(r".*experts.*")
 _MOST_LAYERS, _MOST = 2_000, 1 << 20  # ten times those of any model, and of all its experts; a config may be anybody's
+_MIXTURE = ".experts"  # how the names of modules with all experts of a layer end
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
+)
 _AUTO = (
     *("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),
     "AutoModel",
@@ -36,8 +41,12 @@ class UnknownType(Unsupported):
     """A type of models, or a class, that transformers does not have: its code is its own, and so are its names."""
 
 
+class NotInstalled(Unsupported):
+    """A type of models that only transformers knows, and transformers is not installed."""
+
+
 @dataclass(frozen=True, eq=False)
-class Blueprint:
+class MetaModel:
     """A model on the meta device, and the shapes that its tensors have in memory.
 
     `parameters` are the names of those that are parameters, and not tied to another, in the model's order.
@@ -54,7 +63,7 @@ class Blueprint:
     in_fp32: Mapping[str, re.Pattern[str] | None]
 
 
-def find_blueprint(config: Mapping[str, Any]) -> Blueprint:
+def find_meta_model(config: Mapping[str, Any]) -> MetaModel:
     """Return the model that a config.json describes. Raises `Unsupported` where transformers does not know it."""
     if config.get("quantization_config"):
         raise Unsupported("its tensors are quantised, and their names are not compared")
@@ -66,7 +75,7 @@ def find_blueprint(config: Mapping[str, Any]) -> Blueprint:
 
 
 @cache
-def build(text: str) -> Blueprint:
+def build(text: str) -> MetaModel:
     """Return the model of a config.json."""
     config = without_hints(json.loads(text))
     model_type = str(config.get("model_type"))
@@ -75,7 +84,7 @@ def build(text: str) -> Blueprint:
         import transformers
     except ImportError as error:
         message = f"models of type `{model_type}` are known to transformers only, which is not installed"
-        raise Unsupported(message, hint=INSTALL) from error
+        raise NotInstalled(message, hint=INSTALL) from error
     check_counts(config)
     try:
         with quiet(), torch.device("meta"):
@@ -88,7 +97,7 @@ def build(text: str) -> Blueprint:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         reason = f"transformers {transformers.__version__} builds no model of type `{model_type}`: {first}"
         raise Unsupported(reason) from error
-    return Blueprint(
+    return MetaModel(
         model=model,
         shapes=shapes,
         parameters=tuple(name for name, _ in model.named_parameters()),
@@ -136,6 +145,43 @@ def pattern_of(model: Any, *attributes: str) -> re.Pattern[str] | None:
     """
     globs = [glob for attribute in attributes for glob in sorted(getattr(model, attribute, None) or ())]
     return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
+
+
+def linear_modules(meta: MetaModel) -> dict[str, bool]:
+    """Return the modules that are linear layers or experts, and whether transformers would quantize each.
+
+    Source: transformers/quantizers/base.py, `get_modules_to_not_convert`, and
+    transformers/integrations/finegrained_fp8.py, `replace_with_fp8_linear`.
+    """
+    from torch import nn
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    with quiet():
+        kept = [*get_keys_to_not_convert(meta.model), *(getattr(meta.model, "_keep_in_fp32_modules", None) or ())]
+    return {
+        name: should_convert_module(name, kept)
+        for name, module in meta.model.named_modules()
+        if type(module) is nn.Linear or name.endswith(_MIXTURE)
+    }
+
+
+def llama_sizes(meta: MetaModel) -> dict[str, Any]:
+    """Return the sizes of a config of transformers by Llama's names; of experts, the ones that one token meets.
+
+    Raises `Unsupported` for a model with an encoder too.
+    """
+    known = meta.model.config
+    if known.is_encoder_decoder:
+        raise Unsupported(f"a `{known.model_type}` has an encoder too, whose activations are not known here")
+    config = known.get_text_config()
+    found = {name: getattr(config, name, None) for name in _SIZES}
+    if found["intermediate_size"] is None:
+        found["intermediate_size"] = 4 * config.hidden_size  # what a config that leaves it open means, since GPT-2
+    experts = getattr(config, "num_experts_per_tok", None)
+    if experts:
+        found["intermediate_size"] = experts * getattr(config, "moe_intermediate_size", found["intermediate_size"])
+    return found | {"model_type": known.model_type}
 
 
 def without_hints(config: Any) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import CkptError, Mismatch, Unsupported
-from ckptkit.models.transformers_model import Blueprint, quiet
+from ckptkit.models.transformers_model import MetaModel, quiet
 
 _NUMBERS = re.compile(r"(\d+)")
 
@@ -28,7 +28,7 @@ class Made:
 
 
 @dataclass(slots=True)
-class Group:
+class Together:
     """Tensors that one transform takes together: by the pattern that each matched, in order."""
 
     transform: Any
@@ -39,7 +39,7 @@ class Group:
         return tuple(name for names in self.found.values() for name in names)
 
 
-def transforms_of(blueprint: Blueprint, hub_names: Collection[str] | None) -> list[Any]:
+def transforms_of(meta: MetaModel, hub_names: Collection[str] | None) -> list[Any]:
     """Return the transforms from disk to memory that saving reverts.
 
     Of a model that was loaded from tensors with `hub_names` it is those that had something to do; of any other, all
@@ -47,7 +47,7 @@ def transforms_of(blueprint: Blueprint, hub_names: Collection[str] | None) -> li
     """
     from transformers.core_model_loading import PrefixChange
 
-    found = every_transform(blueprint, add_legacy=False)
+    found = every_transform(meta, add_legacy=False)
     if hub_names is None:
         return [transform for transform in found if not isinstance(transform, PrefixChange)]
     for name in sorted(hub_names, key=natural):
@@ -55,20 +55,20 @@ def transforms_of(blueprint: Blueprint, hub_names: Collection[str] | None) -> li
     return [transform for transform in found if transform.was_used()]
 
 
-def every_transform(blueprint: Blueprint, *, add_legacy: bool) -> list[Any]:
+def every_transform(meta: MetaModel, *, add_legacy: bool) -> list[Any]:
     """Return all transforms from disk to memory, with those for old names if wanted."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     with quiet():
-        return list(get_model_conversion_mapping(blueprint.model, add_legacy=add_legacy))
+        return list(get_model_conversion_mapping(meta.model, add_legacy=add_legacy))
 
 
-def to_disk(blueprint: Blueprint, transforms: Sequence[Any], tensors: Mapping[str, Any]) -> Made:
+def to_disk(meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, Any]) -> Made:
     """Return tensors that are in memory as `save_pretrained` would write them."""
     reverse = [transform.reverse_transform() for transform in reversed(transforms)]
     converters, renamings = kinds_of(reverse)
     made = Made()
-    groups: dict[str, Group] = {}
+    groups: dict[str, Together] = {}
     for name in sorted(tensors, key=natural):
         key, pattern = convert_name(name, converters)
         if pattern is None:
@@ -77,26 +77,26 @@ def to_disk(blueprint: Blueprint, transforms: Sequence[Any], tensors: Mapping[st
         else:
             collect(groups, converters, key, pattern, name)
     for key, group in groups.items():
-        for new, tensor in convert(blueprint, key, group, tensors):
+        for new, tensor in convert(meta, key, group, tensors):
             put(made, rename(new, renamings)[0], tensor, group.names)
     return made
 
 
-def to_memory(blueprint: Blueprint, tensors: Mapping[str, Any]) -> Made:
+def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> Made:
     """Return tensors that are on disk as `from_pretrained` would have them in memory."""
-    converters, renamings = kinds_of(every_transform(blueprint, add_legacy=True))
+    converters, renamings = kinds_of(every_transform(meta, add_legacy=True))
     made = Made()
-    groups: dict[str, Group] = {}
+    groups: dict[str, Together] = {}
     for name in sorted(tensors, key=natural):
         key, pattern = convert_name(rename(name, renamings)[0], converters)
-        if key not in blueprint.shapes and name in blueprint.shapes:
+        if key not in meta.shapes and name in meta.shapes:
             key, pattern = name, None  # it is as in memory already
         if pattern is None:
             put(made, key, tensors[name], (name,))
         else:
             collect(groups, converters, key, pattern, name)
     for key, group in groups.items():
-        for new, tensor in convert(blueprint, key, group, tensors):
+        for new, tensor in convert(meta, key, group, tensors):
             put(made, new, tensor, group.names)
     return made
 
@@ -126,15 +126,15 @@ def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]
     return name, None
 
 
-def collect(groups: dict[str, Group], converters: Iterable[Any], key: str, pattern: str, name: str) -> None:
+def collect(groups: dict[str, Together], converters: Iterable[Any], key: str, pattern: str, name: str) -> None:
     """Add a tensor to those that become one, or several, of which the first is called `key`."""
     if key not in groups:
         own = [converter for converter in converters if pattern in converter.source_patterns]
-        groups[key] = Group(deepcopy(own[-1]))
+        groups[key] = Together(deepcopy(own[-1]))
     groups[key].found.setdefault(pattern, []).append(name)
 
 
-def convert(blueprint: Blueprint, key: str, group: Group, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def convert(meta: MetaModel, key: str, group: Together, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what a transform makes of the tensors that it takes together.
 
     Raises `Mismatch` if one is missing or has a shape that it cannot have, `Unsupported` for a step that is not known.
@@ -148,7 +148,7 @@ def convert(blueprint: Blueprint, key: str, group: Group, tensors: Mapping[str, 
         for name in names:
             transform.add_tensor(key, name, pattern, tensors[name])
     try:
-        made = transform.convert(key, model=blueprint.model, config=blueprint.model.config)
+        made = transform.convert(key, model=meta.model, config=meta.model.config)
     except CkptError as error:
         raise error.blame(tensor=group.names[0]) from error.__cause__
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError, NotImplementedError) as error:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from ckptkit.errors import Mismatch
-from ckptkit.models.expected import is_known
+from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.names.sizes import Sizes
+from ckptkit.tensors.box import Shape
+
+Shapes = Mapping[str, Shape]
 
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
@@ -17,7 +21,7 @@ _MORE = "num_nextn_predict_layers"  # behind the others: they predict further to
 _HINT = "is the config.json that of another model?"
 
 
-def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
+def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
     """Raise `Mismatch` for a layer or an expert that is missing, or that the config knows nothing of."""
     layers: dict[int, set[str]] = {}
     experts: dict[tuple[str, str], set[int]] = {}
@@ -29,17 +33,18 @@ def check_complete(names: Iterable[str], sizes: Sizes, path: Path) -> None:
             layers.setdefault(int(layer[1]), set()).add(layer[2])
         if expert:
             experts.setdefault((expert[1], expert[3]), set()).add(int(expert[2]))
+    find_shapes = cache(lambda: shapes_of(names, sizes))
     count, wanted = sizes.find("layers"), sizes.find("experts")
     if layers and count is not None:
         more = sizes.text.get(_MORE)
         check_numbers(layers, count, more if type(more) is int else 0, "model.layers.{}", path)
     if wanted is not None:
-        if layers and not has_experts:
+        if layers and not has_experts and calls_for_experts(find_shapes()):
             raise Mismatch(f"config.json calls for {wanted} experts, and none are here", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
             check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
-    if layers and count is not None and not is_known(sizes.config):  # else each of its tensors is, and is looked for
-        check_alike({number: layers[number] for number in range(count)}, path)
+    if layers and count is not None:
+        check_alike({number: layers[number] for number in range(count)}, find_shapes, path)
 
 
 def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
@@ -54,13 +59,30 @@ def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path:
         raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
 
 
-def check_alike(layers: Mapping[int, set[str]], path: Path) -> None:
-    """Raise `Mismatch` for a layer that has what another has, but for something that is missing."""
+def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes | None], path: Path) -> None:
+    """Raise `Mismatch` for a layer that has what another has, but for something that is missing.
+
+    `find_shapes` gives what the model calls for, where that is known: what a layer has more may be something else.
+    """
     kinds: dict[frozenset[str], int] = {}
     for number, held in layers.items():
         kinds.setdefault(frozenset(held), number)
     for kind, number in kinds.items():
         for other, whole in kinds.items():
             if kind < other:
-                message = f"missing, while layer {whole} has it and all else that layer {number} has"
-                raise Mismatch(message, path=path, tensor=f"model.layers.{number}.{min(other - kind)}")
+                missing, shapes = (f"model.layers.{number}.{name}" for name in sorted(other - kind)), find_shapes()
+                lost = next((name for name in missing if shapes is None or name in shapes), None)
+                if lost is not None:
+                    message = f"missing, while layer {whole} has it and all else that layer {number} has"
+                    raise Mismatch(message, path=path, tensor=lost)
+
+
+def calls_for_experts(shapes: Shapes | None) -> bool:
+    """Return whether a model whose config counts experts has layers with them, for all that is known of it."""
+    return shapes is None or any(map(_OF_EXPERTS.search, shapes))
+
+
+def shapes_of(names: Collection[str], sizes: Sizes) -> Shapes | None:
+    """Return the tensors that config.json calls for, None where nothing is known of the model."""
+    form = form_or_reason(names, sizes.config, sizes.ask_base)
+    return form.shapes if isinstance(form, Form) else None

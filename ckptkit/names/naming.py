@@ -13,7 +13,7 @@ from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor, edits
-from ckptkit.models.find_form import AskBase
+from ckptkit.models.expected import AskBase
 from ckptkit.models.vocabulary import check_rows, require_one_size, resize, with_vocabulary
 from ckptkit.names import KEEP, family_of, get_family
 from ckptkit.names.complete import check_complete

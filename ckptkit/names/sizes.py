@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.models.expected import default_head_width
+from ckptkit.models.known_types import default_head_width
 
 # by the symbol that rules use: the keys of config.json that give it, in order of precedence
 _KEYS = {
@@ -33,11 +33,6 @@ class Sizes:
 
     config: Mapping[str, Any]
     ask_base: Callable[[], frozenset[str] | None] | None = None
-
-    @property
-    def hub_names(self) -> frozenset[str] | None:
-        """Return the names of the tensors that a training began with, None where they are not known."""
-        return self.ask_base() if self.ask_base else None
 
     @property
     def model_type(self) -> str:

@@ -7,7 +7,7 @@ from itertools import chain
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor
-from ckptkit.models.expected import HEAD, find_embedding, is_tied
+from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.names.family import Family
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.tables.transformers import TRANSFORMERS

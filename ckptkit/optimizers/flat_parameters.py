@@ -79,10 +79,10 @@ def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
     config = find_companions(path, base).config if base is not None else find_config(path)
     if config is None:
         return None
-    from ckptkit.models.model_shapes import shapes_by_config  # hardly ever needed, and slow to import
+    from ckptkit.models.expected import expected  # hardly ever needed, and slow to import
 
     try:
-        return Known(shapes_by_config(config), "config.json")
+        return Known(dict(expected(config).parameters), "config.json")
     except CkptError as error:
         raise error.blame(path=path) from None
 

@@ -15,8 +15,7 @@ from ckptkit.checkpoints.part import Part
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.models.companions import find_config
-from ckptkit.models.expected import HEAD, expected_shapes, is_known, is_tied
-from ckptkit.models.model_shapes import shapes_by_config
+from ckptkit.models.expected import expected
 from ckptkit.names.weights import find_prefix, find_weights
 from ckptkit.optimizers.keys import Optimizer, names_of
 from ckptkit.tensors.box import Shape
@@ -96,10 +95,11 @@ def order_by_config(shapes: Mapping[str, Shape], config: Mapping[str, Any] | Non
     if config is None:
         hint = "put the model's config.json beside the checkpoint"
         raise Unsupported("nothing tells the order of the model's parameters", hint=hint)
-    expected = (expected_shapes(config) if is_known(config) else shapes_by_config(config)) or {}
-    missing = [name for name in expected if name not in shapes and not (name == HEAD and is_tied(config))]
-    wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
-    if not expected or missing or wrong:
+    model = expected(config)
+    order = {name: shape for name, shape in model.shapes.items() if name in model.parameters or name in model.tied}
+    missing = [name for name in model.parameters if name not in shapes]
+    wrong = [name for name, shape in shapes.items() if order.get(name) != shape]
+    if missing or wrong:
         name = min([*missing, *wrong], default=None)
         raise Unsupported("config.json calls for other tensors: it does not tell the order of these", tensor=name)
-    return expected
+    return order

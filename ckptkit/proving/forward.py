@@ -37,7 +37,7 @@ def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: S
 def vocabulary_of(model: Runnable) -> int:
     """Return how many tokens a model knows. Raises `Unsupported` for one that takes none."""
     try:
-        return int(model.blueprint.model.get_input_embeddings().weight.shape[0])
+        return int(model.meta.model.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError) as error:
         raise Unsupported("a model that takes no tokens", path=model.path) from error
 
@@ -101,7 +101,7 @@ class Forward:
     def run(self, ids: Tensor) -> Outputs:
         """Compute in float32 with tokens [1, tokens]. Raises `Unsupported` for a model that cannot be run so."""
         with quiet(), torch.no_grad():
-            model = deepcopy(self.source.blueprint.model).eval()
+            model = deepcopy(self.source.meta.model).eval()
             compute_buffers(model, self.source)
             tensors = LazyCheckpoint(self.source.layout)
             for name, block in blocks_of(model):

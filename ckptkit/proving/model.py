@@ -15,7 +15,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import check_equal
-from ckptkit.models.transformers_model import Blueprint, find_blueprint
+from ckptkit.models.transformers_model import MetaModel, find_meta_model
 from ckptkit.names.naming import name_weights
 from ckptkit.names.tables.transformers import TRANSFORMERS
 
@@ -25,7 +25,7 @@ class Runnable:
     """A model to run: what transformers builds of its config, and its tensors as that has them in memory."""
 
     path: Path
-    blueprint: Blueprint
+    meta: MetaModel
     layout: Layout
     remarks: tuple[str, ...] = ()
 
@@ -33,7 +33,7 @@ class Runnable:
     def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any]) -> Runnable:
         """Return the model in a checkpoint, under the names that transformers has in memory."""
         part = checkpoint.model_part
-        path, blueprint = part.path, find_blueprint(config)
+        path, meta = part.path, find_meta_model(config)
         model = unwrap(Model(part=part, weights=checkpoint.weights, companions=Companions(config=dict(config))))
         weights, remarks = model.weights, model.remarks
         if may_be_adapted(weights.layout.tensors):
@@ -43,23 +43,23 @@ class Runnable:
         if named.layout.tensors.keys() != weights.layout.tensors.keys():
             remarks += tuple(f"{path}: {remark}" for remark in more)
         tensors = dict(named.layout.tensors)
-        for name, origin in blueprint.tied.items():
+        for name, origin in meta.tied.items():
             if name not in tensors and origin in tensors:
                 tensors[name] = tensors[origin]
             elif name in tensors and origin in tensors:
                 check_equal(named.layout, name, origin)  # one of two that differ is lost in most programs
-        made = cls(path, blueprint, replace(named.layout, tensors=tensors), remarks)
+        made = cls(path, meta, replace(named.layout, tensors=tensors), remarks)
         made.check()
         return made
 
     def check(self) -> None:
         """Raise `Mismatch` for a tensor that the model has, and that is not there or has another shape."""
-        missing = [name for name in self.blueprint.shapes if name not in self.layout.tensors]
-        missing = [name for name in missing if name not in self.blueprint.unsaved]
+        missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
+        missing = [name for name in missing if name not in self.meta.unsaved]
         if missing:
             message = f"config.json calls for it and {len(missing) - 1} more, and they are not there"
             raise Mismatch(message, path=self.path, tensor=missing[0])
-        for name, shape in self.blueprint.shapes.items():
+        for name, shape in self.meta.shapes.items():
             found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
             if found != shape:
                 message = f"the shape is {list(found)}, config.json calls for {list(shape)}"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckptkit.conversion.model import Model, RecipeFor, always
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor, edits
 from ckptkit.layout.plan import Operand
-from ckptkit.models.expected import EMBEDDING, HEAD, is_known
+from ckptkit.models.expected import Form, expected
 from ckptkit.models.fit import abridge
-from ckptkit.models.form import Form
-from ckptkit.models.transformers_linear import Linear, linear_in
 from ckptkit.quantized.choose import RAGGED, Chosen, choose, modules_of
 from ckptkit.quantized.schemes import SCHEMES, Scheme
 from ckptkit.quantized.signs import KEYS
@@ -32,7 +28,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     """
     assert options.quantize is not None
     form, scheme = form_of(model), SCHEMES[options.quantize]
-    linear = linear_of(model.config, form)
+    linear = expected(model.config).linear_layers(form)
     chosen = choose(model.layout.specs, linear.names, linear.kept, scheme, options.exclude_quantize)
     if not chosen.names:
         why = "; ".join(f"{len(names)} stay {reason}" for reason, names in chosen.reasons.items())
@@ -61,14 +57,6 @@ def form_of(model: Model) -> Form:
     hint = (reason.hint if reason else None) or "pip install transformers, which knows most types of models"
     message = f"it is not known which of its layers are linear{f': {reason.message}' if reason else ''}"
     raise Unsupported(message, path=model.companions.found_in, hint=hint)
-
-
-def linear_of(config: Mapping[str, Any], form: Form) -> Linear:
-    """Return the tensors of a model's linear layers."""
-    if not is_known(config):
-        return linear_in(config, form)
-    names = (name for name, shape in form.shapes.items() if len(shape) == 2 and name != EMBEDDING)
-    return Linear(tuple(names), frozenset([HEAD]))
 
 
 def as_stored(layout: Layout, chosen: Chosen) -> Layout:

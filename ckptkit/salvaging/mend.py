@@ -14,8 +14,7 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Unsafe, Unsu
 from ckptkit.files.file import is_there
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.models.companions import find_companions
-from ckptkit.models.find_form import form_or_reason
-from ckptkit.models.form import Form
+from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.progress import Progress
 from ckptkit.salvaging.copies import complete, names_repaired, patch
 from ckptkit.salvaging.faults import Fault, Faults

@@ -36,7 +36,7 @@ from ckptkit.formats.deepspeed.zero import parameters_of
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pt.format import Pt
-from ckptkit.models import companions, expected
+from ckptkit.models import companions, known_types
 from ckptkit.runs import retention
 from ckptkit.trainers import steps
 from tests.faults.zips import be_archive
@@ -201,9 +201,10 @@ def parse_config(place: Path) -> object:
     found = companions.read_companions(place)
     if found is None or found.config is None:
         return None
-    expected.is_tied(found.config)
+    known_types.is_tied(found.config)
     companions.describe_weights(found.config, [])
-    return expected.expected_shapes(found.config)
+    table = known_types.find_table(found.config)
+    return table and (table.memory, table.disk)
 
 
 def parse_journal(place: Path) -> object:

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ckptkit import consolidate
-from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Usage
-from ckptkit.models.expected import expected_shapes, find_rename, is_tied
+from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
+from ckptkit.models.expected import expected
+from ckptkit.models.fit import find_rename
+from ckptkit.models.known_types import find_table, is_tied
 from tests.producers import save_alone
 
 FAMILIES = [
@@ -63,15 +65,16 @@ def test_expected_shapes_are_transformers(model_type: str, options: dict[str, An
         pytest.skip("no such option")
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
-    shapes = expected_shapes(config.to_dict())
-    assert shapes is not None
-    assert list(shapes.items()) == [(name, tuple(tensor.shape)) for name, tensor in state.items()]
+    assert list(expected(config.to_dict()).shapes.items()) == [
+        (name, tuple(tensor.shape)) for name, tensor in state.items()
+    ]
     assert is_tied(config.to_dict()) == config.tie_word_embeddings
 
 
 def test_other_models_are_unknown_and_said(tmp_path: Path) -> None:
-    assert expected_shapes({"model_type": "t5"}) is None
-    assert expected_shapes({"model_type": "llama", "hidden_size": "wide"}) is None
+    assert find_table({"model_type": "t5"}) is None
+    with pytest.raises(Unsupported, match="lacks a size"):
+        expected({"model_type": "llama", "hidden_size": "wide"})
     source = save_run(make_model(), tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "run" / "config.json").write_text(json.dumps(config | {"model_type": "llama_of_my_own"}))

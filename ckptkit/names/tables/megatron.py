@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.names.family import Family
-from ckptkit.names.moe import LAYER, Experts, experts_of
+from ckptkit.names.moe import LAYER, ExpertNames, experts_of
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.steps import Cropped, Grouped, Joined
@@ -80,7 +80,7 @@ def feed_forward(own: str, hub: str, size: str) -> tuple[Rule, ...]:
     )
 
 
-def mixture(model: str, hub: Experts) -> tuple[Rule, ...]:
+def mixture(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
     """Return the rules for a mixture of experts."""
     shared = _IN_LAYER + "mlp.shared_experts"
     gate, up, down = (f"{LAYER}{name}.weight" for name in (hub.gate, hub.up, hub.down))

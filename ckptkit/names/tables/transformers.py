@@ -1,24 +1,25 @@
 """Know the names that transformers' models have in memory, which since version 5 are others than on disk.
 
 Experts are fused in memory, the parts of a vision-language model lie under a prefix, some heads are called otherwise.
-What they are called on disk says transformers' own table, which differs by version and type of model.
+What they are called on disk says transformers' own table, which differs by version and type of model. For the types
+that ckptkit knows itself, rules say the same without transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import StoredTensor
-from ckptkit.models.expected import is_known
-from ckptkit.models.form import Form, closest
-from ckptkit.models.transformers_forms import forms_of
-from ckptkit.models.transformers_model import UnknownType, find_blueprint, is_installed
+from ckptkit.models.expected import ExpectedByTransformers, Form, closest, expected
+from ckptkit.models.transformers_model import NotInstalled, UnknownType
 from ckptkit.names.family import Family
+from ckptkit.names.moe import LAYER, experts_of
 from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.translate import Translated
+from ckptkit.names.steps import Joined
+from ckptkit.names.translate import Translated, translate
 from ckptkit.tensors.box import Shape
 
 # types whose experts, or prefixes, are on disk as they are in memory
@@ -32,7 +33,7 @@ _SAME = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class InMemory(Family):
-    """The names in memory of models of transformers: a family without rules, whose table is transformers' own."""
+    """The names in memory of models of transformers, whose table is transformers' own but for a few types."""
 
     def is_of(self, shapes: Mapping[str, Shape], sizes: Sizes, *, looks_it: bool) -> bool:
         """Return whether names are those in memory of a model for which there are others on disk.
@@ -40,52 +41,82 @@ class InMemory(Family):
         They look it where some are what the table of families has of it. Raises `Unsupported` where they do, and
         transformers is not installed.
         """
-        if is_known(sizes.config):
+        try:
+            forms = expected(sizes.config, sizes.ask_base).forms
+        except UnknownType:
             return False
-        if not is_installed():
+        except NotInstalled:
             types = {str(sizes.config.get("model_type")), sizes.model_type}
             if types & _SAME or not looks_it:
                 return False
             message = f"experts or prefixes of this `{sizes.config.get('model_type')}` are as transformers has them"
             hint = "pip install 'ckptkit-fsdp[hf]', or keep the names with --names keep"
-            raise Unsupported(f"{message} in memory, and it is not installed", tensor=next(iter(shapes)), hint=hint)
-        try:
-            disk, *_, memory = forms_of(sizes.config, sizes.hub_names)
-        except UnknownType:
-            return False
+            text = f"{message} in memory, and it is not installed"
+            raise Unsupported(text, tensor=next(iter(shapes)), hint=hint) from None
         except Unsupported as error:
             if not looks_it:
                 return False
             error.hint = "keep the names as transformers has them in memory, with --names keep"
             raise
-        return any(name in memory.shapes and name not in disk.shapes for name in shapes)
+        return any(name in forms[-1].shapes and name not in forms[0].shapes for name in shapes)
 
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return the tensors as `save_pretrained` writes them."""
-        from ckptkit.models.transformers_table import to_disk, transforms_of
-        from ckptkit.names.moved import Moved
-
-        blueprint = find_blueprint(sizes.config)
-        there = {name: Moved(tensor) for name, tensor in tensors.items() if name in blueprint.shapes}
-        check_shapes(tensors, blueprint.shapes)
-        made = to_disk(blueprint, transforms_of(blueprint, sizes.hub_names), there)
-        check_whole(made.came_from, forms_of(sizes.config, sizes.hub_names)[0])
-        unplaced = tuple(name for name in tensors if name not in there)
-        return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from, unplaced)
+        model = expected(sizes.config, sizes.ask_base)
+        check_shapes(tensors, model.shapes)
+        there = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
+        if isinstance(model, ExpectedByTransformers):
+            made = reverted(there, model)
+        else:
+            made = by_rules(there, model.forms[0], sizes, to_hub=True)
+        check_whole(made.came_from, model.forms[0])
+        return replace(made, unplaced=tuple(name for name in tensors if name not in there))
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return tensors of the disk as `from_pretrained` has them in memory."""
-        from ckptkit.models.transformers_table import to_memory
-        from ckptkit.names.moved import Moved
-
-        blueprint = find_blueprint(sizes.config)
-        check_all_there(tensors.keys(), closest(forms_of(sizes.config), tensors.keys()))
-        made = to_memory(blueprint, {name: Moved(tensor) for name, tensor in tensors.items()})
-        found = {name: one.stored for name, one in made.tensors.items() if name in blueprint.shapes}
-        check_shapes(found, blueprint.shapes)
+        model = expected(sizes.config, lambda: frozenset(tensors))
+        check_all_there(tensors.keys(), closest(model.forms, tensors.keys()))
+        if isinstance(model, ExpectedByTransformers):
+            made = loaded(tensors, model)
+        else:
+            made = by_rules(tensors, model.forms[-1], sizes, to_hub=False)
+        found = {name: tensor for name, tensor in made.tensors.items() if name in model.shapes}
+        check_shapes(found, model.shapes)
         unplaced = [old for name, olds in made.came_from.items() if name not in found for old in olds]
         came_from = {name: made.came_from[name] for name in found}
         return Translated(found, came_from, tuple(unplaced))
+
+
+def reverted(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
+    """Return tensors of the memory as transformers' own table has them on disk."""
+    from ckptkit.models.transformers_table import to_disk, transforms_of
+    from ckptkit.names.moved import Moved
+
+    moved = {name: Moved(tensor) for name, tensor in tensors.items()}
+    made = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
+    return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from)
+
+
+def loaded(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
+    """Return tensors of the disk as transformers' own table has them in memory."""
+    from ckptkit.models.transformers_table import to_memory
+    from ckptkit.names.moved import Moved
+
+    made = to_memory(model.meta, {name: Moved(tensor) for name, tensor in tensors.items()})
+    return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from)
+
+
+def by_rules(tensors: Mapping[str, StoredTensor], wanted: Form, sizes: Sizes, *, to_hub: bool) -> Translated:
+    """Return the tensors of a model with experts as a form has them. What has no rule stays as it is."""
+    same = Translated.of({name: tensor for name, tensor in tensors.items() if name in wanted.shapes})
+    others = {name: tensor for name, tensor in tensors.items() if name not in wanted.shapes}
+    turned = translate(others, rules_of_experts(sizes), sizes, to_hub=to_hub)
+    left = Translated.of({name: tensors[name] for name in turned.unplaced})
+    every = (same, turned, left)
+    return Translated(
+        {name: tensor for one in every for name, tensor in one.tensors.items()},
+        {name: olds for one in every for name, olds in one.came_from.items()},
+    )
 
 
 def check_shapes(tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]) -> None:
@@ -117,15 +148,20 @@ def check_all_there(names: Collection[str], form: Form) -> None:
             raise Mismatch(f"`{there[0]}` is there, but not this, which it becomes one with", tensor=missing[0])
 
 
-def no_rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return no rules: the table is transformers' own."""
-    del sizes
-    return ()
+def rules_of_experts(sizes: Sizes) -> tuple[Rule, ...]:
+    """Return the rules for the experts of the types that ckptkit's own table knows."""
+    hub, memory = experts_of(sizes.model_type), f"{LAYER}mlp."
+    both = tuple(f"{LAYER}{name}.weight" for name in (hub.gate, hub.up))
+    return (
+        Rule.of(f"{memory}experts.gate_up_proj", both, Joined(2)),
+        Rule.of(f"{memory}experts.down_proj", f"{LAYER}{hub.down}.weight"),
+        Rule.of(f"{memory}gate.weight", f"{LAYER}{hub.router}.weight"),
+    )
 
 
 TRANSFORMERS = InMemory(
     name="transformers",
-    rules=no_rules,
+    rules=rules_of_experts,
     has_tied_head=None,
     drops=(r"(.*\.)?_extra_state(/.*)?", r"(.*\.)?rotary_emb\.inv_freq"),
 )

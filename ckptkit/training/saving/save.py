@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
-from ckptkit.models.expected import HEAD, find_embedding, is_tied
+from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.storage.weights import identify, local_part

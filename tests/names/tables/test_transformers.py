@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ckptkit import consolidate, convert, diff, prune
@@ -24,7 +24,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.storage import Reader, load_weights
 from tests.conftest import Produce
 from tests.names.tables.produced_transformers import TRAINED, trained
-from tests.names.tiny_models import CONFIGS, make_model
+from tests.names.tiny_models import CONFIGS, EXPERTS, TEXT, class_of, make_model
 from tests.producers import Truth, flatten, save_alone
 
 WEIGHTS = "model.safetensors"
@@ -72,6 +72,19 @@ def test_a_known_type_with_another_head(tmp_path: Path) -> None:
     with pytest.raises(Mismatch) as raised:
         consolidate(tmp_path / "less", tmp_path / "none")
     assert raised.value.tensor == "score.weight"
+
+
+@pytest.mark.parametrize("model_type", ["flint", "qwen2_moe", "qwen3_moe"])
+def test_experts_that_no_layer_has(model_type: str, tmp_path: Path) -> None:
+    """A config counts experts, and keeps all layers dense: by `mlp_only_layers`, which flint has by default."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = CONFIG_MAPPING[model_type](**TEXT, **EXPERTS, mlp_only_layers=[0, 1])
+    model = class_of(type(config))(config)
+    run = save_run(model, tmp_path / "run")
+    model.save_pretrained(tmp_path / "theirs")
+    consolidate(run, tmp_path / "ours", strict=True)
+    assert_same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
 
 
 @pytest.mark.parametrize("model_type", OTHERWISE)
@@ -227,7 +240,7 @@ def test_without_transformers(tmp_path: Path) -> None:
             [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
         )
 
-    moe = save_run(make_model("qwen3_moe"), tmp_path / "moe")
+    moe = save_run(make_model("qwen2_moe"), tmp_path / "moe")
     refused = run("consolidate", moe, tmp_path / "out")
     assert refused.returncode == 3
     assert "--names keep" in refused.stderr
@@ -238,6 +251,17 @@ def test_without_transformers(tmp_path: Path) -> None:
     assert other.returncode == 0, other.stderr
     assert "not compared" in other.stdout + other.stderr
     assert "not installed" in other.stdout + other.stderr
+    for known in ("mixtral", "qwen3_moe"):
+        model = make_model(known)
+        done = run("consolidate", save_run(model, tmp_path / known), tmp_path / f"of-{known}", "--strict")
+        assert done.returncode == 0, done.stderr
+        model.save_pretrained(tmp_path / f"theirs-{known}")
+        assert_same(load_file(tmp_path / f"of-{known}" / WEIGHTS), load_file(tmp_path / f"theirs-{known}" / WEIGHTS))
+        back = run(
+            "convert", tmp_path / f"of-{known}", tmp_path / f"back-{known}", "--to", "dcp", "--names", "transformers"
+        )
+        assert back.returncode == 0, back.stderr
+        assert_same(load_all(tmp_path / f"back-{known}"), model.state_dict())
 
 
 def test_state_of_modules_is_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,296 @@
+"""Compute names and shapes of the tensors of the model types that ckptkit knows, from config.json alone.
+
+Most types are Llama with another norm, bias or fused projection. Two have a mixture of experts, which lies in other
+tensors in memory than on disk. Names, shapes and order are those of transformers' own classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ckptkit.errors import Unsupported
+from ckptkit.tensors.box import Shape
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_CAUSAL = "ForCausalLM"  # how the names of classes end that have such a head
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+# in the order in which the classes make them; weights come before biases
+_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+
+# ten times those of any model, and of all its experts; a config may be anybody's
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1 << 17
+
+# shapes in letters: hidden, intermediate, vocabulary, query and key width, width of one head
+_BLOCK = {
+    "self_attn.q_proj.weight": "qh",
+    "self_attn.k_proj.weight": "kh",
+    "self_attn.v_proj.weight": "kh",
+    "self_attn.o_proj.weight": "hq",
+    "mlp.gate_proj.weight": "ih",
+    "mlp.up_proj.weight": "ih",
+    "mlp.down_proj.weight": "hi",
+    "input_layernorm.weight": "h",
+    "post_attention_layernorm.weight": "h",
+}
+_QKV_BIAS = {"self_attn.q_proj.bias": "q", "self_attn.k_proj.bias": "k", "self_attn.v_proj.bias": "k"}
+_ATTENTION_BIAS = {**_QKV_BIAS, "self_attn.o_proj.bias": "h"}
+_MLP_BIAS = {"mlp.gate_proj.bias": "i", "mlp.up_proj.bias": "i", "mlp.down_proj.bias": "h"}
+_HEAD_NORMS = {"self_attn.q_norm.weight": "d", "self_attn.k_norm.weight": "d"}
+_FEEDFORWARD_NORMS = {"pre_feedforward_layernorm.weight": "h", "post_feedforward_layernorm.weight": "h"}
+_BIASES = {"attention_bias": _ATTENTION_BIAS, "mlp_bias": _MLP_BIAS}
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of a model type.
+
+    `memory` are the parameters of a layer's mixture in memory, with their shapes in letters: e experts, m the width of
+    one, n twice that. `disk` are the same on disk, each with its shape and the name in memory that it comes from; `{}`
+    is the number of an expert.
+    """
+
+    memory: Mapping[str, str]
+    disk: Mapping[str, tuple[str, str]]
+    router: str  # on disk
+    width: str  # the key of config.json for the width of an expert
+    may_be_dense: bool  # `mlp_only_layers` and `decoder_sparse_step` say which layers are
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """The ways in which a model type differs from Llama."""
+
+    more: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # switches of the config that add biases
+    head_dim: int | None = None  # where the config gives none: None for hidden size over heads
+    is_tied: bool = False  # where the config says nothing
+    mixture: Mixture | None = None
+
+
+_BOTH, _ATTENTION = ("attention_bias", "mlp_bias"), ("attention_bias",)
+_LLAMAS = {
+    "llama": Variation(options=_BOTH),
+    "granite": Variation(options=_BOTH),
+    "smollm3": Variation(options=_BOTH, is_tied=True),
+    "mistral": Variation(),
+    "qwen2": Variation(_QKV_BIAS),
+    "qwen3": Variation(_HEAD_NORMS, options=_ATTENTION, head_dim=128),
+    "gemma": Variation(options=_ATTENTION, head_dim=256, is_tied=True),
+    "gemma2": Variation(_FEEDFORWARD_NORMS, options=_ATTENTION, head_dim=256, is_tied=True),
+    "gemma3_text": Variation({**_HEAD_NORMS, **_FEEDFORWARD_NORMS}, options=_ATTENTION, head_dim=256, is_tied=True),
+    "olmo2": Variation(
+        {"self_attn.q_norm.weight": "q", "self_attn.k_norm.weight": "k", "post_feedforward_layernorm.weight": "h"},
+        without=("input_layernorm.weight",),
+        options=_ATTENTION,
+    ),
+    "phi3": Variation(
+        {"self_attn.qkv_proj.weight": "ph", "mlp.gate_up_proj.weight": "jh"},
+        without=tuple(
+            f"{name}_proj.weight" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+        ),
+    ),
+}
+_GATE_UP, _DOWN, _ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
+_MIXTURES = {
+    "mixtral": Variation(
+        mixture=Mixture(
+            memory={_ROUTER: "eh", _GATE_UP: "enh", _DOWN: "ehm"},
+            disk={
+                "block_sparse_moe.gate.weight": ("eh", _ROUTER),
+                "block_sparse_moe.experts.{}.w1.weight": ("mh", _GATE_UP),
+                "block_sparse_moe.experts.{}.w2.weight": ("hm", _DOWN),
+                "block_sparse_moe.experts.{}.w3.weight": ("mh", _GATE_UP),
+            },
+            router="block_sparse_moe.gate.weight",
+            width="intermediate_size",
+            may_be_dense=False,
+        )
+    ),
+    "qwen3_moe": Variation(
+        _HEAD_NORMS,
+        options=_ATTENTION,
+        mixture=Mixture(
+            memory={_GATE_UP: "enh", _DOWN: "ehm", _ROUTER: "eh"},
+            disk={
+                "mlp.experts.{}.gate_proj.weight": ("mh", _GATE_UP),
+                "mlp.experts.{}.up_proj.weight": ("mh", _GATE_UP),
+                "mlp.experts.{}.down_proj.weight": ("hm", _DOWN),
+                _ROUTER: ("eh", _ROUTER),
+            },
+            router=_ROUTER,
+            width="moe_intermediate_size",
+            may_be_dense=True,
+        ),
+    ),
+}
+_TYPES = _LLAMAS | _MIXTURES
+# numbers that the config of a model with experts must give: what it leaves open, its class fills in
+_SIZES_OF_EXPERTS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+    *("vocab_size", "num_experts_per_tok", "max_position_embeddings"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The tensors of a model of a known type: shapes by name, in memory in the order of its `parameters()`.
+
+    `blocks` are the tensors of each layer in memory, and `sizes` what the letters of their shapes stand for.
+    """
+
+    blocks: tuple[Mapping[str, str], ...]
+    sizes: Mapping[str, int]
+    is_tied: bool
+    mixture: Mixture | None
+
+    @cached_property
+    def memory(self) -> dict[str, Shape]:
+        """Return the shapes of all tensors in memory, of the head too where that is the embedding."""
+        names = {EMBEDDING: "vh"}
+        for i, block in enumerate(self.blocks):
+            names |= {f"model.layers.{i}.{name}": letters for name, letters in block.items()}
+        names |= {"model.norm.weight": "h", HEAD: "vh"}
+        return {name: self.shape(letters) for name, letters in names.items()}
+
+    @cached_property
+    def disk(self) -> dict[str, tuple[Shape, str]]:
+        """Return the shape of each tensor on disk, and the name in memory of the one that it comes from."""
+        found: dict[str, tuple[Shape, str]] = {}
+        for name, shape in self.memory.items():
+            step, _, own = name.partition(".layers.")[2].partition(".")
+            parts = self.parts(own) if self.mixture and own in self.mixture.memory else {}
+            found |= {f"model.layers.{step}.{part}": (self.shape(letters), name) for part, letters in parts.items()}
+            if not parts:
+                found[name] = shape, name
+        return found
+
+    def parts(self, memory: str) -> dict[str, str]:
+        """Return what a parameter of a mixture is on disk, with the shapes in letters."""
+        assert self.mixture is not None
+        parts = {name: letters for name, (letters, origin) in self.mixture.disk.items() if origin == memory}
+        experts = range(self.sizes["e"])
+        return {name.format(i): letters for i in experts for name, letters in parts.items()}
+
+    def shape(self, letters: str) -> Shape:
+        return tuple(self.sizes[letter] for letter in letters)
+
+    def is_linear(self, name: str, shape: Shape) -> bool:
+        """Return whether a tensor, on disk or in memory, is the matrix of a linear layer, or those of experts."""
+        if self.mixture is not None and name.endswith((self.mixture.router, _ROUTER)):
+            return False
+        return len(shape) > 1 and name != EMBEDDING
+
+
+def find_table(config: Mapping[str, Any]) -> Table | None:
+    """Return the tensors of the model that a config.json describes, None where the table has no such model.
+
+    A class with another head has other tensors. Raises `Unsupported` for a dense model without its sizes; what a model
+    with experts does not say is its class's to know.
+    """
+    named = config.get("architectures")
+    if isinstance(named, list) and named and not str(named[0]).endswith(_CAUSAL):
+        return None
+    model_type = str(config.get("model_type"))
+    variation = _TYPES.get(model_type)
+    if variation is None:
+        return None
+    if variation.mixture is not None:
+        return mixture_table(config, variation, variation.mixture)
+    try:
+        sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        layers = _MOST_LAYERS + 1
+    if layers > _MOST_LAYERS:
+        raise Unsupported(f"the config of this `{model_type}` lacks a size, or gives no number for one")
+    block = in_order(variation, config)
+    return Table((block,) * layers, sizes, is_tied(config), None)
+
+
+def mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixture) -> Table | None:
+    """Return the tensors of a model with experts; None where its config leaves a size open, or quantizes it."""
+    counts = [config[key] for key in ("num_experts", "num_local_experts") if key in config]
+    heads = [config["head_dim"]] if config.get("head_dim") is not None else []
+    every = config.get("decoder_sparse_step", 0) if mixture.may_be_dense else 1
+    dense = (config.get("mlp_only_layers") or []) if mixture.may_be_dense else []
+    numbers = [*counts, *heads, every, *(config.get(key) for key in (*_SIZES_OF_EXPERTS, mixture.width))]
+    are_numbers = all(type(one) is int and one > 0 for one in numbers)
+    if not are_numbers or len(set(counts)) != 1 or not isinstance(dense, list) or config.get("quantization_config"):
+        return None
+    experts, layers, width = counts[0], config["num_hidden_layers"], config[mixture.width]
+    if layers > _MOST_LAYERS or layers * experts > _MOST_EXPERTS:
+        return None
+    block = in_order(variation, config)
+    sparse = with_experts(block, mixture)
+    blocks = (block if i in dense or (i + 1) % every else sparse for i in range(layers))
+    sizes = letter_sizes(config) | {"e": experts, "m": width, "n": 2 * width}
+    return Table(tuple(blocks), sizes, is_tied(config), mixture)
+
+
+def in_order(variation: Variation, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shapes in letters of a dense block, in the order in which the model has them."""
+    block = {name: letters for name, letters in {**_BLOCK, **variation.more}.items() if name not in variation.without}
+    for option in variation.options:
+        if config.get(option):
+            block |= _BIASES[option]
+    return dict(sorted(block.items(), key=lambda item: place_in_block(item[0])))
+
+
+def place_in_block(name: str) -> tuple[int, bool]:
+    """Return what the parameters of a block are sorted by, to be in the order in which the model has them."""
+    *_, module, kind = name.split(".")
+    return _MODULES.index(module), kind == "bias"
+
+
+def with_experts(block: Mapping[str, str], mixture: Mixture) -> dict[str, str]:
+    """Return a block whose feed-forward half is a mixture of experts."""
+    first = [(name, letters) for name, letters in block.items() if name.startswith("self_attn.")]
+    last = [(name, letters) for name, letters in block.items() if not name.startswith(("self_attn.", "mlp."))]
+    return dict([*first, *mixture.memory.items(), *last])
+
+
+def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers that the letters of the shapes stand for.
+
+    Raises KeyError, TypeError or ValueError without them, and ArithmeticError for heads that are none, or a size that
+    is infinite.
+    """
+    hidden, heads, inner = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    key_heads = int(config.get("num_key_value_heads") or heads)
+    head = int(config.get("head_dim") or default_head_width(str(config.get("model_type"))) or hidden // heads)
+    query, key = heads * head, key_heads * head
+    return {
+        "h": hidden,
+        "i": inner,
+        "j": 2 * inner,
+        "v": int(config["vocab_size"]),
+        "q": query,
+        "k": key,
+        "p": query + 2 * key,
+        "d": head,
+    }
+
+
+def default_head_width(model_type: str) -> int | None:
+    """Return the width of a head where a config gives none; None if it follows from the hidden size, or is unknown."""
+    return _TYPES.get(model_type, Variation()).head_dim
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Return whether the model's head is its embedding."""
+    variation = _TYPES.get(str(config.get("model_type")), Variation())
+    return bool(config.get("tie_word_embeddings", variation.is_tied))
+
+
+def find_embedding(names: Iterable[str]) -> str | None:
+    """Return the name of the input embedding that a head would be tied to, if it is plain which."""
+    found = [name for name in names if name.endswith(_EMBEDDINGS)]
+    return found[0] if len(found) == 1 else None
