@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from glob import escape
+from shlex import quote
 
 from ckptkit.errors import Mismatch, SeveralModels
 from ckptkit.layout import KeyPath, Layout
@@ -110,8 +112,8 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
     candidates = sorted(map(str, branches))
     if candidates:
         message = f"which of these is the model: {', '.join(candidates)}?"
-        globs = [f"{candidate}.*" for candidate in candidates]
-        return SeveralModels(message, path=layout.root, hint=f"choose with --include '{globs[0]}'", globs=globs)
+        globs = [f"{escape(candidate)}.*" for candidate in candidates]
+        return SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
     held = ", ".join(f"{count} under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
     return Mismatch(

@@ -172,6 +172,12 @@ def test_no_model_or_two(tmp_path: Path) -> None:
     assert the_one(tmp_path / "ckpt-2", "no_model", model=model).fix is None
 
 
+def test_two_models_of_any_name(tmp_path: Path) -> None:
+    weights, model = llama().state_dict(), config_alone(tmp_path / "model")
+    save_alone({"Ann's [1]": weights, "teacher": weights}, tmp_path / "ckpt-1")
+    assert is_ok(run(the_one(tmp_path / "ckpt-1", "no_model", model=model).fix), model=model)
+
+
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
