@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Incomplete
 
 _NAMED = 3  # tensors of a problem that are named
+Key = tuple[Path | None, tuple[str, ...], str | None, int | None]  # file, or directory and files; tensor; byte
 
 
 class Problems:
@@ -19,7 +20,7 @@ class Problems:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Path | None, str | None, int | None], CkptError] = {}
+        self._found: dict[Key, CkptError] = {}
         self._lacking: dict[Path, dict[str, Incomplete]] = {}  # by file and tensor
 
     def add(self, problem: CkptError) -> None:
@@ -28,16 +29,17 @@ class Problems:
         A tensor that lacks what is in a file has a gap for that reason, and no problem of its own.
         """
         problem = problem.with_traceback(None)
+        files = problem.files if isinstance(problem, Incomplete) else ()
         if problem.tensor is None or problem.offset is not None:
-            self._found.setdefault((problem.path, problem.tensor, problem.offset), problem)
+            self._found.setdefault((problem.path, files, problem.tensor, problem.offset), problem)
         elif isinstance(problem, Incomplete) and problem.path is not None:
             self._lacking.setdefault(problem.path, {}).setdefault(problem.tensor, problem)
         elif not any(problem.tensor in tensors for tensors in self._lacking.values()):
-            self._found.setdefault((problem.path, problem.tensor, None), problem)
+            self._found.setdefault((problem.path, files, problem.tensor, None), problem)
 
     def are_in(self, path: Path) -> bool:
         """Return whether a problem of file `path` is known."""
-        return path in self._lacking or any(found == path for found, _, _ in self._found)
+        return path in self._lacking or any(found == path for found, *_ in self._found)
 
     def list(self) -> tuple[CkptError, ...]:
         """Return all of them, those of files and single tensors before those of several tensors."""

@@ -282,6 +282,16 @@ def test_the_file_of_a_rank_is_one_problem(produce: Produce, tmp_path: Path, kin
     assert found[0] in finding.message
 
 
+def test_all_files_of_a_rank_are_named(produce: Produce, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(produce(produced_ranks.three_ranks).root / "groups", tmp_path / "ckpt-3"))
+    for kind in ("model", "optim"):
+        (root / f"{kind}_world_size_3_rank_1.pt").unlink()
+    for messages in ([problem.message for problem in one(root).problems], [f.message for f in doctor(root).findings]):
+        assert len(messages) == 2
+        assert "like `model_world_size_3_rank_0.pt` are missing: of rank 1; 13 tensors" in messages[0]
+        assert "like `optim_world_size_3_rank_0.pt` are missing: of rank 1; 26 tensors" in messages[1]
+
+
 def test_of_a_last_rank_only_the_tensors_tell(produce: Produce, tmp_path: Path) -> None:
     """Accelerate's names do not say how many ranks there were."""
     source = produce(produced_ranks.by_accelerate).root / "fsdp2" / "checkpoint-7"
