@@ -61,11 +61,12 @@ def files_of(problem: CkptError) -> set[Path]:
 
 def with_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
     """Return the problem of files with the tensors that have a part in them."""
+    if not tensors:
+        return problem
     found = copy(problem)
-    if len(tensors) == 1:
-        found.message = f"{problem.message}; a tensor is incomplete: {abridge(tensors)}"
-    elif tensors:
-        found.message = f"{problem.message}; {len(tensors)} tensors are incomplete: {abridge(tensors)}"
+    some = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
+    found.message = f"{problem.message}; {some} incomplete: {abridge(tensors)}"
+    found.args = (found.message,)
     return found
 
 
@@ -74,7 +75,8 @@ def of_tensors(lacking: dict[str, Incomplete]) -> Incomplete:
     first, *others = lacking.values()
     if not others:
         return first
-    message = f"{len(lacking)} tensors lack their part of rank {first.ranks[0]}: {abridge(lacking)}"
+    of_rank = f" of rank {first.ranks[0]}" if first.ranks else ""
+    message = f"{len(lacking)} tensors lack their part{of_rank}: {abridge(lacking)}"
     return Incomplete(message, path=first.path, hint=first.hint, ranks=first.ranks)
 
 
