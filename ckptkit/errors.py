@@ -4,7 +4,9 @@ CkptError
 ├── Usage         the request contradicts itself                              exit 2
 ├── NotACheckpoint  no format claims this path                                exit 3
 ├── Corrupt       the files contradict themselves: gap, overlap, short, CRC   exit 3
+│   └── Incomplete  files are not there: a rank's, another node's, unfinished  exit 3
 ├── Unsupported   valid, but beyond us; named, never skipped in silence       exit 3
+│   └── SeveralModels  more than one model, and nothing says which is meant   exit 3
 ├── Mismatch      two layouts do not fit: missing tensor, other shape         exit 3
 ├── IOFailure     the operating system said no                                exit 4
 │   └── NoRoom    not enough disk for the plan                                exit 4
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
@@ -97,10 +99,47 @@ class Corrupt(CkptError):
     code, exit_code = "corrupt", 3
 
 
+class Incomplete(Corrupt):
+    """Files that are not there: those of a rank or of another node, or all that an unfinished save did not write.
+
+    `files` are their names in directory `path`, where `path` is not the file itself, and `ranks` those that wrote them,
+    as far as that is known. With a `tensor` it is said of that tensor alone, which has a part in the file.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        hint: str | None = None,
+        files: Iterable[str] = (),
+        ranks: Iterable[int] = (),
+    ) -> None:
+        super().__init__(message, path=path, tensor=tensor, hint=hint)
+        self.files = tuple(files)
+        self.ranks = tuple(ranks)
+
+
 class Unsupported(CkptError):
     """A valid thing that is beyond us."""
 
     code, exit_code = "unsupported", 3
+
+
+class SeveralModels(Unsupported):
+    """More than one model, and nothing that says which one is meant; `globs` match the names of each."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+        globs: Iterable[str] = (),
+    ) -> None:
+        super().__init__(message, path=path, hint=hint)
+        self.globs = tuple(globs)
 
 
 class Mismatch(CkptError):

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.errors import CkptError, Corrupt, translate_os_errors
+from ckptkit.errors import CkptError, Incomplete, translate_os_errors
 from ckptkit.formats import Reader
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor, edits
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
@@ -45,7 +45,7 @@ class Part:
     def problem(self) -> CkptError | None:
         """Return what shows without reading metadata that it was not written to its end, None if nothing does."""
         with translate_os_errors(self.path):
-            return None if self.reader.is_complete(self.path) else Corrupt("unfinished", path=self.path)
+            return None if self.reader.is_complete(self.path) else Incomplete("unfinished", path=self.path)
 
     @cached_property
     def layout(self) -> Layout:

@@ -36,14 +36,14 @@ def doctor(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Say what will break when a checkpoint is loaded, and how to mend it.
+    """Say what will break when a checkpoint is loaded, and how to fix it.
 
     Names, shapes, the optimizer's states and groups, and what belongs to single ranks are held against the model, the
     ranks or the other checkpoint that is given. Only metadata are read.
 
     Example: ckptkit doctor run/ckpt-500 --model org/model --world-size 16
 
-    Exit codes: 0 nothing will break; 1 findings, each with the command that mends it, where there is one; 2 usage;
+    Exit codes: 0 nothing will break; 1 findings, each with the command that fixes it, where there is one; 2 usage;
     3 not a checkpoint; 4 an I/O failure.
     """
     from ckptkit.ops.doctor import doctor as examine
@@ -63,7 +63,7 @@ def to_json(found: Diagnosis) -> dict[str, Any]:
 
 
 def report(found: Diagnosis, *, every: bool) -> None:
-    """Print the findings as a table, and below it the commands that mend them, by the numbers in it."""
+    """Print the findings as a table, and below it the commands that fix them, by the numbers in it."""
     for text in found.notes:
         note(f"note: {text}")
     shown = found.findings if every else found.findings[:_ROWS]
@@ -74,7 +74,7 @@ def report(found: Diagnosis, *, every: bool) -> None:
         say(f"... {len(found.findings) - len(shown):,} more: --all lists them")
     fixes = dict.fromkeys(one.fix for one in shown if one.fix)
     for fix in fixes:
-        say(f"mends {spans(number for number, one in enumerate(shown, 1) if one.fix == fix)}: {fix}")
+        say(f"fixes {spans(number for number, one in enumerate(shown, 1) if one.fix == fix)}: {fix}")
     if len(fixes) > 1:
         note("hint: run one of them, and `ckptkit doctor` on what it made")
     say(conclude(found))

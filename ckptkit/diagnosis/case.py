@@ -1,23 +1,28 @@
-"""Hold a checkpoint, and where it is to be loaded: all that the kinds of findings look at. Each part is found once."""
+"""Hold a checkpoint and where it is to be loaded: all that the kinds of findings look at. Each part is found once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.diagnosis.misfits import Misfits
-from ckptkit.diagnosis.model import Model
-from ckptkit.errors import Corrupt, Mismatch, Unsupported
-from ckptkit.layout import Layout
-from ckptkit.models.expected import Form, closest
+from ckptkit.comparison.renames import by_rule
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.layout import Layout, Spec
+from ckptkit.models.companions import find_companions, read_config
+from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import without_extra_state
+from ckptkit.models.vocabulary import is_by_token, vocabulary_of
 from ckptkit.names.weights import Weights, find_weights, has_weights
 from ckptkit.quantized.find import find_quantized
 from ckptkit.tensors.box import Shape
+
+Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Case:
     """
 
     checkpoint: Checkpoint
-    model: Model | None = None
+    model: TargetModel | None = None
     like: Checkpoint | None = None
     world_size: int | None = None
 
@@ -103,3 +108,91 @@ class Case:
         if self.model is None or not self.model.forms:
             return None
         return closest(self.model.forms, self.shapes.keys())
+
+
+@dataclass(frozen=True, slots=True)
+class Misfits:
+    """The tensors that a model calls for and that are missing, and those that it does not call for."""
+
+    missing: Shapes
+    extra: Shapes
+    needed: int  # how many, in all
+    rows: int | None  # of the model's vocabulary
+
+    @classmethod
+    def of(cls, shapes: Shapes, form: Form, model: TargetModel) -> Misfits:
+        """Hold tensors against a form of the model. What lies beside its own weights is no misfit."""
+        missing = {name: form.shapes[name] for name in form.shapes if name in form.needed and name not in shapes}
+        extra = {name: shape for name, shape in shapes.items() if name not in form.shapes and name not in model.specs}
+        return cls(missing, extra, len(form.needed), vocabulary_of(model.config))
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra)
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether nothing is missing, so that names of another family cannot be the reason."""
+        return not self.missing
+
+    def renamed(self) -> dict[str, str]:
+        """Return what the model calls tensors that it does not know, by rule; a padded vocabulary is no hindrance."""
+        resized = {name: self.resize(name, shape) for name, shape in self.extra.items()}
+        return by_rule(resized, dict(self.missing))
+
+    def resize(self, name: str, shape: Shape) -> Shape:
+        """Return a shape with the rows of the model's vocabulary, if it has one for each token."""
+        return shape if self.rows is None or not is_by_token(name) else (self.rows, *shape[1:])
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """A model called `name`: the forms that its tensors may have on disk, that in memory last, and its config.
+
+    `specs` are those of its weights, {} where none lie there. `reason` says why there are no forms. It is `asked` for,
+    or the checkpoint's own.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    forms: tuple[Form, ...]
+    specs: Mapping[str, Spec]
+    reason: str | None = None
+    asked: bool = True
+
+    @classmethod
+    def open(cls, source: str) -> TargetModel:
+        """Open the model in a directory, a checkpoint's, a config.json, or the repository of a Hub id.
+
+        Raises `NotACheckpoint` where neither a config nor weights are found.
+        """
+        if source.endswith(".json") and Path(source).is_file():
+            return cls.of(source, read_config(Path(source)) or {}, {})
+        specs = find_specs(source)
+        try:
+            config = find_companions(Path(source), source).config if not Path(source).is_file() else None
+        except (NotACheckpoint, Usage):
+            if not specs:
+                raise
+            config = None
+        return cls.of(source, config or {}, specs)
+
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, Any], specs: Mapping[str, Spec], *, asked: bool = True) -> TargetModel:
+        """Return the model of a config, of which weights with these specs may lie there."""
+        by_weights = Form({name: spec.shape for name, spec in specs.items()}) if specs else None
+        try:
+            forms = forms_for(config, lambda: frozenset(specs) or None) if config else ()
+            reason = None
+        except Unsupported as error:
+            forms, reason = (), error.message
+        if not forms and by_weights is not None:
+            forms, reason = (by_weights,), None
+        return cls(name, config, forms, specs, reason, asked)
+
+
+def find_specs(source: str) -> Mapping[str, Spec]:
+    """Return dtype and shape of the weights that lie somewhere, by the model's names; {} where there are none."""
+    try:
+        return Checkpoint.open(source).weights.layout.specs
+    except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
+        return {}

@@ -1,19 +1,20 @@
-"""Find what keeps a checkpoint from being read: missing ranks, an unfinished save, files of other nodes, gaps."""
+"""Find what keeps a checkpoint from being read: missing files, an unfinished save, gaps, metadata of a later torch."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.checkpoints.part import Part
-from ckptkit.diagnosis.commands import command, rewrite
+from ckptkit.checkpoints.problems import Problems
+from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
+from ckptkit.diagnosis.fix import Fix, rewrite
+from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure, Unsafe, Unsupported
 
-_GONE = re.compile(r"(files?|ranks?|`) (\S+ )?(is|are) missing|did not finish|no such file|there is no `|unfinished")
-Damage = Mapping[Path, list[CkptError]]
+Damage = Mapping[Path, Sequence[CkptError]]
 
 
 def look_for_damage(checkpoint: Checkpoint) -> Damage:
@@ -23,20 +24,19 @@ def look_for_damage(checkpoint: Checkpoint) -> Damage:
     return {path: problems for path, problems in found.items() if problems}
 
 
-def problems_of(part: Part) -> list[CkptError]:
-    """Return what keeps a part from being read, [] if nothing does. A whole one is read once."""
-    found: list[CkptError] = []
-    report = found.append
+def problems_of(part: Part) -> Sequence[CkptError]:
+    """Return what keeps a part from being read, () if nothing does. A whole one is read once."""
+    problems = Problems()
     try:
         _ = part.layout
     except (Corrupt, Unsafe, Unsupported) as error:
         try:
-            part.reader.read(part.path, report)
+            part.reader.read(part.path, problems.add)
         except (Corrupt, Unsafe, Unsupported) as reason:
-            report(reason)
-        if not found:
-            report(error)
-    return found
+            problems.add(reason)
+        if not problems.list():
+            problems.add(error)
+    return problems.list()
 
 
 def find_damage(checkpoint: Checkpoint, damage: Damage) -> Iterator[Finding]:
@@ -51,14 +51,14 @@ def find_damage(checkpoint: Checkpoint, damage: Damage) -> Iterator[Finding]:
         yield Finding(code_of(problem), problem.tensor, message, fix if isinstance(problem, Corrupt) else None)
 
 
-def find_fix(checkpoint: Checkpoint, whole: Path | None) -> str | None:
+def find_fix(checkpoint: Checkpoint, whole: Path | None) -> Fix | None:
     """Return the command that keeps what can be read and takes the rest from a whole checkpoint, if there is one.
 
     Where nothing says what lies in the files there is only that other to use, None without one.
     """
     if can_be_salvaged(checkpoint.model_part, is_filled=whole is not None):
-        return rewrite(checkpoint, "--salvage", *(("--fill-from", whole) if whole else ()))
-    return command("doctor", whole) if whole else None
+        return rewrite(checkpoint, salvage=True, fill_from=whole)
+    return Fix.of("doctor", whole) if whole else None
 
 
 def can_be_salvaged(part: Part, *, is_filled: bool) -> bool:
@@ -95,9 +95,34 @@ def find_whole(checkpoint: Checkpoint) -> Path | None:
 
 def code_of(problem: CkptError) -> str:
     """Return the code of a problem: what is not there at all is told apart from what is damaged."""
-    return "incomplete" if _GONE.search(problem.message) else problem.code
+    return "incomplete" if isinstance(problem, Incomplete) else problem.code
 
 
 def name_in(root: Path, path: Path) -> str:
     """Return what a file is called in a checkpoint; all of its path, if it lies elsewhere."""
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else str(path)
+
+
+def find_torch_version(case: Case) -> Iterator[Finding]:
+    """Yield that metadata are those of a later torch, if the one that is installed here fails on them."""
+    here = installed()
+    for part in case.checkpoint.parts:
+        needed = part.reader.least_torch(part.path)
+        if needed is not None and here is not None and numbers(here) < numbers(needed):
+            message = (
+                f"the metadata are those of torch {needed} or later, and torch {here} ends with a ValueError on them"
+            )
+            yield Finding("torch_version", None, message, rewrite(case.checkpoint))
+            return
+
+
+def installed() -> str | None:
+    """Return the version of torch that is installed, None if none is. Does not import it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split("+", maxsplit=1)[0].split(".")[:2] if number.isdecimal())

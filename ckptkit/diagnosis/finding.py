@@ -1,4 +1,4 @@
-"""Hold a finding: what will break when a checkpoint is loaded, and the command that mends it."""
+"""Hold a finding: what will break when a checkpoint is loaded, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ckptkit.comparison.renames import fold
+from ckptkit.diagnosis.fix import Fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +14,20 @@ class Finding:
     """A thing that will break, or go wrong without a word, when a checkpoint is loaded.
 
     `code` says what kind of thing, `tensor` what it is about, with `*` in place of numbers where that is several:
-    `names` has each. None is said of the checkpoint as a whole. `fix` is the command that mends it, None if none does.
+    `names` has each. It is None for a finding on the checkpoint as a whole. `fixed_by` is the command that fixes it as
+    data, None if no command does.
     """
 
     code: str
     tensor: str | None
     message: str
-    fix: str | None = None
+    fixed_by: Fix | None = None
     names: tuple[str, ...] = ()
+
+    @property
+    def fix(self) -> str | None:
+        """Return the command that fixes it as a line for a shell, None if no command does."""
+        return None if self.fixed_by is None else str(self.fixed_by)
 
     @property
     def count(self) -> int:
@@ -30,10 +37,10 @@ class Finding:
 
 def group(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings with those as one that say the same of every layer: `layers.*.q_proj.weight`."""
-    found: dict[tuple[str | None, ...], list[Finding]] = {}
+    found: dict[tuple[object, ...], list[Finding]] = {}
     for one in findings:
         name = None if one.tensor is None else fold(one.tensor)
-        found.setdefault((one.code, name, one.message, one.fix), []).append(one)
+        found.setdefault((one.code, name, one.message, one.fixed_by), []).append(one)
     return tuple(merge(alike) for alike in found.values())
 
 

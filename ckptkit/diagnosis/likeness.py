@@ -9,9 +9,9 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_hub
 from ckptkit.comparison.renames import by_rule, fold, shapes_of
 from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.commands import rewrite
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.optimizer_states import named_states, without_state
+from ckptkit.diagnosis.fix import Fix, rewrite
+from ckptkit.diagnosis.optimizer import named_states, without_state
 from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.formats import get_format
@@ -31,7 +31,7 @@ def find_unlike(case: Case) -> Iterator[Finding]:
     if here is not there:
         one, other = (family.name if family else HUB for family in (here, there))
         message = f"the names are {one}'s, those of {case.like.path} {other}'s"
-        yield Finding("family", None, message, rewrite(case.checkpoint, "--names", other))
+        yield Finding("family", None, message, rewrite(case.checkpoint, names=other))
     for ours, theirs in sides(case.checkpoint, case.like):
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if here is there or shared:
@@ -54,7 +54,7 @@ def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Find
         return
     here, there = (f"under `{side.wrapper}`" if side.wrapper else "under no key" for side in (ours, theirs))
     is_simple = not ours.wrapper and "." not in theirs.wrapper and not ours.left_out
-    fix = rewrite(case.checkpoint, "--under", theirs.wrapper) if is_simple else None
+    fix = rewrite(case.checkpoint, under=theirs.wrapper) if is_simple else None
     yield Finding("key", None, f"the model lies {here}, that of {other} {there}", fix)
 
 
@@ -119,7 +119,7 @@ def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
         yield Finding("dtype", names[0], message, fix, tuple(names))
 
 
-def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> str | None:
+def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
     """Return the command that gives tensors the dtypes that the other has; None if some cannot become that."""
     of_weights = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
     is_simple = len(of_weights) == 1 and any(name in ours.weights for name in pairs)
@@ -130,7 +130,7 @@ def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, 
     rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in rest.items())
     if not rules or len(rules) > _MOST_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
         return None
-    return rewrite(case.checkpoint, *(word for rule in rules for word in ("--dtype", rule)))
+    return rewrite(case.checkpoint, dtype=tuple(rules))
 
 
 def kinds_of_one_change(changed: Mapping[str, DType], layout: Layout) -> set[str]:

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckptkit.diagnosis import said
-from ckptkit.diagnosis.said import Look
+from ckptkit.diagnosis import explanations
+from ckptkit.diagnosis.explanations import Look
 
 ANY = "…"
 
@@ -42,7 +42,7 @@ MESSAGES: tuple[Message, ...] = (
         "many. Of `…state.NAME.step` or `.exp_avg` the parameter never had a gradient, and so no state was saved: "
         "`ckptkit doctor CKPT` lists all of them. Of a weight the names differ: by `_orig_mod.` of torch.compile, by "
         "`module.` of DDP, by a key such as `model`, or by a head that is tied.",
-        said.find_key,
+        explanations.find_key,
     ),
     Message(
         "Missing optimizer state for parameter '…' in checkpoint",
@@ -50,7 +50,7 @@ MESSAGES: tuple[Message, ...] = (
         "optimizer_state",
         "The parameter requires a gradient, and had none before the checkpoint was saved. Complete the optimizer, or "
         "load with `StateDictOptions(strict=False)`.",
-        said.find_states,
+        explanations.find_states,
     ),
     Message(
         "Missing key(s) in state_dict: …",
@@ -59,7 +59,7 @@ MESSAGES: tuple[Message, ...] = (
         "The model has parameters that the state dict has not by these names. If as many are unexpected, a prefix or a "
         "wrapper is all that differs; if the names look quite different, they are of another trainer: see "
         "[Names](names.md).",
-        said.find_keys,
+        explanations.find_keys,
     ),
     Message(
         "Unexpected key(s) in state_dict: …",
@@ -67,7 +67,7 @@ MESSAGES: tuple[Message, ...] = (
         "unexpected",
         "The state dict has tensors that the model does not call for: those of another wrapper, an adapter's, a "
         "module's `_extra_state`, or a head that this model has not.",
-        said.find_unexpected,
+        explanations.find_unexpected,
     ),
     Message(
         "'DeviceMesh' object has no attribute '_preserve_rank_order'",
@@ -81,8 +81,8 @@ MESSAGES: tuple[Message, ...] = (
         "torch and transformers",
         "shape",
         "The same name, and another shape. Where only the first number differs, of embedding and head, a vocabulary "
-        "was padded: `--vocab-size` mends it. Else the config is that of another model.",
-        said.find_size_by_name,
+        "was padded: `--vocab-size` fixes it. Else the config is that of another model.",
+        explanations.find_size_by_name,
     ),
     Message(
         "Size mismatch between saved … and current: … for …",
@@ -90,7 +90,7 @@ MESSAGES: tuple[Message, ...] = (
         "shape",
         "As above. A single large number as the current size is FSDP1's flat parameter: load inside "
         "`FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)`, or with `get_state_dict`.",
-        said.find_size,
+        explanations.find_size,
     ),
     Message(
         "You set `ignore_mismatched_sizes` to `False`, thus raising an error",
@@ -98,7 +98,7 @@ MESSAGES: tuple[Message, ...] = (
         "shape",
         "The table above the message has the tensors with another shape. `ckptkit doctor CKPT --model MODEL` says why; "
         "`ignore_mismatched_sizes=True` would fill them with random numbers.",
-        said.find_misfits,
+        explanations.find_misfits,
     ),
     Message(
         "were not initialized from the model checkpoint at … and are newly initialized: …",
@@ -106,7 +106,7 @@ MESSAGES: tuple[Message, ...] = (
         "missing",
         "A warning that is an error: these tensors are random now. The names in the file are others than those of the "
         "model: a prefix, a wrapper, an adapter, or another family.",
-        said.find_misfits,
+        explanations.find_misfits,
     ),
     Message(
         "LOAD REPORT…from: …",
@@ -115,7 +115,7 @@ MESSAGES: tuple[Message, ...] = (
         "A warning that is an error where the table has `MISSING`: these tensors are random now. If as many are "
         "`UNEXPECTED`, their names in the file are others than those of the model: a prefix, a wrapper, an adapter, or "
         "another family. `MISMATCH` is another shape.",
-        said.find_misfits,
+        explanations.find_misfits,
     ),
     Message(
         "loaded state dict has a different number of parameter groups",
@@ -123,7 +123,7 @@ MESSAGES: tuple[Message, ...] = (
         "groups",
         "The optimizer was made with another number of groups than the one that was saved: with and without weight "
         "decay, a rate for each layer. Make it as it was made then; `ckptkit doctor CKPT --like OTHER` compares.",
-        said.find_groups,
+        explanations.find_groups,
     ),
     Message(
         "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
@@ -131,7 +131,7 @@ MESSAGES: tuple[Message, ...] = (
         "groups",
         "A group lists another number of parameters: some were frozen or added since, or an adapter was. Numbers tell "
         "nothing of names; with names the rest can be kept: `--optimizer-keys names`.",
-        said.find_groups,
+        explanations.find_groups,
     ),
     Message(
         "The state of _OptimStateKey(… is empty. This should happen when use_orig_params=True.",
@@ -153,7 +153,7 @@ MESSAGES: tuple[Message, ...] = (
         "world_size",
         "ZeRO's files are those of as many ranks as saved them. A universal checkpoint is loaded by any number, with "
         '`"checkpoint": {"load_universal": true}`: `ckptkit convert SRC OUT --to universal`.',
-        said.find_ranks,
+        explanations.find_ranks,
     ),
     Message(
         "Unable to find latest file at …, if trying to load latest checkpoint",
@@ -168,7 +168,7 @@ MESSAGES: tuple[Message, ...] = (
         "world_size",
         "`consolidated.*.pth` are the parts of tensor-parallel ranks, and as many processes load them. "
         "`ckptkit consolidate` makes one model of them.",
-        said.find_ranks,
+        explanations.find_ranks,
     ),
     Message(
         "No such file or directory: …",
@@ -176,7 +176,7 @@ MESSAGES: tuple[Message, ...] = (
         "incomplete",
         "Of `.metadata`: the save did not finish, or that file lies on the first node only. Of `__3_0` and the like: "
         "that rank's shard lies on another node. Of `model_world_size_8_rank_0.pt`: another number of ranks has saved.",
-        said.find_file,
+        explanations.find_file,
     ),
     Message(
         "metadata is None",
@@ -184,7 +184,7 @@ MESSAGES: tuple[Message, ...] = (
         "incomplete",
         "There is no `.metadata` that could be read: an unfinished save, the wrong directory, or, with `too many "
         "values to unpack` further up, metadata of a later torch.",
-        said.find_version,
+        explanations.find_version,
     ),
     Message(
         "too many values to unpack (expected 5",
@@ -192,7 +192,7 @@ MESSAGES: tuple[Message, ...] = (
         "torch_version",
         "`.metadata` was written by torch 2.15 or later, which describes tensors by six properties. `ckptkit reshard` "
         "and `ckptkit convert --to dcp` write what every torch reads.",
-        said.find_version,
+        explanations.find_version,
     ),
     Message(
         "Invalid checkpoint metadata for …, expected BytesStorageMetadata but found …",
@@ -200,7 +200,7 @@ MESSAGES: tuple[Message, ...] = (
         "kind",
         "The checkpoint has a tensor where the state that is loaded into has a number, or nothing that is a tensor: a "
         "learning rate that became one, or a key of another level.",
-        said.find_kind,
+        explanations.find_kind,
     ),
     Message(
         "Weights only load failed",
@@ -209,7 +209,7 @@ MESSAGES: tuple[Message, ...] = (
         "The file holds Python objects beside tensors: arguments, a random state of numpy, a loss scaler. "
         "`weights_only=False` runs whatever code is in it. ckptkit reads the tensors without running any: "
         "`ckptkit consolidate` for the model, `ckptkit convert --to dcp` for all.",
-        said.find_model,
+        explanations.find_model,
     ),
     Message(
         "Unsupported operand …",
@@ -243,7 +243,7 @@ MESSAGES: tuple[Message, ...] = (
         "no_model",
         "The directory is a training checkpoint, such as FSDP's `pytorch_model_fsdp_0` or shards of ZeRO, and "
         "`from_pretrained` wants safetensors: `ckptkit consolidate CKPT OUT`.",
-        said.find_model,
+        explanations.find_model,
     ),
     Message(
         "Can't find a valid checkpoint at …",
@@ -251,7 +251,7 @@ MESSAGES: tuple[Message, ...] = (
         "no_model",
         "The Trainer looks for a model's file or for FSDP's directories, and the strategy that it runs with now is not "
         "the one that saved: FSDP's shards need `--fsdp` again. `ckptkit inspect` says what is there.",
-        said.find_model,
+        explanations.find_model,
     ),
     Message(
         "Parameter '…' found in sharded model state dict but missing from full state dict",
@@ -259,7 +259,7 @@ MESSAGES: tuple[Message, ...] = (
         "missing",
         "The model that is loaded into was wrapped or compiled otherwise than the one in the file. `ckptkit doctor "
         "CKPT --model MODEL` names the rule by which the names differ.",
-        said.find_parameter,
+        explanations.find_parameter,
     ),
     Message(
         "PytorchStreamReader failed …",

@@ -1,16 +1,17 @@
-"""Find the tensors that a model looks for and that are not there by those names, and those that it does not know."""
+"""Find names that a model does not have: prefixes of wrappers, another family's, missing and unexpected tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import translate
+from glob import escape
 
-from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.commands import export, is_model, rewrite
+from ckptkit.comparison.renames import fold
+from ckptkit.diagnosis.case import Case, Misfits, Shapes, TargetModel
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.globs import globs_for
-from ckptkit.diagnosis.misfits import Misfits, Shapes
-from ckptkit.diagnosis.model import Model
+from ckptkit.diagnosis.fix import Fix, Value, convert, export, is_model, rewrite
 from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
@@ -20,15 +21,52 @@ from ckptkit.models.known_types import HEAD
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
 from ckptkit.names.naming import name_weights
+from ckptkit.names.weights import find_prefix
 
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "module": "DistributedDataParallel",
+    "_fsdp_wrapped_module": "FSDP1",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
 _IN_MEMORY = "transformers"  # the family of names that its models have there
 _MOST_GLOBS = 8
+
+
+def find_wrappers(case: Case) -> Iterator[Finding]:
+    """Yield the words of wrappers in names, where a model without them is to be loaded."""
+    if case.weights is None or not (case.is_asked or is_model(case.checkpoint)):
+        return
+    raw = raw_names(case)
+    for word, whose in _WRAPPERS.items():
+        names = tuple(name for name, own in raw.items() if word in name.split(".") and word not in own.split("."))
+        if names:
+            message = f"`{word}.` is {whose}'s: a model that is not wrapped has other names, and finds none of these"
+            yield Finding("wrapper", names[0], message, without_word(case, word), names)
+
+
+def raw_names(case: Case) -> dict[str, str]:
+    """Return by the names that the model's tensors have below its key those without wrappers."""
+    weights = case.weights
+    if weights is None:
+        return {}
+    prefix = find_prefix(weights.whole)
+    keys = {own: weights.whole.key(name) for own, name in weights.came_from.items()}
+    return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
+
+
+def without_word(case: Case, word: str) -> Fix:
+    """Return the command that takes a word out of all names; a model alone is made without such words anyway."""
+    if is_model(case.checkpoint):
+        base = case.model.name if case.model and case.model.asked else None
+        return export(case.checkpoint, base=base)
+    return rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(word)}\.=>\1",))
 
 
 def find_names(case: Case) -> Iterator[Finding]:
     """Yield the tensors that the model calls for and that are missing, and those that it does not call for.
 
-    With the rule, family or prefix that would mend it, where there is one.
+    With the rule, family or prefix that fixes it, where there is one.
     """
     model, misfits = case.model, case.misfits
     if model is None or misfits is None:
@@ -62,14 +100,14 @@ class Turned:
     finding: Finding
 
 
-def turn_to_hub(case: Case, model: Model) -> Turned | None:
+def turn_to_hub(case: Case, model: TargetModel) -> Turned | None:
     """Return the tensors by the Hub's names, if they have another family's and it is known how these turn."""
     shapes = named_as_on_hub(case, model, None)
     rows = vocabulary_of(model.config)
-    options: tuple[object, ...] = ()
+    options: dict[str, Value] = {}
     if shapes is None and rows is not None:
         shapes = named_as_on_hub(case, model, rows)
-        options = ("--vocab-size", rows)
+        options = {"vocab_size": rows}
     if shapes is None or shapes.keys() == case.shapes.keys():
         return None
     family = case.checkpoint.family
@@ -79,24 +117,24 @@ def turn_to_hub(case: Case, model: Model) -> Turned | None:
     if options:
         message += f"; the vocabulary is padded to {padded_rows(case)} rows, its own is {rows}"
     if is_model(case.checkpoint) or not has_optimizer(case):
-        fix = export(case.checkpoint, *options, base=model.name)
+        fix = export(case.checkpoint, **options, base=model.name)
     else:
-        fix = rewrite(case.checkpoint, "--names", HUB, *options, "--base", model.name)
+        fix = convert(case.checkpoint, names=HUB, **options, base=model.name)
     return Turned(shapes, Finding("family", names[0] if names else None, message, fix, names))
 
 
-def find_names_on_disk(case: Case, model: Model) -> Iterator[Finding]:
+def find_names_on_disk(case: Case, model: TargetModel) -> Iterator[Finding]:
     """Yield that shards have the names of files, where a model in memory has others since transformers 5."""
     memory = model.forms[-1]
     names = tuple(name for name in case.plain_shapes if name not in memory.shapes)
     if is_model(case.checkpoint) or not (model.asked and names):
         return
     message = f"it is called so in files: in memory {model.name} has other names, and torch's load asks for these"
-    fix = rewrite(case.checkpoint, "--names", _IN_MEMORY, "--base", model.name)
+    fix = convert(case.checkpoint, names=_IN_MEMORY, base=model.name)
     yield Finding("family", names[0], message, fix, names)
 
 
-def named_as_on_hub(case: Case, model: Model, rows: int | None) -> Shapes | None:
+def named_as_on_hub(case: Case, model: TargetModel, rows: int | None) -> Shapes | None:
     """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
     assert case.weights is not None
     try:
@@ -123,14 +161,14 @@ def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
     yield from say_renamed(case.checkpoint, pairs, rules_for(pairs, case.shapes.keys()), case.model.name, base)
 
 
-def another_model(case: Case, model: Model, count: int) -> Finding:
+def another_model(case: Case, model: TargetModel, count: int) -> Finding:
     """Return the finding that nothing of a model is there."""
     there = abridge(sorted(case.shapes, key=len))
     message = f"none of the {count} tensors that {model.name} calls for is here, under any name; here are {there}"
     return Finding("other_model", None, message)
 
 
-def missing_one(model: Model, name: str) -> Finding:
+def missing_one(model: TargetModel, name: str) -> Finding:
     """Return the finding that a tensor is missing."""
     message = f"{model.name} calls for it, and it is not here"
     if name == HEAD:
@@ -138,14 +176,44 @@ def missing_one(model: Model, name: str) -> Finding:
     return Finding("missing", name, message)
 
 
-def find_unexpected(case: Case, model: Model, extra: list[str]) -> Iterator[Finding]:
+def find_unexpected(case: Case, model: TargetModel, extra: list[str]) -> Iterator[Finding]:
     """Yield the tensors that a model does not call for."""
     assert case.weights is not None
     came_from = case.weights.came_from
     names = {came_from.get(name, name) for name in extra}
     others = set(case.checkpoint.model_part.layout.names) - names
     globs = globs_for(sorted(names), others, _MOST_GLOBS)
-    options = [word for glob in globs or () for word in ("--exclude", glob)]
-    fix = rewrite(case.checkpoint, *options, base=model.name) if options else None
+    fix = rewrite(case.checkpoint, exclude=globs, base=model.name) if globs else None
     message = f"{model.name} does not call for it: `load_state_dict` refuses it, other loaders leave it out"
     yield from (Finding("unexpected", name, message, fix) for name in extra)
+
+
+def globs_for(names: Collection[str], others: Collection[str], most: int) -> tuple[str, ...] | None:
+    """Return globs that match all `names` and none of the `others`; None if it takes more than `most`.
+
+    Those come first that match the most: all that lies in a layer, or the same in all layers.
+    """
+    found: list[str] = []
+    left = dict.fromkeys(names)
+    while left:
+        if len(found) == most:
+            return None
+        matches = {glob: matched(glob, left) for glob in globs_of(next(iter(left))) if not matched(glob, others)}
+        best = max(matches, key=lambda glob: len(matches[glob]))
+        found.append(best)
+        for name in matches[best]:
+            del left[name]
+    return tuple(found)
+
+
+def globs_of(name: str) -> Iterator[str]:
+    """Yield the name itself as a glob, with all numbers, and all that lies in the same modules, from the innermost."""
+    yield escape(name)
+    yield fold(escape(name))
+    words = escape(name).split(".")
+    yield from (".".join([*words[:count], "*"]) for count in range(len(words) - 1, 0, -1))
+
+
+def matched(glob: str, names: Collection[str]) -> list[str]:
+    pattern = re.compile(translate(glob))
+    return [name for name in names if pattern.match(name)]

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.commands import beside, command, reshard
 from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.fix import reshard, resize
 from ckptkit.files.file import names_in
 from ckptkit.trainers import owner_of_file, owner_of_key
 
@@ -32,7 +32,7 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
     ranks = case.layout.world_size or case.checkpoint.world_size
     if ranks not in (None, wanted) and reader.is_bound(case.checkpoint.model_part.path):
         message = f"saved by {count(ranks)}, its own library loads it with as many only, and not with {wanted}"
-        yield Finding("world_size", None, message, resize(case, wanted, reader.resized_as))
+        yield Finding("world_size", None, message, resize(case.checkpoint, wanted))
     path = case.checkpoint.path
     owners = (
         {name: rank for name in names_in(path) if (rank := owner_of_file(name)) is not None} if path.is_dir() else {}
@@ -45,14 +45,6 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
 
 def count(ranks: int | None) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
-
-
-def resize(case: Case, wanted: int, target: str) -> str:
-    """Return the command that makes a checkpoint fit for another number of ranks."""
-    if not target:
-        return reshard(case.checkpoint, wanted)
-    path = case.checkpoint.path
-    return command("convert", path, beside(path, target), "--to", target)
 
 
 def states_of_ranks(case: Case) -> dict[str, dict[str, int]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.diagnosis.commands import rewrite
 from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.fix import rewrite
 from ckptkit.diagnosis.rename_rules import by_change
 
 
@@ -17,7 +17,6 @@ def say_renamed(
 
     `rules` are those that rename them all, None if no few do.
     """
-    options = [word for rule in rules or () for word in ("--rename", rule)]
-    fix = rewrite(checkpoint, *options, base=base) if rules else None
+    fix = rewrite(checkpoint, rename=tuple(rules), base=base) if rules else None
     for line, members in by_change(pairs):
         yield Finding("renamed", line.old, f"{whose} calls it `{line.new}`", fix, members)

@@ -1,4 +1,4 @@
-"""Find tensors of another shape than a model has: a padded vocabulary, another width, another model."""
+"""Find tensors that do not fit a model: another shape, a padded vocabulary, a head that differs from its tie."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.commands import export, rewrite
 from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.fix import export, rewrite
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.files.path import RemotePath
+from ckptkit.models.fit import check_equal, ties_of
 from ckptkit.models.vocabulary import rows_of
 from ckptkit.tensors.box import Shape
 
@@ -29,7 +32,7 @@ def find_shapes(case: Case) -> Iterator[Finding]:
     for name, (shape, wanted) in padded.items():
         message = f"it has {shape[0]} rows, the vocabulary of {case.model.name} {wanted[0]}: one of them is padded"
         base = case.model.name if case.model.asked else None
-        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, "--vocab-size", wanted[0], base=base))
+        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=wanted[0], base=base))
     others = {name: pair for name, pair in pairs.items() if name not in padded}
     yield from find_other_model(case, others)
     for name, (shape, wanted) in others.items():
@@ -51,3 +54,34 @@ def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
 def size_of(config: Mapping[str, Any], key: str) -> object:
     inner = config.get("text_config")
     return (inner if isinstance(inner, Mapping) else config).get(key)
+
+
+def find_ties(case: Case) -> Iterator[Finding]:
+    """Yield the tensors that the config ties to others: loaders take the other's numbers for both.
+
+    Shards that lack one are no model's whole state dict, which has both names. Reads both tensors, where a disk is.
+    """
+    model, weights = case.model, case.weights
+    if model is None or weights is None or not case.is_plain:
+        return
+    for name, source in ties_of(weights.layout, model.config, case.form).items():
+        if name not in weights.layout.tensors:
+            if source in weights.layout.tensors and case.checkpoint.model_part.reader.is_sharded and model.asked:
+                message = f"it is tied to `{source}`, and a model in memory has it too: torch's load asks for it"
+                yield Finding("tie", name, message, export(case.checkpoint, base=model.name))
+        elif not isinstance(weights.layout.root, RemotePath) and differs(case, name, source):
+            message = f"the config of {model.name} ties it to `{source}`, whose numbers are others: one of them is lost"
+            yield Finding("tie", name, message)
+
+
+def differs(case: Case, name: str, source: str) -> bool:
+    """Return whether two tensors that should be the same are not."""
+    if case.weights is None or source not in case.weights.layout.tensors:
+        return False
+    try:
+        check_equal(case.weights.layout, name, source)
+    except Mismatch:
+        return True
+    except Unsupported:
+        pass
+    return False

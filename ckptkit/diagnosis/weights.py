@@ -1,14 +1,17 @@
-"""Find checkpoints in which there is no model, or more than one."""
+"""Find checkpoints that do not hold plain weights of one model: none, several, adapters, quantized or extra state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.commands import export
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.diagnosis.fix import Fix, beside, export, is_model
+from ckptkit.errors import Mismatch, SeveralModels, Unsupported
 from ckptkit.names.weights import find_weights
+
+_QUANTIZATION = "quantization_config"
+_EXTRA_STATE = "_extra_state"
 
 
 def find_model(case: Case) -> Iterator[Finding]:
@@ -17,9 +20,50 @@ def find_model(case: Case) -> Iterator[Finding]:
         return
     try:
         find_weights(case.checkpoint.model_part.layout)
-    except Mismatch as error:
-        yield Finding("no_model", None, error.message)
-    except Unsupported as error:
-        glob = (error.hint or "").partition("'")[2].partition("'")[0]
-        fix = export(case.checkpoint, "--include", glob, base=case.model.name) if glob else None
+    except SeveralModels as error:
+        fix = export(case.checkpoint, include=(error.globs[0],), base=case.model.name)
         yield Finding("no_model", None, error.message, fix)
+    except (Mismatch, Unsupported) as error:
+        yield Finding("no_model", None, error.message)
+
+
+def find_adapters(case: Case) -> Iterator[Finding]:
+    """Yield that there is an adapter, and the command that merges it into its base."""
+    if not case.is_asked or case.adapted is None or case.model is None:
+        return
+    adapter = case.adapted.adapters[0]
+    names = tuple(adapter.entries)
+    what = f"{adapter.method} `{adapter.name}` on {', '.join(adapter.targets[:4])}"
+    if case.adapted.base:
+        message = f"an adapter that is not merged, {what}, lies in the weights: {case.model.name} has other names"
+        fix = export(case.checkpoint, merge=True, base=case.model.name)
+    elif case.adapted.is_saved:
+        message = f"it is an adapter, {what}, and no model"
+        path = case.checkpoint.path
+        fix = Fix.of("merge", case.model.name, path, beside(path, "model"))
+    else:
+        message = f"it is an adapter, {what}, and no model"
+        fix = export(case.checkpoint, merge=True, base=case.model.name)
+    yield Finding("adapter", names[0], message, fix, names)
+
+
+def find_quantized(case: Case) -> Iterator[Finding]:
+    """Yield that weights are quantized, if the config that they are loaded by does not say so."""
+    if case.model is None or case.quantization is None or case.model.config.get(_QUANTIZATION):
+        return
+    if not (case.model.asked or is_model(case.checkpoint)):
+        return
+    message = f"the weights are quantized ({case.quantization}), and the config of {case.model.name} does not say so"
+    base = case.model.name if case.model.asked else None
+    yield Finding("quantized", None, message, export(case.checkpoint, dtype=("bf16",), base=base))
+
+
+def find_extra_state(case: Case) -> Iterator[Finding]:
+    """Yield the `_extra_state` of modules, where a model is to be loaded that is not of their kind."""
+    if not case.is_asked or case.model is None:
+        return
+    layout = case.checkpoint.model_part.layout
+    names = tuple(name for name in layout.names if _EXTRA_STATE in str(layout.key(name)[-1]).split("/")[0].split("."))
+    if names:
+        message = f"a module's own state, such as the scales of fp8: {case.model.name} has modules of another kind"
+        yield Finding("extra_state", names[0], message, export(case.checkpoint, base=case.model.name), names)

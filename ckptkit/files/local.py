@@ -8,7 +8,7 @@ import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
+from ckptkit.errors import Corrupt, Incomplete, IOFailure, Unsafe, translate_os_errors
 from ckptkit.files.system import close
 
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
@@ -67,7 +67,7 @@ def open_regular(path: Path) -> LocalFile:
     try:
         fd = os.open(path, _READ_FLAGS)
     except FileNotFoundError as error:
-        raise Corrupt("the file is missing", path=path, hint="a shard was lost or never copied here") from error
+        raise Incomplete("the file is missing", path=path, hint="a shard was lost or never copied here") from error
     except ValueError as error:
         raise Unsafe(f"{path.name!a} cannot be a file's name", path=path.parent) from error
     except OSError as error:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported
+from ckptkit.errors import Corrupt, Incomplete, IOFailure, Unsafe, Unsupported
 from ckptkit.files.path import RemotePath, at_once
 from ckptkit.files.stores import Read, reaching
 
@@ -68,7 +68,7 @@ class RemoteFile:
     def __init__(self, path: RemotePath) -> None:
         entry = path.entry()
         if entry is None:
-            raise Corrupt("the file is missing", path=path, hint="a shard was lost or never copied here")
+            raise Incomplete("the file is missing", path=path, hint="a shard was lost or never copied here")
         if entry.is_dir:
             raise Unsafe("not a regular file", path=path)
         self.path = path

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from glob import escape
+from shlex import quote
 
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import Mismatch, SeveralModels
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.edits import rename, select
 
@@ -105,12 +107,13 @@ def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
     return found
 
 
-def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Unsupported:
+def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | SeveralModels:
     """Return the error for a checkpoint in which the model cannot be found."""
     candidates = sorted(map(str, branches))
     if candidates:
         message = f"which of these is the model: {', '.join(candidates)}?"
-        return Unsupported(message, path=layout.root, hint=f"choose with --include '{candidates[0]}.*'")
+        globs = [f"{escape(candidate)}.*" for candidate in candidates]
+        return SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
     held = ", ".join(f"{count} under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
     return Mismatch(

@@ -1,22 +1,23 @@
-"""Say what will break when a checkpoint is loaded somewhere, and the command that mends it. Reads metadata only."""
+"""Say what will break when a checkpoint is loaded somewhere, and the command that fixes it. Reads metadata only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.collector import collector_paused
 from ckptkit.diagnosis import KINDS
-from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.case import Case, TargetModel
+from ckptkit.diagnosis.choose_fixes import choose_fixes
 from ckptkit.diagnosis.damage import find_damage, look_for_damage
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.mending import settle
-from ckptkit.diagnosis.model import Model
-from ckptkit.diagnosis.optimizer_states import list_missing_states
+from ckptkit.diagnosis.optimizer import list_missing_states
 from ckptkit.errors import Usage
 from ckptkit.models.companions import CONFIG
+from ckptkit.ops.dry_run_fix import dry_run_fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,12 @@ def doctor(
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_case(checkpoint, model, like, world_size)
     if case is None:
-        mended = settle(findings, checkpoint)
-        return Diagnosis(checkpoint.path, mended.findings, ("nothing else was looked at", *mended.notes))
+        chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
+        return Diagnosis(checkpoint.path, chosen.findings, ("nothing else was looked at", *chosen.notes))
     findings += [found for kind in KINDS for found in kind(case)]
-    mended = settle(findings, checkpoint)
-    notes = (*unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *mended.notes)
-    return Diagnosis(checkpoint.path, mended.findings, notes)
+    chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
+    notes = (*unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
+    return Diagnosis(checkpoint.path, chosen.findings, notes)
 
 
 def open_case(
@@ -76,14 +77,14 @@ def open_case(
     return Case(whole, open_model(whole, model), other, world_size), findings
 
 
-def open_model(checkpoint: Checkpoint, model: str | Path | None) -> Model | None:
+def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel | None:
     """Return the model that was named, or else that of the checkpoint's own config; None where there is none."""
     if model is not None:
-        return Model.open(str(model))
+        return TargetModel.open(str(model))
     own = checkpoint.companions
     if own.config is None or own.found_in is None:
         return None
-    return Model.of(str(own.found_in / CONFIG), own.config, {}, asked=False)
+    return TargetModel.of(str(own.found_in / CONFIG), own.config, {}, asked=False)
 
 
 def notes_on(case: Case) -> Iterator[str]:

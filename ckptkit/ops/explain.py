@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.diagnosis.choose_fixes import choose_fixes
+from ckptkit.diagnosis.explanations import MatchedMessage
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.mending import settle
 from ckptkit.diagnosis.messages import MESSAGES, Message
-from ckptkit.diagnosis.said import Said
 from ckptkit.ops.doctor import open_case
+from ckptkit.ops.dry_run_fix import dry_run_fix
 
 _MOST = 1 << 20  # characters of a text that is searched: rank by rank it says the same
 # lines of code, in which messages stand as they are made
@@ -18,7 +20,7 @@ _SOURCE = re.compile(r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE)
 
 
 def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
-    """Return what the error of a failed load means, and what of the checkpoint it is about, with commands that mend it.
+    """Return what the error of a failed load means, and what of the checkpoint it is about, with commands that fix it.
 
     Known are the messages of torch, transformers and others, in the `error` and in what led to it; () for any other.
     Raises a `CkptError` if there is no checkpoint at `ckpt`.
@@ -30,9 +32,9 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     meanings: list[Finding] = []
     for message in MESSAGES:
         for parts in dict.fromkeys(found.groups() for found in message.pattern.finditer(text)):
-            findings += message.look(Said(parts, text), case) if message.look and case else ()
+            findings += message.look(MatchedMessage(parts, text), case) if message.look and case else ()
             meanings.append(meaning(message))
-    return settle(findings or meanings, checkpoint).findings
+    return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint)).findings
 
 
 def meaning(message: Message) -> Finding:

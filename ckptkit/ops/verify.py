@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.sums import sum_files
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
@@ -70,25 +71,6 @@ def require_sound(found: Verified, hint: str) -> None:
         first, count = found.problems[0], len(found.problems)
         message = first.message if count == 1 else f"{first.message}; the first of {count} problems"
         raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
-
-
-class Problems:
-    """The problems of one checkpoint, each once."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Path | None, str | None, int | None], CkptError] = {}
-
-    def add(self, problem: CkptError) -> None:
-        """Note a problem, unless one of the same place is known; without its traceback, which keeps files alive."""
-        self._found.setdefault((problem.path, problem.tensor, problem.offset), problem.with_traceback(None))
-
-    def are_in(self, path: Path) -> bool:
-        """Return whether a problem of file `path` is known."""
-        return any(found == path for found, _, _ in self._found)
-
-    def list(self) -> tuple[CkptError, ...]:
-        """Return all of them."""
-        return tuple(self._found.values())
 
 
 def verify(

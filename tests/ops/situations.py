@@ -95,7 +95,7 @@ def run(fix: str | None, code: int = 0) -> Path:
     except CkptError as error:
         ended = f"{error.exit_code}: {error}"
     assert ended == code, fix
-    return [Path(word) for word in words if re.search(r"-(mended|model|universal)(\.\w+)?$", word)][-1]
+    return [Path(word) for word in words if re.search(r"-(fixed|model|universal)(\.\w+)?$", word)][-1]
 
 
 def half_trained(weights: Mapping[str, Tensor]) -> dict[str, Any]:

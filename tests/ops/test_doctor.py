@@ -1,4 +1,4 @@
-"""Checkpoints that do not load: the real load fails, `doctor` says why, and the command that it names mends it."""
+"""Checkpoints that do not load: the real load fails, `doctor` says why, and the command that it names fixes it."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def test_words_of_wrappers(tmp_path: Path, word: str) -> None:
     assert is_ok(root)
     found = the_one(root, "wrapper", model=model)
     assert found.count == len(wrapped)
-    mended = run(found.fix)
-    load_into({"model": blank(llama().state_dict())}, mended)
-    assert is_ok(mended, model=model)
+    fixed = run(found.fix)
+    load_into({"model": blank(llama().state_dict())}, fixed)
+    assert is_ok(fixed, model=model)
 
 
 def test_a_prefix_of_its_trainer(tmp_path: Path) -> None:
@@ -109,10 +109,10 @@ def test_a_prefix_of_its_trainer(tmp_path: Path) -> None:
     assert found["renamed"].message.endswith("calls it `*`")
     assert found["unexpected"].tensor == "scale"
     assert found["renamed"].fix == found["unexpected"].fix
-    mended = run(found["renamed"].fix)
-    state = load_into({"model": blank(llama().state_dict())}, mended)
+    fixed = run(found["renamed"].fix)
+    state = load_into({"model": blank(llama().state_dict())}, fixed)
     llama().load_state_dict(state["model"])
-    assert is_ok(mended, model=model)
+    assert is_ok(fixed, model=model)
 
 
 def test_names_of_another_family(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ def test_names_of_another_family(tmp_path: Path) -> None:
     assert is_ok(root)
     found = the_one(root, "family", model=model)
     assert "torchtitan" in found.message
-    mended = run(found.fix)
-    _, info = from_pretrained(mended)
+    fixed = run(found.fix)
+    _, info = from_pretrained(fixed)
     assert not info["missing_keys"]
-    assert is_ok(mended, model=model)
+    assert is_ok(fixed, model=model)
 
 
 def test_names_of_files_where_those_in_memory_are_wanted(tmp_path: Path) -> None:
@@ -139,10 +139,10 @@ def test_names_of_files_where_those_in_memory_are_wanted(tmp_path: Path) -> None
     save_alone({"model": load_file(tmp_path / "hf" / "model.safetensors")}, tmp_path / "ckpt-1")
     with pytest.raises(Refused, match=r"Missing key in checkpoint state_dict: model\..*experts"):
         load_into({"model": blank(model.state_dict())}, tmp_path / "ckpt-1")
-    mended = run(the_one(tmp_path / "ckpt-1", "family", model=tmp_path / "hf").fix)
-    found = load_into({"model": blank(model.state_dict())}, mended)["model"]
+    fixed = run(the_one(tmp_path / "ckpt-1", "family", model=tmp_path / "hf").fix)
+    found = load_into({"model": blank(model.state_dict())}, fixed)["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
-    assert is_ok(mended, model=tmp_path / "hf")
+    assert is_ok(fixed, model=tmp_path / "hf")
 
 
 def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
@@ -166,10 +166,16 @@ def test_no_model_or_two(tmp_path: Path) -> None:
     weights = llama().state_dict()
     save_alone({"student": weights, "teacher": weights}, tmp_path / "ckpt-1")
     model = config_alone(tmp_path / "model")
-    mended = run(the_one(tmp_path / "ckpt-1", "no_model", model=model).fix)
-    assert is_ok(mended, model=model)
+    fixed = run(the_one(tmp_path / "ckpt-1", "no_model", model=model).fix)
+    assert is_ok(fixed, model=model)
     save_alone({"optim": {"state": {"w": {"exp_avg": torch.ones(2)}}}}, tmp_path / "ckpt-2")
     assert the_one(tmp_path / "ckpt-2", "no_model", model=model).fix is None
+
+
+def test_two_models_of_any_name(tmp_path: Path) -> None:
+    weights, model = llama().state_dict(), config_alone(tmp_path / "model")
+    save_alone({"Ann's [1]": weights, "teacher": weights}, tmp_path / "ckpt-1")
+    assert is_ok(run(the_one(tmp_path / "ckpt-1", "no_model", model=model).fix), model=model)
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
@@ -199,14 +205,14 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
         ("vocabulary", "lm_head.weight"),
         ("vocabulary", "model.embed_tokens.weight"),
     ]
-    mended = run(found.findings[0].fix)
-    loaded, _ = from_pretrained(mended)
+    fixed = run(found.findings[0].fix)
+    loaded, _ = from_pretrained(fixed)
     assert torch.equal(loaded.lm_head.weight, llama(vocab_size=64).lm_head.weight[:40])
     save_alone({"model": llama(vocab_size=64).state_dict()}, tmp_path / "ckpt-1")
     with pytest.raises(Refused, match="Size mismatch between saved"):
         load_into({"model": blank(llama().state_dict())}, tmp_path / "ckpt-1")
-    mended = run(doctor(tmp_path / "ckpt-1", model=model).findings[0].fix)
-    load_into({"model": blank(llama().state_dict())}, mended)
+    fixed = run(doctor(tmp_path / "ckpt-1", model=model).findings[0].fix)
+    load_into({"model": blank(llama().state_dict())}, fixed)
 
 
 def test_a_config_of_another_model(tmp_path: Path) -> None:
@@ -216,12 +222,12 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
     assert [one.code for one in found.findings] == ["config", "shape", "shape", "shape"]
     assert "intermediate_size 48, here 24" in found.findings[0].message
     assert found.findings[1].tensor == "model.layers.*.mlp.down_proj.weight"
-    mended = run(found.findings[0].fix)
-    from_pretrained(mended)
-    assert is_ok(mended)
+    fixed = run(found.findings[0].fix)
+    from_pretrained(fixed)
+    assert is_ok(fixed)
 
 
-def test_one_command_mends_all(tmp_path: Path) -> None:
+def test_one_command_fixes_all(tmp_path: Path) -> None:
     weights = {f"net.{name}": tensor for name, tensor in llama(vocab_size=64).state_dict().items()}
     weights["odd[0].scale"] = torch.ones(2)
     model = config_alone(tmp_path / "my model's")
@@ -229,10 +235,10 @@ def test_one_command_mends_all(tmp_path: Path) -> None:
     found = doctor(root, model=model).findings
     assert sorted({one.code for one in found}) == ["renamed", "unexpected", "vocabulary"]
     assert len({one.fix for one in found}) == 1
-    mended = run(found[0].fix)
-    _, info = from_pretrained(mended)
+    fixed = run(found[0].fix)
+    _, info = from_pretrained(fixed)
     assert not info["missing_keys"]
-    assert is_ok(mended, model=model)
+    assert is_ok(fixed, model=model)
 
     wrapped = {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}
     save_alone({"model": wrapped, "optim": situations.half_trained(wrapped)}, tmp_path / "run" / "ckpt-1")
@@ -240,9 +246,9 @@ def test_one_command_mends_all(tmp_path: Path) -> None:
     codes = ["optimizer_state", "renamed", "unexpected", "vocabulary", "wrapper"]
     assert sorted({one.code for one in found}) == codes
     assert len({one.fix for one in found}) == 1
-    mended = run(found[0].fix)
-    assert is_ok(mended, model=model, world_size=3)
-    load_into({"model": blank(llama().state_dict())}, mended)
+    fixed = run(found[0].fix)
+    assert is_ok(fixed, model=model, world_size=3)
+    load_into({"model": blank(llama().state_dict())}, fixed)
 
 
 def test_no_command_takes_what_the_model_calls_for(tmp_path: Path) -> None:
@@ -252,12 +258,12 @@ def test_no_command_takes_what_the_model_calls_for(tmp_path: Path) -> None:
     found = doctor(tmp_path / "ckpt-1", model=model).findings
     assert {one.code for one in found} == {"unexpected"}
     assert str(found[0].fix).endswith("--exclude 'model.model.layers.2.*'")
-    mended = run(found[0].fix)
-    load_into({"model": blank(llama().state_dict())}, mended)
-    assert is_ok(mended, model=model)
+    fixed = run(found[0].fix)
+    load_into({"model": blank(llama().state_dict())}, fixed)
+    assert is_ok(fixed, model=model)
 
 
-def test_what_a_command_mends_while_more_is_missing(tmp_path: Path) -> None:
+def test_what_a_command_fixes_while_more_is_missing(tmp_path: Path) -> None:
     """The model without its head: a rule gives it its names, and a config would refuse it."""
     llama().model.save_pretrained(tmp_path / "hf")
     model = config_alone(tmp_path / "model")
@@ -272,8 +278,8 @@ def test_wrappers_in_files_that_from_pretrained_reads(tmp_path: Path) -> None:
     torch.save(wrapped, root / "pytorch_model.bin")
     _, info = from_pretrained(root)
     assert len(info["missing_keys"]) == len(wrapped)
-    mended = run(the_one(root, "wrapper").fix)
-    _, info = from_pretrained(mended)
+    fixed = run(the_one(root, "wrapper").fix)
+    _, info = from_pretrained(fixed)
     assert not info["missing_keys"]
 
 
@@ -290,8 +296,8 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
         load_into({"model": blank(llama().state_dict())}, tmp_path / "ckpt-3")
     for place in ("ckpt-3", "adapter"):
         assert is_ok(tmp_path / place)
-        mended = run(the_one(tmp_path / place, "adapter", model=base).fix)
-        loaded, info = from_pretrained(mended)
+        fixed = run(the_one(tmp_path / place, "adapter", model=base).fix)
+        loaded, info = from_pretrained(fixed)
         assert not info["missing_keys"]
         key = "model.layers.0.self_attn.q_proj.weight"
         torch.testing.assert_close(loaded.state_dict()[key], merged.state_dict()[key])
@@ -346,8 +352,8 @@ def test_a_head_that_shards_lack(tmp_path: Path) -> None:
     save_alone({"model": state}, tmp_path / "ckpt-1")
     with pytest.raises(Refused, match=r"Missing key in checkpoint state_dict: model.lm_head.weight"):
         load_into({"model": blank(llama(tie_word_embeddings=True).state_dict())}, tmp_path / "ckpt-1")
-    mended = run(the_one(tmp_path / "ckpt-1", "tie", model=model).fix)
-    _, info = from_pretrained(mended)
+    fixed = run(the_one(tmp_path / "ckpt-1", "tie", model=model).fix)
+    _, info = from_pretrained(fixed)
     assert not info["missing_keys"]
 
 
@@ -363,9 +369,9 @@ def test_parameters_that_never_had_a_gradient(produce: Produce, tmp_path: Path) 
         ("optimizer_state", "optim.state.idle.*.weight", 2),
         ("optimizer_state", "optim.state.idle.*.bias", 2),
     ]
-    mended = run(findings[0].fix)
-    assert is_ok(mended, world_size=2)
-    spawn(2, situations.load_idle, mended, tmp_path / "said")
+    fixed = run(findings[0].fix)
+    assert is_ok(fixed, world_size=2)
+    spawn(2, situations.load_idle, fixed, tmp_path / "said")
     assert (tmp_path / "said").read_text() == "loaded"
 
 
@@ -437,9 +443,9 @@ def test_another_key_and_other_names(tmp_path: Path) -> None:
     found = {one.code: one for one in doctor(tmp_path / "ckpt-1", like=tmp_path / "ckpt-2").findings}
     assert found.keys() == {"key", "renamed"}
     assert found["renamed"].fix == found["key"].fix
-    mended = run(found["key"].fix)
-    load_into({"model": blank(layers)}, mended)
-    assert is_ok(mended, like=tmp_path / "ckpt-2")
+    fixed = run(found["key"].fix)
+    load_into({"model": blank(layers)}, fixed)
+    assert is_ok(fixed, like=tmp_path / "ckpt-2")
 
 
 def test_a_rate_that_became_a_tensor(tmp_path: Path) -> None:
@@ -468,9 +474,9 @@ def test_files_of_another_number_of_ranks(produce: Produce, tmp_path: Path) -> N
     assert is_ok(root, world_size=3)
     found = doctor(root, world_size=2)
     assert {one.code for one in found.findings} <= {"world_size", "rank_state"}
-    mended = run(found.findings[0].fix)
-    assert (mended / "model_world_size_2_rank_1.pt").exists()
-    assert is_ok(mended, world_size=2)
+    fixed = run(found.findings[0].fix)
+    assert (fixed / "model_world_size_2_rank_1.pt").exists()
+    assert is_ok(fixed, world_size=2)
 
 
 def test_shards_of_another_node(produce: Produce, tmp_path: Path) -> None:
@@ -507,9 +513,9 @@ def test_a_command_that_would_be_refused_is_not_named(produce: Produce, tmp_path
     from tests.trainers.produced_ranks import flat_by_config
 
     shutil.copytree(produce(flat_by_config).root / "by-hand", tmp_path / "run")
-    mended = run(the_one(tmp_path / "run", "world_size", world_size=5).fix)  # its own names are not written
-    assert (mended / ".metadata").is_file()
-    assert is_ok(mended, world_size=5)
+    fixed = run(the_one(tmp_path / "run", "world_size", world_size=5).fix)  # its own names are not written
+    assert (fixed / ".metadata").is_file()
+    assert is_ok(fixed, world_size=5)
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     from tests.trainers.produced_experts import experts
 
@@ -525,10 +531,10 @@ def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: 
     (root / "__1_0.distcp").unlink()
     found = the_one(root, "incomplete")
     assert "ckpt-8 beside it is whole" in found.message
-    mended = run(found.fix, code=1)
-    assert (mended / "salvage.json").is_file()
-    assert is_ok(mended, like=earlier)
-    load_into({"model": {"up.weight": torch.zeros(7, 6)}}, mended)
+    fixed = run(found.fix, code=1)
+    assert (fixed / "salvage.json").is_file()
+    assert is_ok(fixed, like=earlier)
+    load_into({"model": {"up.weight": torch.zeros(7, 6)}}, fixed)
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - UNSEEN))
@@ -595,7 +601,7 @@ def test_the_command(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["finding", "tensor:", "what", "is", "wrong"]
     assert any("missing" in line and "model.layers.*.mlp.up_proj.weight (2): " in line for line in lines)
-    assert any(line.startswith("mends ") and "--vocab-size 40" in line for line in lines)
+    assert any(line.startswith("fixes ") and "--vocab-size 40" in line for line in lines)
     assert lines[-1].endswith("findings")
     found = json.loads(subprocess.run([*words, "--json"], capture_output=True, text=True, check=False).stdout)
     assert found["ok"] is False

@@ -44,8 +44,8 @@ def test_names_with_a_prefix(tmp_path: Path) -> None:
     found = by_code(explain(error, tmp_path / "ckpt-1"))
     assert found.keys() == {"renamed"}
     assert found["renamed"].tensor == "_orig_mod.*"
-    mended = run(found["renamed"].fix)
-    load_into({"model": blank(llama().state_dict())}, mended)
+    fixed = run(found["renamed"].fix)
+    load_into({"model": blank(llama().state_dict())}, fixed)
     error = error_of(load_into, {"model": blank(llama().state_dict())}, tmp_path / "ckpt-1")
     (one,) = explain(error, tmp_path / "ckpt-1")
     assert one.code == "renamed"
@@ -103,9 +103,9 @@ def test_a_state_that_one_file_lacks(tmp_path: Path) -> None:
         ("optimizer_state", "optimizer.state.1.bias"),
     ]
     assert "set_optimizer_state_dict" in doctor(tmp_path / "last.pt").notes[0]  # which another loader is not in need of
-    mended = torch.load(run(found[0].fix))
-    assert not doctor(tmp_path / "last-mended.pt").notes[1:]
-    set_optimizer_state_dict(*fresh(), mended["optimizer"])
+    fixed = torch.load(run(found[0].fix))
+    assert not doctor(tmp_path / "last-fixed.pt").notes[1:]
+    set_optimizer_state_dict(*fresh(), fixed["optimizer"])
 
 
 def test_groups(tmp_path: Path) -> None:

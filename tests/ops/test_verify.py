@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit import consolidate, convert, make_manifest, reshard, verify
+from ckptkit import consolidate, convert, doctor, make_manifest, reshard, verify
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Usage
@@ -22,6 +23,7 @@ from ckptkit.ops.verify import Verified
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import READABLE, Producer
+from tests.trainers import produced_ranks
 
 WITHOUT_SUMS = {"no_crc", "hf_shards", "hf_shards_in_parts", "hf_alone"}
 
@@ -257,6 +259,50 @@ def test_files_beside_the_weights_are_known_too(model: Path) -> None:
     (model / "config.json").unlink()
     (problem,) = one(model).problems
     assert "missing" in problem.message
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+@pytest.mark.parametrize("how", ["missing", "cut"])
+def test_the_file_of_a_rank_is_one_problem(produce: Produce, tmp_path: Path, kind: str, how: str) -> None:
+    """Not one for each tensor that has a part in it, and another for the gap in that tensor."""
+    root = Path(shutil.copytree(produce(produced_ranks.three_ranks).root / "groups", tmp_path / "ckpt-3"))
+    file = root / f"{kind}_world_size_3_rank_1.pt"
+    if how == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, 1000)
+    (problem,) = one(root).problems
+    (finding,) = doctor(root).findings
+    assert problem.tensor is finding.tensor is None
+    assert finding.code == ("incomplete" if how == "missing" else "corrupt")
+    found = re.search(r"; (\d+) tensors are incomplete: (\S+), \S+, \S+, \.\.\.$", problem.message)
+    assert found, problem.message
+    assert int(found[1]) == (13 if kind == "model" else 26)
+    assert found[2] == ("model.embed.weight" if kind == "model" else "optimizer.state.embed.weight.exp_avg")
+    assert found[0] in finding.message
+
+
+def test_all_files_of_a_rank_are_named(produce: Produce, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(produce(produced_ranks.three_ranks).root / "groups", tmp_path / "ckpt-3"))
+    for kind in ("model", "optim"):
+        (root / f"{kind}_world_size_3_rank_1.pt").unlink()
+    for messages in ([problem.message for problem in one(root).problems], [f.message for f in doctor(root).findings]):
+        assert len(messages) == 2
+        assert "like `model_world_size_3_rank_0.pt` are missing: of rank 1; 13 tensors" in messages[0]
+        assert "like `optim_world_size_3_rank_0.pt` are missing: of rank 1; 26 tensors" in messages[1]
+
+
+def test_of_a_last_rank_only_the_tensors_tell(produce: Produce, tmp_path: Path) -> None:
+    """Accelerate's names do not say how many ranks there were."""
+    source = produce(produced_ranks.by_accelerate).root / "fsdp2" / "checkpoint-7"
+    root = Path(shutil.copytree(source, tmp_path / "ckpt-7"))
+    files = [root / f"{kind}_0_rank1.bin" for kind in ("pytorch_model_fsdp", "optimizer")]
+    for file in files:
+        file.unlink()
+    problems = one(root).problems
+    assert [problem.path for problem in problems] == files
+    assert all("tensors lack their part of rank 1: " in problem.message for problem in problems)
+    assert {finding.code for finding in doctor(root).findings} == {"incomplete"}
 
 
 def test_a_damaged_manifest_is_named(model: Path) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import Flat, flatten
@@ -138,6 +138,6 @@ def name_of(rank: int) -> str:
     return f"consolidated.{rank:02d}.pth"
 
 
-def missing(path: Path) -> Corrupt:
+def missing(path: Path) -> Incomplete:
     hint = "a download that did not end? every rank has a part of every tensor"
-    return Corrupt("the file is missing", path=path, hint=hint)
+    return Incomplete("the file is missing", path=path, hint=hint)

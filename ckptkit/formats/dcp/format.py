@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import Opened, file_size, names_in
 from ckptkit.files.ranges import read_ahead
@@ -141,10 +141,11 @@ def check_files(layout: Layout, report: Report) -> None:
     missing = sorted(items.keys() - set(names_in(layout.root)))
     if missing:
         report(
-            Corrupt(
+            Incomplete(
                 f"{len(missing)} of {len(items)} files are missing: {', '.join(missing)}",
                 path=layout.root,
                 hint=ELSEWHERE,
+                files=missing,
             )
         )
     for path in sorted(items.keys() - missing):

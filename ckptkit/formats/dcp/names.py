@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, Corrupt
+from ckptkit.errors import ELSEWHERE, Incomplete
 from ckptkit.files.file import names_in
 
 METADATA = ".metadata"
@@ -40,7 +40,7 @@ def find_metadata(path: Path) -> list[Path]:
         return [path / METADATA]
     ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
     if not ranks:
-        raise Corrupt(
+        raise Incomplete(
             "no `.metadata`: the save did not finish",
             path=path,
             hint=f"`.metadata` is written last: use an older checkpoint; {ELSEWHERE}",

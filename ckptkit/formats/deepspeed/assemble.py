@@ -87,7 +87,7 @@ def put_part(
             if parameter.name not in masters:  # tied ones are in several stages of a pipeline
                 put_parameter(gathering, parameter)
         masters |= own
-        put_module(gathering, part, masters, report)
+        put_module(gathering, part, masters, root, report)
     except CkptError as error:
         raise error.blame(path=root / model.path) from None
     return names

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt
+from ckptkit.errors import CkptError, Corrupt, Incomplete
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.deepspeed.experts import Experts, expert_ranks, without_number
@@ -60,7 +60,7 @@ def put_unpartitioned_experts(
     optimizers = read_optimizers(root, files)
     if not optimizers and model.optimizer is not None:
         path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
-        raise Corrupt("the file is missing: a rank of experts has its optimizer in it", path=path)
+        raise Incomplete("the file is missing: a rank of experts has its optimizer in it", path=path)
     shared = trained(model)
     own_shapes = shares(experts, model, len(optimizers)) if optimizers else []
     names = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Unsupported
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Unsupported
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.model_states import ModelStates
@@ -109,7 +109,7 @@ def check_numbers(root: Path, files: Files, counts: Sequence[int]) -> None:
         if missing < count:
             name = f"layer_{layer}_expert_{missing}_mp_rank_00_model_states.pt"
             message = f"the file of an expert is missing: layer {layer} has {count}, here are {len(there)}"
-            raise Corrupt(message, path=root / name, hint=ELSEWHERE)
+            raise Incomplete(message, path=root / name, hint=ELSEWHERE)
     for (layer, expert), name in files.experts.items():
         if layer >= len(counts) or expert >= counts[layer]:
             message = f"the model has no such expert; its layers have {list(counts[:8])}"

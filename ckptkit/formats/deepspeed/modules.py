@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, Report, Unsupported
+from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering
@@ -27,7 +28,9 @@ def put_parameter(gathering: Gathering, parameter: Parameter) -> None:
     gathering.put_state(parameter.flattening, [parameter.name], parameter.values)
 
 
-def put_module(gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor], report: Report) -> None:
+def put_module(
+    gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor], root: Path, report: Report
+) -> None:
     """Put what is in the model and is no trained parameter, and the rounded copy beside each that is.
 
     Reports frozen parameters of which a rank's part cannot be read.
@@ -49,8 +52,10 @@ def put_module(gathering: Gathering, part: PartOfModel, masters: Mapping[str, St
         full = ".".join((MODEL, name))
         if without_number(name) is not None or name in known or full in gathering.flat.keys:
             continue
-        if part.lacks_models:
-            report(Corrupt("a frozen parameter, of which the part of a rank cannot be read", tensor=full))
+        if part.lost_models:
+            rank, file = next(iter(part.lost_models.items()))
+            message = "a frozen parameter, of which the part of a rank cannot be read"
+            report(Incomplete(message, path=root / file, tensor=full, ranks=[rank]))
         else:
             gathering.put((MODEL, name), frozen(part, name, shape))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, refuse
 
 Rank = tuple[int, int]  # of the model (its part), and of data parallelism
 
@@ -130,4 +130,4 @@ def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str, rep
         raise Corrupt(message, path=root / extra[0], hint="move the files of the older run elsewhere")
     for missing in (rank for rank in range(count) if rank not in files):
         message = f"the file of rank {missing} is missing: `{said_by}` is of {count} ranks, here are {len(files)}"
-        report(Corrupt(message, path=root / name_of(files, missing), hint=ELSEWHERE))
+        report(Incomplete(message, path=root / name_of(files, missing), hint=ELSEWHERE, ranks=[missing]))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.lost import with_lost
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.formats.deepspeed.names import Files, check_ranks
+from ckptkit.formats.deepspeed.names import Files, check_ranks, name_of
 from ckptkit.formats.deepspeed.partitions import Partition, read_partition
 
 Found = TypeVar("Found")
@@ -21,20 +21,20 @@ Found = TypeVar("Found")
 class PartOfModel:
     """A part of the model as it was saved: all of it, or a stage of a pipeline.
 
-    Each rank has one of `models`, or all have the same one; and one of the `partitions`, unless ZeRO was off. With
-    `lacks_models` not all ranks' could be read.
+    Each rank has one of `models`, or all have the same one; and one of the `partitions`, unless ZeRO was off.
+    `lost_models` are the files of model states that are missing or could not be read, by rank.
     """
 
     models: tuple[ModelStates, ...]
     partitions: tuple[Partition, ...]
-    lacks_models: bool = False
+    lost_models: Mapping[int, str] = field(default_factory=dict)
 
 
 def read_part(root: Path, files: Files, part: int, report: Report = refuse) -> PartOfModel:
     """Return what the ranks have saved of a part of the model; report files that are missing or cannot be read."""
     models, optimizers = files.model_files(part), files.optimizer_files(part)
     if not models:
-        raise Corrupt("its file of model states is missing", path=root / next(iter(optimizers.values())))
+        raise Incomplete("its file of model states is missing", path=root / next(iter(optimizers.values())))
     if -1 in models and len(models) > 1:
         other = next(name for rank, name in models.items() if rank >= 0)
         message = f"`{models[-1]}` is of ZeRO 1 or 2, this is of ZeRO 3: files of two runs lie here"
@@ -53,8 +53,8 @@ def read_part(root: Path, files: Files, part: int, report: Report = refuse) -> P
             check_ranks(models, count, root, known.path, report)
         if len(partitions) < count:
             partitions = with_lost(partitions, optimizers, count, first.shapes or ())
-    lacks_models = -1 not in models and len(read) < count
-    return PartOfModel(tuple(read.values()), tuple(partitions.values()), lacks_models)
+    lost = [] if -1 in models else [rank for rank in range(count) if rank not in read]
+    return PartOfModel(tuple(read.values()), tuple(partitions.values()), {rank: name_of(models, rank) for rank in lost})
 
 
 def read_all(root: Path, names: dict[int, str], read: Callable[[StateFile], Found], report: Report) -> dict[int, Found]:
@@ -89,4 +89,4 @@ def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
         )
         raise Unsupported(message, path=path, hint="all files of all ranks belong in one directory")
     message = "the `*_optim_states.pt` beside it are missing: they have the fp32 parameters and the optimizer"
-    raise Corrupt(message, path=path, hint="name this file itself to read the 16-bit weights in it")
+    raise Incomplete(message, path=path, hint="name this file itself to read the 16-bit weights in it")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePosixPath
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported
 from ckptkit.files.file import is_there, names_in
 from ckptkit.files.folders import folders
 from ckptkit.formats.archives.flatten import Flattening, pairs_of
@@ -87,7 +87,7 @@ def model_files(root: Path, tag: str) -> list[str]:
     """Return a file of model states for each part of the model: that of all ranks, or else of the first."""
     files = Files.of(names_in(root / tag), root / tag)
     if not files.models:
-        raise Corrupt("its `*_model_states.pt` is missing: it has the names and shapes", path=root / tag)
+        raise Incomplete("its `*_model_states.pt` is missing: it has the names and shapes", path=root / tag)
     return [join(tag, next(iter(files.model_files(part).values()))) for part in files.parts if files.model_files(part)]
 
 
@@ -101,8 +101,8 @@ def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
             yield file.removesuffix(".pt"), join(tag, ZERO, name, file)
 
 
-def missing(path: Path) -> Corrupt:
-    return Corrupt("the file is missing", path=path, hint="a file was lost or never copied here")
+def missing(path: Path) -> Incomplete:
+    return Incomplete("the file is missing", path=path, hint="a file was lost or never copied here")
 
 
 def put_file(gathering: Gathering, root: Path, path: str, name: str, what: str, shape: Shape, report: Report) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import Flat
@@ -97,8 +97,8 @@ def check_count(path: Path, count: int) -> None:
         raise Corrupt(f"shards of {count} ranks", path=path)
 
 
-def missing(path: Path) -> Corrupt:
-    return Corrupt("the file is missing", path=path, hint=ELSEWHERE)
+def missing(path: Path) -> Incomplete:
+    return Incomplete("the file is missing", path=path, hint=ELSEWHERE)
 
 
 def with_last(path: Path, names: list[str], count: int, report: Report) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.indices import make_index, read_index
@@ -199,13 +199,13 @@ def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
     return counts.pop()
 
 
-def find_lost(pattern: str, found: set[int], last: int, path: Path) -> Corrupt | None:
+def find_lost(pattern: str, found: set[int], last: int, path: Path) -> Incomplete | None:
     """Return the error for a number from 1 to `last` that no file's name has in `pattern`'s place, if one lacks."""
     missing = next(number for number in count(1) if number not in found)
     if missing > last:
         return None
     message = f"there is no `{pattern.format(missing)}`, of {last}"
-    return Corrupt(message, path=path, hint=f"not every rank had finished, or it was lost; {ELSEWHERE}")
+    return Incomplete(message, path=path, hint=f"not every rank had finished, or it was lost; {ELSEWHERE}")
 
 
 def of_two_exports(path: Path, other: str) -> Corrupt:
@@ -225,7 +225,8 @@ def find_indexed(path: Path, present: set[str], report: Report) -> Files:
         raise of_two_exports(path, INDEX)
     missing = [name for name in names if name not in present]
     if missing:
-        report(Corrupt(f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}", path=path))
+        message = f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}"
+        report(Incomplete(message, path=path, files=missing))
     return Files(path, [name for name in names if name in present], index, missing)
 
 

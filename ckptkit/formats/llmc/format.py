@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.errors import Corrupt, Incomplete, Report, refuse
 from ckptkit.files.file import file_size, is_there, names_in
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.llmc.header import HEADER, MODEL, Config, State, read_config, read_numbers, read_state, shapes_of
@@ -90,7 +90,7 @@ def find_states(path: Path, report: Report) -> dict[str, State | None]:
     if not found:
         return {}
     if not is_there(root / f"DONE_{match[1]}"):
-        raise Corrupt(f"no `DONE_{match[1]}`: the save did not finish", path=path, hint="use an older checkpoint")
+        raise Incomplete(f"no `DONE_{match[1]}`: the save did not finish", path=path, hint="use an older checkpoint")
     states = read_each(root, dict(sorted(found.items())), lambda _, name: read_state(root / name), report)
     ranks = next((state.ranks for state in states.values()), len(found))
     if len(found) > ranks:
@@ -100,7 +100,8 @@ def find_states(path: Path, report: Report) -> dict[str, State | None]:
     if missing:
         names = ", ".join(found[rank] for rank in missing[:8])
         message = f"the states of {ranks} ranks belong to this model; missing: {names}"
-        (report if len(found) == ranks else refuse)(Corrupt(message, path=root / found[missing[0]]))
+        path = root / found[missing[0]]
+        (report if len(found) == ranks else refuse)(Incomplete(message, path=path, ranks=missing))
     return {name: states.get(rank) for rank, name in sorted(found.items())}
 
 

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -63,7 +63,7 @@ def file_in(root: Path, directory: str, report: Report) -> str:
     names = names_in(root / directory)
     found = next((name for name in FILES if name in names), None)
     if found is None:
-        report(Corrupt(f"no `{FILES[0]}` in the directory of this rank", path=root / directory, hint=ELSEWHERE))
+        report(Incomplete(f"no `{FILES[0]}` in the directory of this rank", path=root / directory, hint=ELSEWHERE))
     return f"{directory}/{found or FILES[0]}"
 
 
@@ -93,7 +93,7 @@ def place(
     missing = {rank: name_of(rank, length, has_stages) for rank in islice((r for r in ranks if r not in found), _MOST)}
     if count:
         names = ", ".join(islice(missing.values(), 8))
-        problem = Corrupt(f"{count} of {prod(sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE)
+        problem = Incomplete(f"{count} of {prod(sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE)
         (report if count <= _MOST else refuse)(problem)
     if more:
         names = ", ".join(found[rank] for rank in more[:8])

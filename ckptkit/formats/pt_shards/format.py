@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, is_there, names_in
 from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import Flat, Flattening, describe
@@ -105,7 +105,7 @@ def find_index(path: Path) -> Index:
     numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
     if not names and numbered:
         message = f"no `{numbered[1]}.{numbered[2]}.index.json` says which files belong with `{numbered[0]}`"
-        raise Corrupt(message, path=path, hint=ELSEWHERE)
+        raise Incomplete(message, path=path, hint=ELSEWHERE)
     models = [name for name in names if "optim" not in name]
     if len(models or names) != 1:
         message = f"{len(names)} indices of torch.save files: {', '.join(names[:4])}"
@@ -156,6 +156,6 @@ def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]]
         report(Corrupt(message, path=index.root / file, tensor=name))
 
 
-def missing(index: Index, name: str) -> Corrupt:
+def missing(index: Index, name: str) -> Incomplete:
     hint = "a download that did not end? the files belong in one directory"
-    return Corrupt(f"the file is missing, which `{index.name}` names", path=index.root / name, hint=hint)
+    return Incomplete(f"the file is missing, which `{index.name}` names", path=index.root / name, hint=hint)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse
 from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import Flat
@@ -133,10 +133,11 @@ def join_all(path: Path, found: RankFiles, report: Report) -> Flat:
     model = without_views(read_files(path, found, MODEL, (MODEL,), report))
     if not model:
         raise Corrupt("no file of a rank that holds a model can be read")
-    flats = [join_files(model, report)]
+    flats = [join_files(model, naming_files(path, found, MODEL, report))]
     try:
         files = read_files(path, found, OPTIMIZER, (OPTIMIZER,), report)
-        flats += [join_optimizer(files, model, report, found.world)] if files else []
+        tell = naming_files(path, found, OPTIMIZER, report)
+        flats += [join_optimizer(files, model, tell, found.world)] if files else []
     except CkptError as error:
         report(error)
     files = read_files(path, found, REST, (), report)
@@ -145,6 +146,17 @@ def join_all(path: Path, found: RankFiles, report: Report) -> Flat:
     for flat in flats:
         whole.update(flat)
     return whole
+
+
+def naming_files(path: Path, found: RankFiles, kind: str, report: Report) -> Report:
+    """Return a report that blames the file of the rank that has a part of a tensor which is not there."""
+
+    def tell(problem: CkptError) -> None:
+        if isinstance(problem, Incomplete) and problem.ranks:
+            problem.blame(path=path / found.name_of(kind, problem.ranks[0]))
+        report(problem)
+
+    return report if report is refuse else tell
 
 
 def read_files(path: Path, found: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:

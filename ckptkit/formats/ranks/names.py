@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, refuse
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
 CONFIG = "fsdp_config.json"  # beside the files of which the name says how many ranks there are
@@ -67,6 +67,15 @@ class RankFiles:
     def names(self) -> list[str]:
         return [name for by_rank in self.files.values() for name in by_rank.values()]
 
+    def name_of(self, kind: str, rank: int) -> str:
+        """Return the name of the file of a kind that a rank has, whether it is there or not."""
+        known = next(iter(self.files[kind].values()))
+        match = self.naming.compiled[kind].fullmatch(known)
+        assert match is not None
+        start, end = match.span("rank")
+        width = end - start if known[start] == "0" else 0
+        return self.files[kind].get(rank, f"{known[:start]}{rank:0{width}d}{known[end:]}")
+
 
 def rank_in(name: str) -> int | None:
     """Return the rank in the name of a file, None for a file of no rank."""
@@ -116,13 +125,14 @@ def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]], report: 
 
 def check_ranks(found: RankFiles, report: Report) -> None:
     """Report ranks without a file of each kind. Raises `Corrupt` for files of any besides."""
-    for by_rank in found.files.values():
+    for kind, by_rank in found.files.items():
         missing = [rank for rank in range(found.world) if rank not in by_rank]
         name = next(iter(by_rank.values()))
         if missing:
             some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             message = f"{len(missing)} of {found.world} files like `{name}` are missing: of rank {some}"
-            report(Corrupt(message, hint=ELSEWHERE))
+            names = [found.name_of(kind, rank) for rank in missing]
+            report(Incomplete(message, hint=ELSEWHERE, files=names, ranks=missing))
         if len(by_rank) > found.world:
             message = f"`{by_rank[max(by_rank)]}` is of rank {max(by_rank)}, but there are {found.world} ranks"
             raise Corrupt(message, hint="it may be of an earlier run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.formats.archives.flatten import Flat
 from ckptkit.formats.archives.param_groups import numbers_of
 from ckptkit.formats.archives.values import with_value
@@ -49,8 +49,20 @@ def join_optimizer(
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
         joined = Flat(tensors, rest.blobs, keys)
     else:
-        joined = join_files(files, report)
+        joined = join_files(files, report if found is None else naming_parameters(files, found, report))
     return joined if found is None else with_names(joined, groups, found)
+
+
+def naming_parameters(files: Sequence[RankFile], found: Mapping[int, Parameter], report: Report) -> Report:
+    """Return a report that calls the states of an optimizer by the names of their parameters."""
+    keys = {name: key for file in files for name, key in file.flat.keys.items()}
+
+    def tell(problem: CkptError) -> None:
+        if problem.tensor in keys:
+            problem.tensor = ".".join(map(str, numbered.named(keys[problem.tensor], found)))
+        report(problem)
+
+    return report if report is refuse else tell
 
 
 def without_moments(file: RankFile) -> RankFile:

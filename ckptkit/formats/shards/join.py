@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.formats.archives.flatten import Flat
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.held import Held, RankFile
@@ -100,7 +100,7 @@ def join_placed(held: Mapping[int, Held], of_first: Placed, report: Report) -> I
     missing = [rank for rank in of_first.mesh.ranks if rank not in held]
     if missing:
         message = f"it lies on {len(of_first.mesh.ranks)} ranks, and rank {missing[0]} has no part of it here"
-        report(Corrupt(message, hint="a file is missing, or of another run"))
+        report(Incomplete(message, hint="a file is missing, or of another run", ranks=missing))
     first = {}
     for rank in (rank for rank in of_first.mesh.ranks if rank in held):
         spread = held[rank].spread
@@ -139,7 +139,7 @@ def check_same_shards(held: Mapping[int, Held], of_first: Sharded, report: Repor
     beyond = [rank for rank in of_first.ranks if rank is not None and rank not in held]
     if beyond:
         message = f"it lies on {len(of_first.ranks)} ranks, and rank {beyond[0]} has no part of it here"
-        report(Corrupt(message, hint="a file is missing, or of another run"))
+        report(Incomplete(message, hint="a file is missing, or of another run", ranks=beyond))
 
 
 def unique(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

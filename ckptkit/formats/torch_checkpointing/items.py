@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report
+from ckptkit.errors import ELSEWHERE, CkptError, Incomplete, Report
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.archives.flatten import Flat
 from ckptkit.formats.json_text import parse_json
@@ -35,9 +35,9 @@ def read_item_files(root: Path, name: str, item: Item, report: Report) -> list[R
     return found
 
 
-def missing(path: Path) -> Corrupt:
+def missing(path: Path) -> Incomplete:
     """Return the error for a rank's file that is not there."""
-    return Corrupt("the file is missing", path=path, hint=ELSEWHERE)
+    return Incomplete("the file is missing", path=path, hint=ELSEWHERE)
 
 
 def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: Item) -> RankFile:

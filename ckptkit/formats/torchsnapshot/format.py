@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.errors import Corrupt, Incomplete, Report, refuse
 from ckptkit.files.file import names_in, opening, read_at
 from ckptkit.formats.archives.locate import ENVELOPE, locate
 from ckptkit.formats.pickles.write_pickle import dump
@@ -97,9 +97,11 @@ class _Gathering:
         """Add what all ranks have alike, as one has it whose file is there. Reports what could not be compared."""
         there = [entry for entry in entries if self.is_there(entry)] or entries
         self.add_entry(key, there[0])
-        for rank in (entry.rank for entry in entries if entry not in there):
-            own = ".".join(map(str, (OWN, f"rank_{rank}", *key)))
-            self.places.report(Corrupt("it may not have been what other ranks have", path=self.root, tensor=own))
+        for entry in (entry for entry in entries if entry not in there):
+            own = ".".join(map(str, (OWN, f"rank_{entry.rank}", *key)))
+            path = self.root / self.places.chunks(entry)[1][0].path
+            message = "it may not have been what other ranks have"
+            self.places.report(Incomplete(message, path=path, tensor=own, ranks=[entry.rank]))
 
     def add_entry(self, key: KeyPath, entry: Entry) -> None:
         """Add what one rank has."""

@@ -1,4 +1,4 @@
-"""Find optimizers whose groups of parameters are others than in a checkpoint that loads."""
+"""Find what a loader misses in an optimizer: states of parameters without a gradient, and groups as it has them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,61 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.commands import rewrite
 from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.fix import Fix, reshard, rewrite
 from ckptkit.errors import Corrupt
-from ckptkit.layout import Layout
+from ckptkit.layout import KeyPath, Layout
 from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers
+from ckptkit.optimizers.missing_states import States, find_states, flattened
+
+
+def find_missing_states(case: Case) -> Iterator[Finding]:
+    """Yield the parameters without a state, of an optimizer in shards, whose loader asks for a state of each.
+
+    Of one in a file of torch.save a note is made: whether its loader asks for all depends on which it is.
+    """
+    if case.checkpoint.model_part.reader.is_sharded and case.adapted is None:
+        yield from list_missing_states(case)
+
+
+def list_missing_states(case: Case) -> Iterator[Finding]:
+    """Yield the parameters without a state, however the optimizer is saved."""
+    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    words = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
+    for states in named_states(case.layout):
+        for name in without_state(states):
+            message = (
+                "the optimizer lists it and has no state of it: it never had a gradient. Unless it is frozen, "
+                f"torch's load ends with {words}"
+            )
+            yield Finding("optimizer_state", spell(states.above, name), message, complete(case))
+
+
+def complete(case: Case) -> Fix:
+    """Return the command that gives every parameter a state."""
+    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    ranks = (case.world_size or case.layout.world_size) if is_sharded else None
+    if ranks:
+        return reshard(case.checkpoint, ranks, complete_optimizer=True)
+    return rewrite(case.checkpoint, complete_optimizer=True)
+
+
+def named_states(layout: Layout) -> list[States]:
+    """Return the states of the optimizers that call their parameters by name, and have groups that make sense."""
+    try:
+        found = find_states(layout)
+    except Corrupt:
+        found = list(flattened(layout))
+    return [states for states in found if states.optimizer is None or states.optimizer.is_named]
+
+
+def without_state(states: States) -> list[str]:
+    """Return the parameters that are listed and have no state; none if no parameter has one."""
+    return states.lacking if states.of else []
+
+
+def spell(above: KeyPath, name: str) -> str:
+    return ".".join([*map(str, above), "state", name])
 
 
 def find_groups(case: Case) -> Iterator[Finding]:
@@ -22,7 +72,7 @@ def find_groups(case: Case) -> Iterator[Finding]:
         if ours.is_named != theirs.is_named:
             here, there = (NAMES if one.is_named else IDS for one in (ours, theirs))
             message = f"it has {here} for its parameters, that of {case.like.path} has {there}"
-            yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, "--optimizer-keys", there))
+            yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, optimizer_keys=there))
         else:
             yield from find_difference(ours, theirs, case.like.path)
 

@@ -1,4 +1,4 @@
-"""Hold a message of a load that has failed, and look in the checkpoint for what it is about."""
+"""Look in a checkpoint for what the message of a failed load is about."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from dataclasses import dataclass
 
 from ckptkit.comparison.renames import by_rule
 from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.commands import export, reshard, rewrite
+from ckptkit.diagnosis.damage import find_torch_version
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.groups import optimizers_in
-from ckptkit.diagnosis.names import find_names
-from ckptkit.diagnosis.optimizer_states import find_missing_states, list_missing_states
-from ckptkit.diagnosis.ranks import resize
+from ckptkit.diagnosis.fix import export, reshard, resize, rewrite
+from ckptkit.diagnosis.names import find_names, find_wrappers, raw_names
+from ckptkit.diagnosis.optimizer import find_missing_states, list_missing_states, optimizers_in
 from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import find_shapes
-from ckptkit.diagnosis.torch_version import find_torch_version
-from ckptkit.diagnosis.wrappers import find_wrappers, raw_names
 from ckptkit.models.fit import find_rename
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.vocabulary import rows_of
 from ckptkit.names import HUB
 
-Look = Callable[["Said", Case], Iterator[Finding]]
+Look = Callable[["MatchedMessage", Case], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')
 _SIZE = re.compile(r"[0-9]+")
 _WORLD = re.compile(r"_world_size_([0-9]{1,7})_rank_")
@@ -34,17 +31,17 @@ _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: (.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MatchedMessage:
     """The parts of a message that differ from one to the next, and all of the text that it stands in."""
 
     parts: tuple[str, ...]
     text: str
 
 
-def find_keys(said: Said, case: Case) -> Iterator[Finding]:
+def find_keys(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield what a model looked for by `load_state_dict`, by the names that the checkpoint has for it, if any."""
-    wanted = _QUOTED.findall(said.parts[0])
-    given = [name for found in _UNEXPECTED.findall(said.text) for name in _QUOTED.findall(found)]
+    wanted = _QUOTED.findall(matched.parts[0])
+    given = [name for found in _UNEXPECTED.findall(matched.text) for name in _QUOTED.findall(found)]
     raw = raw_names(case)
     pairs = by_rule(dict.fromkeys(given), dict.fromkeys(wanted))
     if len(pairs) < len(wanted):
@@ -54,7 +51,7 @@ def find_keys(said: Said, case: Case) -> Iterator[Finding]:
         yield from said_otherwise(case, pairs, raw)
     elif case.checkpoint.family is not None and case.checkpoint.companions.config is not None:
         message = f"the names are those of {case.checkpoint.family.name}, and the model has others"
-        yield Finding("family", wanted[0], message, rewrite(case.checkpoint, "--names", HUB), tuple(wanted))
+        yield Finding("family", wanted[0], message, rewrite(case.checkpoint, names=HUB), tuple(wanted))
         return
     there = tuple(name for name in wanted if name not in found and name in raw)
     if there:
@@ -77,17 +74,17 @@ def missing(case: Case, name: str) -> Finding:
     return Finding("missing", name, "it is not in the checkpoint")
 
 
-def find_unexpected(said: Said, case: Case) -> Iterator[Finding]:
+def find_unexpected(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield what a model does not call for, unless names are all that is wrong."""
-    if "Missing key(s) in state_dict" not in said.text:
-        for name in _QUOTED.findall(said.parts[0]):
-            fix = rewrite(case.checkpoint, "--exclude", f"*{name}")
+    if "Missing key(s) in state_dict" not in matched.text:
+        for name in _QUOTED.findall(matched.parts[0]):
+            fix = rewrite(case.checkpoint, exclude=(f"*{name}",))
             yield Finding("unexpected", name, "the checkpoint has it, and the model does not call for it", fix)
 
 
-def find_key(said: Said, case: Case) -> Iterator[Finding]:
+def find_key(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield why a key is not in the shards: a state that was never made, other names, another key above it."""
-    name = said.parts[0].rstrip(".")
+    name = matched.parts[0].rstrip(".")
     states = [one for one in find_missing_states(case) if one.tensor and name.startswith(f"{one.tensor}.")]
     if states:
         yield from find_missing_states(case)
@@ -97,7 +94,7 @@ def find_key(said: Said, case: Case) -> Iterator[Finding]:
     if ends := [known for known in case.layout.names if is_end(known, name)]:
         yield Finding("key", name, f"the checkpoint has it as `{max(ends, key=len)}`")
     elif (rule := find_rename([own], raw)) is not None:
-        fix = rewrite(case.checkpoint, "--rename", rule)
+        fix = rewrite(case.checkpoint, rename=(rule,))
         yield Finding("renamed", name, "the checkpoint has it by another name", fix)
     elif ".param_groups." in name:
         message = "an option of the optimizer that the torch which saved this did not have: load without it, and set it"
@@ -106,9 +103,9 @@ def find_key(said: Said, case: Case) -> Iterator[Finding]:
         yield missing(case, name)
 
 
-def find_kind(said: Said, case: Case) -> Iterator[Finding]:
+def find_kind(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield an entry that is a tensor in the checkpoint, and none where it is to be loaded."""
-    name = said.parts[0].strip()
+    name = matched.parts[0].strip()
     if name in case.layout.tensors:
         message = "it is a tensor in the checkpoint, and a plain value where it is to be loaded"
         if ".param_groups." in f".{name}":
@@ -120,14 +117,14 @@ def is_end(one: str, other: str) -> bool:
     return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
-def find_size(said: Said, case: Case) -> Iterator[Finding]:
+def find_size(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield that a tensor has another shape: `parts` are what the checkpoint has, what the model has, and the name."""
-    here, there = (tuple(map(int, _SIZE.findall(part))) for part in said.parts[:2])
-    name = said.parts[2].strip().rstrip(".")
+    here, there = (tuple(map(int, _SIZE.findall(part))) for part in matched.parts[:2])
+    name = matched.parts[2].strip().rstrip(".")
     rows = rows_of(case.weights.layout.tensors) if case.weights else {}
     if here and there and here[1:] == there[1:] and any(is_end(known, name) or known == name for known in rows):
         message = f"it has {here[0]} rows, the model {there[0]}: the vocabulary of one of them is padded"
-        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, "--vocab-size", there[0]))
+        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=there[0]))
     elif len(there) == 1 and len(here) > 1:
         message = (
             f"{list(here)} here, and {there[0]} numbers in a row there: FSDP1 had wrapped the model when it loaded"
@@ -137,17 +134,17 @@ def find_size(said: Said, case: Case) -> Iterator[Finding]:
         yield Finding("shape", name, f"{list(here)} here, {list(there)} in the model: is it the same model?")
 
 
-def find_size_by_name(said: Said, case: Case) -> Iterator[Finding]:
-    name, here, there = said.parts
-    yield from find_size(Said((here, there, name), said.text), case)
+def find_size_by_name(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+    name, here, there = matched.parts
+    yield from find_size(MatchedMessage((here, there, name), matched.text), case)
 
 
-def find_states(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - all are of interest, not just the first
+def find_states(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - all are of interest, not just the first
     """Yield the parameters that an optimizer has no state of, in one file as in shards."""
     yield from list_missing_states(case)
 
 
-def find_groups(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
+def find_groups(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
     """Yield the groups that the optimizer in the checkpoint has."""
     for optimizer in optimizers_in(case.layout):
         sizes = ", ".join(str(len(group)) for group in optimizer.groups)
@@ -155,39 +152,39 @@ def find_groups(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - 
         yield Finding("groups", optimizer.name, message)
 
 
-def find_ranks(said: Said, case: Case) -> Iterator[Finding]:
+def find_ranks(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield that a checkpoint is for as many ranks as saved it: `parts` are these, and the ranks now."""
-    before, now = (int(found[0]) if (found := _SIZE.findall(part)) else 0 for part in said.parts[:2])
-    fix = resize(case, now, case.checkpoint.model_part.reader.resized_as) if now else None
+    before, now = (int(found[0]) if (found := _SIZE.findall(part)) else 0 for part in matched.parts[:2])
+    fix = resize(case.checkpoint, now) if now else None
     yield Finding("world_size", None, f"it was saved by {before} ranks, and {now} load it", fix)
 
 
-def find_file(said: Said, case: Case) -> Iterator[Finding]:
+def find_file(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield why a file is not there: one that is called by another number of ranks."""
-    world = _WORLD.search(said.parts[0])
+    world = _WORLD.search(matched.parts[0])
     ranks = case.layout.world_size
     if world and ranks is not None and int(world[1]) != ranks:
         message = f"its files are those of {ranks} ranks, and {world[1]} look for theirs"
         yield Finding("world_size", None, message, reshard(case.checkpoint, int(world[1])))
 
 
-def find_parameter(said: Said, case: Case) -> Iterator[Finding]:
+def find_parameter(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield why a parameter of the model is not in the file: `parts` are its name."""
-    yield from find_key(Said((said.parts[0],), said.text), case)
+    yield from find_key(MatchedMessage((matched.parts[0],), matched.text), case)
 
 
-def find_misfits(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said
+def find_misfits(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said
     for kind in (find_wrappers, find_names, find_shapes):
         yield from kind(case)
 
 
-def find_model(said: Said, case: Case) -> Iterator[Finding]:
+def find_model(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield the command that makes a model of a training checkpoint, if that could be read."""
-    if found := _OPERAND.search(said.text):
+    if found := _OPERAND.search(matched.text):
         yield Finding("corrupt", None, f"what was read is no file of torch.save{_NO_FILE.get(found[1], '')}")
         return
     yield Finding("no_model", None, "it is a training checkpoint, and no model to load yet", export(case.checkpoint))
 
 
-def find_version(said: Said, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the message has only a number
+def find_version(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the message has only a number
     yield from find_torch_version(case)

@@ -1,0 +1,86 @@
+"""Gather the problems of a checkpoint: each once, and those of a file that is missing as one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from copy import copy
+from itertools import islice
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Incomplete
+
+_NAMED = 3  # tensors of a problem that are named
+Key = tuple[Path | None, tuple[str, ...], str | None, int | None]  # file, or directory and files; tensor; byte
+
+
+class Problems:
+    """The problems of one checkpoint, each once.
+
+    Tensors that lack what is in one file are one problem: that of the file, if it has one.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Key, CkptError] = {}
+        self._lacking: dict[Path, dict[str, Incomplete]] = {}  # by file and tensor
+
+    def add(self, problem: CkptError) -> None:
+        """Note a problem, unless one of the same place is known; without its traceback, which keeps files alive.
+
+        A tensor that lacks what is in a file has a gap for that reason, and no problem of its own.
+        """
+        problem = problem.with_traceback(None)
+        files = problem.files if isinstance(problem, Incomplete) else ()
+        if problem.tensor is None or problem.offset is not None:
+            self._found.setdefault((problem.path, files, problem.tensor, problem.offset), problem)
+        elif isinstance(problem, Incomplete) and problem.path is not None:
+            self._lacking.setdefault(problem.path, {}).setdefault(problem.tensor, problem)
+        elif not any(problem.tensor in tensors for tensors in self._lacking.values()):
+            self._found.setdefault((problem.path, files, problem.tensor, None), problem)
+
+    def are_in(self, path: Path) -> bool:
+        """Return whether a problem of file `path` is known."""
+        return path in self._lacking or any(found == path for found, *_ in self._found)
+
+    def list(self) -> tuple[CkptError, ...]:
+        """Return all of them, those of files and single tensors before those of several tensors."""
+        left = dict(self._lacking)
+        found = []
+        for problem in self._found.values():
+            lacking = [left.pop(path) for path in sorted(files_of(problem) & left.keys())]
+            found.append(with_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors)))
+        return (*found, *map(of_tensors, left.values()))
+
+
+def files_of(problem: CkptError) -> set[Path]:
+    """Return the files that a problem of files is about; none for the problem of a tensor."""
+    if problem.tensor is not None or problem.path is None:
+        return set()
+    names = problem.files if isinstance(problem, Incomplete) else ()
+    return {problem.path, *(problem.path / name for name in names)}
+
+
+def with_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
+    """Return the problem of files with the tensors that have a part in them."""
+    if not tensors:
+        return problem
+    found = copy(problem)
+    some = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
+    found.message = f"{problem.message}; {some} incomplete: {abridge(tensors)}"
+    found.args = (found.message,)
+    return found
+
+
+def of_tensors(lacking: dict[str, Incomplete]) -> Incomplete:
+    """Return the problem of tensors that lack what is in one file; of a single tensor as it was reported."""
+    first, *others = lacking.values()
+    if not others:
+        return first
+    of_rank = f" of rank {first.ranks[0]}" if first.ranks else ""
+    message = f"{len(lacking)} tensors lack their part{of_rank}: {abridge(lacking)}"
+    return Incomplete(message, path=first.path, hint=first.hint, ranks=first.ranks)
+
+
+def abridge(names: Iterable[str]) -> str:
+    """Return a few of the names."""
+    some = list(islice(names, _NAMED + 1))
+    return ", ".join(some[:_NAMED]) + (", ..." if some[_NAMED:] else "")

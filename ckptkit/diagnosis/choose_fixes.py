@@ -1,0 +1,113 @@
+"""Choose the commands that fix findings: as few as can do it, and none that would be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.diagnosis.finding import Finding, group
+from ckptkit.diagnosis.fix import SHARDS, Fix, Value
+from ckptkit.errors import CkptError
+
+_ALONE = frozenset(["include", "salvage"])  # look at what these make before you do more to it
+_RESHARD, _CONVERT, _EXPORT = "reshard", "convert", "consolidate"
+DryRun = Callable[[Fix], CkptError | None]  # returns the error that a command would end with
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenFixes:
+    """The findings with the commands that fix them, and notes on those that no command fixes."""
+
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+
+def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: DryRun) -> ChosenFixes:
+    """Return the findings, grouped, with the fewest commands that fix them and that `dry_run` finds no error in."""
+    found = group(findings)
+    if any(one.code == "other_model" for one in found):  # no command makes the model that is wanted
+        return ChosenFixes(tuple(replace(one, fixed_by=None) for one in found))
+    own = list(dict.fromkeys(one.fixed_by for one in found if one.fixed_by))
+    joint = join_all(own, is_sharded=checkpoint.model_part.reader.name == SHARDS)
+    trials = Trials(dry_run, {})
+    chosen = {fix: trials.first(joint[fix], fix) for fix in own}
+    refused = {fix: error for fix in own if chosen[fix] is None and (error := trials.errors[fix])}
+    notes = tuple(f"`{fix}` would end with: {error.message}" for fix, error in refused.items())
+    return ChosenFixes(
+        tuple(replace(one, fixed_by=chosen[one.fixed_by]) if one.fixed_by else one for one in found), notes
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """The commands that were tried, each once, and the errors of those that would be refused."""
+
+    dry_run: DryRun
+    errors: dict[Fix, CkptError | None]
+
+    def first(self, *fixes: Fix) -> Fix | None:
+        """Return the first of the commands, or of those that do nearly the same, that is not refused; else None."""
+        wanted = (other for fix in fixes for other in (fix, *others(fix)))
+        return next((fix for fix in wanted if self.admits(fix)), None)
+
+    def admits(self, fix: Fix) -> bool:
+        """Return whether a command is not refused."""
+        if fix not in self.errors:
+            self.errors[fix] = self.dry_run(fix)
+        return self.errors[fix] is None
+
+
+def others(fix: Fix) -> Iterator[Fix]:
+    """Yield commands that do nearly the same where the command itself is refused.
+
+    With `names="keep"` a model is not compared with its config, which may be incomplete. Files that cannot be written
+    for other ranks become shards.
+    """
+    options = dict(fix.options)
+    if fix.verb == _EXPORT and "names" not in options:
+        yield Fix.of(fix.verb, *fix.paths, **options, names="keep")
+    elif fix.verb == _RESHARD:
+        yield as_shards(fix)
+
+
+def as_shards(fix: Fix) -> Fix:
+    """Return a command that writes a checkpoint for other ranks as one that converts it to shards for them."""
+    options = dict(fix.options)
+    return Fix.of(_CONVERT, *fix.paths, **{**options, "to": SHARDS, "world_size": options["to"]})
+
+
+def join_all(fixes: Collection[Fix], *, is_sharded: bool) -> dict[Fix, Fix]:
+    """Return by each command the one that does the same as all with its verb and paths, if they do not disagree.
+
+    Where the checkpoint `is_sharded` already, a command that writes it for other ranks can convert it too.
+    """
+    own = {fix: fix for fix in fixes}
+    whole = {fix.paths for fix in own if fix.verb == _CONVERT and ("to", SHARDS) in fix.options}
+    for fix in fixes if is_sharded else ():
+        if fix.verb == _RESHARD and fix.paths in whole:
+            own[fix] = as_shards(fix)
+    alike: dict[tuple[object, ...], list[Fix]] = {}
+    for fix, same in own.items():
+        if not _ALONE & dict(fix.options).keys():
+            alike.setdefault((same.verb, *fix.paths), []).append(fix)
+    found = dict(own)
+    for members in alike.values():
+        joint = join([own[fix] for fix in members])
+        found |= dict.fromkeys(members, joint) if joint else {}
+    return found
+
+
+def join(fixes: Collection[Fix]) -> Fix | None:
+    """Return one command with the options of several that have its verb and paths; None where two disagree."""
+    options: dict[str, Value] = {}
+    for name, value in (option for fix in fixes for option in fix.options):
+        known = options.get(name, value)
+        if isinstance(known, tuple) and isinstance(value, tuple):
+            options[name] = tuple(dict.fromkeys((*known, *value)))
+        elif known == value:
+            options[name] = value
+        else:
+            return None
+    first = next(iter(fixes))
+    return Fix.of(first.verb, *first.paths, **options)
