@@ -63,7 +63,7 @@ def key(
 def name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, notes: list[str], *, must: bool) -> list[Keyed]:
     """Return an optimizer with names for its numbers; nothing if these are not certain, unless they `must` be."""
     try:
-        members = find_names(checkpoint.model_part, layout, optimizer)
+        members = find_names(layout, optimizer, checkpoint.model_part.layout, checkpoint.model_part.path)
     except (Mismatch, Unsupported) as error:
         if must:
             raise
