@@ -76,8 +76,15 @@ def is_flattened(files: Sequence[RankFile], model: RankFile) -> bool:
     return is_spread and bool(moments) and all(h.spread is None and len(h.spec.shape) == 1 for h in moments)
 
 
+def has_strays(files: Sequence[RankFile], groups: Sequence[Sequence[int]]) -> bool:
+    """Return whether a file has the state of a parameter that is in no group."""
+    known = {str(number) for group in groups for number in group}
+    keys = (key for file in files for key in file.flat.keys.values() if len(key) > AT and key[1] == "state")
+    return any(key[AT] not in known for key in keys)
+
+
 def shapes_of(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
-    """Return the shape of each number's moments, or if they are flattened how many numbers all ranks have."""
+    """Return the shape of each number's moments, or how many elements all ranks have if they are flattened."""
     found: dict[int, Shape | int] = {}
     of_moment: dict[tuple[int, Any], int] = {}
     for file in files:
@@ -134,6 +141,6 @@ def piece_of(moment: Held) -> tuple[Chunk, int]:
 
 def named(key: KeyPath, found: Mapping[int, Parameter]) -> KeyPath:
     """Return a key path with the name of the parameter in place of its number."""
-    if len(key) > AT and key[1] == "state" and str(key[AT]).isdecimal():
+    if len(key) > AT and key[1] == "state":
         return (*key[:AT], found[int(key[AT])].name, *key[AT + 1 :])
     return key
