@@ -9,7 +9,7 @@ named, and the states are copied unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ MASTER = "fp32_param"
 _MASTERS = "fp32_from_fp16_params"
 _BUFFERS = ("inv_freq", "expert_bias", "local_tokens_per_expert")
 _NARROW = ("float16", "bfloat16")
+_KIND = ("wd_mult", "lr_mult")
 
 Parameter = tuple[int, str, Spec]  # of which run of layers, its name there, and what it is
 
@@ -40,6 +41,24 @@ class Named:
     groups: list[list[Parameter]] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> list[list[Any]]:
+        """Return what tells each group from others."""
+        return [[settings.get(key) for key in _KIND] for settings in self.settings]
+
+    def in_order_of(self, other: Named) -> Named | None:
+        """Return the optimizer with its groups in the order of another rank's; None if those are other groups.
+
+        A rank has its groups in the order in which its own parameters begin with them.
+        """
+        kinds, wanted = self.kinds, other.kinds
+        if kinds == wanted:
+            return self
+        if len(kinds) != len(wanted) or any(kinds.count(kind) != 1 for kind in wanted):
+            return None
+        order = [kinds.index(kind) for kind in wanted]
+        return replace(self, groups=[self.groups[i] for i in order], settings=[self.settings[i] for i in order])
 
 
 class Uncertain(Exception):

@@ -209,6 +209,25 @@ def test_groups_with_and_without_decay_and_masters_in_32_bits(tmp_path: Path) ->
     assert [group["params"] for group in groups] == order
 
 
+def test_stages_may_have_their_groups_in_different_orders(tmp_path: Path) -> None:
+    """Each stage has its groups in the order in which its own parameters begin with them."""
+    stages = [
+        {"embedding.weight": torch.ones(4, 3), "norm.weight": torch.ones(3)},
+        {"final.bias": torch.ones(5), "output_layer.weight": torch.ones(4, 3)},
+    ]
+    for stage, (model, decays) in enumerate(zip(stages, [(1.0, 0.0), (0.0, 1.0)], strict=True)):
+        groups = [{"params": [i], "wd_mult": decay, "lr": 0.5} for i, decay in enumerate(decays)]
+        states = {i: {"exp_avg": value} for i, value in enumerate(model.values())}
+        optimizer = {"state": states, "param_groups": groups}
+        save_rank(tmp_path, f"mp_rank_00_{stage:03d}", model, optimizer, pipeline_model_parallel_size=2)
+    ckptkit.convert(tmp_path, tmp_path / "out.pt", to="pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=False)["optimizer"]["param_groups"]
+    assert {group["wd_mult"]: group["params"] for group in found} == {
+        1.0: ["embedding.weight", "output_layer.weight"],
+        0.0: ["norm.weight", "final.bias"],
+    }
+
+
 SMALL = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2)}
 
 
