@@ -23,6 +23,7 @@ from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.flat import FlatPiece, cut_out
 from ckptkit.models.companions import find_companions, find_config
+from ckptkit.names.parameters import is_list_of_parameters
 from ckptkit.tensors.box import Shape
 from ckptkit.trainers import is_other_part
 
@@ -110,8 +111,7 @@ def shapes_in(layout: Layout) -> dict[str, Shape] | None:
         key = layout.key(name)
         if len(key) > 2 and key[-3] == "state" and isinstance(key[-2], str) and tensor.spec.shape:
             moments.setdefault(key[-2], tensor.spec.shape)
-    lists = [name for name in layout.blobs if layout.key(name)[-3:-2] == ("param_groups",)]
-    lists = [name for name in lists if layout.key(name)[-1] == "params"]
+    lists = [name for name in layout.blobs if is_list_of_parameters(layout.key(name))]
     if len(lists) != 1 or not moments:
         return None
     names = load_value(layout.root, layout.blobs[lists[0]])

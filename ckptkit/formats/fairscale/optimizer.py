@@ -65,7 +65,8 @@ def is_certain(files: Sequence[RankFile], described: Described, key: str, above:
             return False
         if found.keys() != moments[0].keys() or {number for number, _ in found} != set(map(str, range(len(flats)))):
             return False
-        if any(content_of(file, name) != content_of(files[0], name) for name in found.values()):
+        values = [name for name in found.values() if name not in file.flat.tensors]
+        if any(content_of(file, name) != content_of(files[0], name) for name in values):
             return False
         shapes = shapes_of(file, found)
         pieces = {flat: (file.tensors[f"{above}.{flat}"].spec.numel,) for flat in flats}

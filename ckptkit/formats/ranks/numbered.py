@@ -26,7 +26,7 @@ AT = 2  # where in a key path the parameter is: `("optimizer", "state", "3", "ex
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the model: its name and shape, and the ranks of which each has a piece of it, if flattened."""
+    """A parameter of the model."""
 
     name: str
     shape: Shape
@@ -54,7 +54,7 @@ def match(
     """Return the parameter behind each number, None if that is not certain.
 
     `shapes` are those of the moments, or the number of their elements where they were flattened. Flattened moments may
-    be those of flat parameters, which only sizes tell from others: with several groups all must be known.
+    be of FSDP1's flat parameters, which only sizes tell: with several groups, all sizes must be known.
     """
     flattened = any(isinstance(shape, int) for shape in shapes.values())
     unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
