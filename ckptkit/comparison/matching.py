@@ -151,7 +151,8 @@ def named(checkpoint: Checkpoint, side: Compared, notes: list[str]) -> Compared:
     for optimizer in find_optimizers(layout):
         if not optimizer.is_named:
             try:
-                names = find_names(checkpoint.model_part, layout, optimizer)
+                model = checkpoint.model_part
+                names = find_names(layout, optimizer, model.layout, model.path)
             except (Mismatch, Unsupported) as error:
                 notes.append(f"`{optimizer.name}` in {side.path} has numbers, not names: {error.message}")
             else:

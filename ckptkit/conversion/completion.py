@@ -10,8 +10,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.names.weights import model_name
 from ckptkit.optimizers.missing_states import States, complete_states, find_states
-from ckptkit.optimizers.order import BUFFERS
-from ckptkit.optimizers.parameter_order import find_names
+from ckptkit.optimizers.parameter_order import find_names, is_buffer
 
 _DDP = "module."
 
@@ -57,7 +56,8 @@ def parameters_for(checkpoint: Checkpoint, layout: Layout, states: States) -> di
     tensors = checkpoint.weights.layout.tensors
     called: Mapping[str, str] = {one: one for group in states.groups for one in group} | {one: one for one in states.of}
     if states.optimizer is not None and not states.optimizer.is_named:
-        names = find_names(checkpoint.model_part, layout, states.optimizer)
+        model = checkpoint.model_part
+        names = find_names(layout, states.optimizer, model.layout, model.path)
         called = {str(number): str(name) for number, name in names.items()}
     own = {one: own_name(name, tensors) for one, name in called.items()}
     return {one: tensors[name] for one, name in own.items() if name in tensors}
@@ -78,7 +78,7 @@ def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredT
     notes = [f"{lacking}: zeros were written, with which it begins"]
     trained = {tensor.chunks for tensor in parameters.values()}
     floats = {name: one for name, one in checkpoint.weights.layout.tensors.items() if one.spec.dtype.kind == "float"}
-    others = [name for name, one in floats.items() if one.chunks not in trained and not name.endswith(BUFFERS)]
+    others = [name for name, one in floats.items() if one.chunks not in trained and not is_buffer(name)]
     if others:
         notes.append(
             f"{len(others)} tensors of the model are in no group of `{states.name}`, as frozen ones are, "

@@ -66,7 +66,7 @@ def by_name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, *, mus
     Raises `Unsupported` for names that are not certain and `must` be.
     """
     try:
-        members = find_names(checkpoint.model_part, layout, optimizer)
+        members = find_names(layout, optimizer, checkpoint.model_part.layout, checkpoint.model_part.path)
     except (Mismatch, Unsupported) as error:
         if must:
             raise

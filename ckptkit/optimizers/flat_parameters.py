@@ -20,9 +20,10 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.folders import folders
 from ckptkit.formats import detect_format, locate
 from ckptkit.formats.archives.values import load_value
-from ckptkit.layout import Chunk, KeyPath, Layout, StoredTensor
-from ckptkit.layout.axes import boxes_of_run
+from ckptkit.layout import KeyPath, Layout, StoredTensor
+from ckptkit.layout.flat import FlatPiece, cut_out
 from ckptkit.models.companions import find_companions, find_config
+from ckptkit.names.parameters import is_list_of_parameters
 from ckptkit.tensors.box import Shape
 from ckptkit.trainers import is_other_part
 
@@ -110,8 +111,7 @@ def shapes_in(layout: Layout) -> dict[str, Shape] | None:
         key = layout.key(name)
         if len(key) > 2 and key[-3] == "state" and isinstance(key[-2], str) and tensor.spec.shape:
             moments.setdefault(key[-2], tensor.spec.shape)
-    lists = [name for name in layout.blobs if layout.key(name)[-3:-2] == ("param_groups",)]
-    lists = [name for name in lists if layout.key(name)[-1] == "params"]
+    lists = [name for name in layout.blobs if is_list_of_parameters(layout.key(name))]
     if len(lists) != 1 or not moments:
         return None
     names = load_value(layout.root, layout.blobs[lists[0]])
@@ -146,8 +146,9 @@ def cut(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator
         total = sum(map(prod, members.values()))
         message = f"a flat parameter of {flat.spec.numel} numbers, but {known.said_by} has {len(members)} of {total}"
         raise Corrupt(f"{message} for it", path=layout.root, tensor=name, hint=f"is {known.said_by} of this model?")
+    pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in flat.chunks]
     for (parameter, shape), start in zip(members.items(), *starts.values(), strict=True):
-        yield parameter, StoredTensor(replace(flat.spec, shape=shape), tuple(pieces(flat, start, shape)))
+        yield parameter, StoredTensor(replace(flat.spec, shape=shape), tuple(cut_out(pieces, start, shape)))
 
 
 def starts_of(members: Mapping[str, Shape], numel: int, alignment: int, world: int) -> list[int] | None:
@@ -159,13 +160,3 @@ def starts_of(members: Mapping[str, Shape], numel: int, alignment: int, world: i
         at += prod(shape)
     end = at if alignment == 1 else at + -at % world
     return found if end == numel else None
-
-
-def pieces(flat: StoredTensor, start: int, shape: Shape) -> Iterator[Chunk]:
-    """Yield the chunks of a tensor that begins at `start` of a flat one."""
-    stop = start + prod(shape)
-    for chunk in flat.chunks:
-        begin = chunk.start[0]
-        low, high = max(start, begin), min(stop, begin + chunk.size[0])
-        if low < high:
-            yield from boxes_of_run(chunk, low - begin, shape, low - start, high - start)

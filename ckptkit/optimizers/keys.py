@@ -15,8 +15,8 @@ from typing import Any
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import KeyPath, Layout, edits
+from ckptkit.layout.matching import check_numbers, match_trained
 from ckptkit.names.parameters import is_list_of_parameters
-from ckptkit.optimizers.order import check_numbers, pair
 from ckptkit.tensors.box import Shape
 
 NAMES, IDS = "names", "ids"
@@ -84,15 +84,16 @@ def read_optimizer(layout: Layout, above: KeyPath, lists: Iterable[str]) -> Opti
 def names_of(layout: Layout, optimizer: Optimizer, parameters: Mapping[str, Shape]) -> dict[Any, str | int]:
     """Return the name for each number of an optimizer.
 
-    `parameters` are the model's, in its own order. Raises `Unsupported` where it is not certain which is which.
+    `parameters` are the model's in order, without buffers. Raises `Unsupported` if it is not certain which is which.
     """
     try:
         check_numbers(optimizer.groups)
         states = states_of(layout, optimizer)
         shapes = {number: shape for number, found in states.items() if (shape := shape_of(found)) is not None}
-        return {**pair(optimizer.groups, shapes, parameters)}
+        names = match_trained(optimizer.groups, shapes, parameters)
     except CkptError as error:
         raise error.blame(path=layout.root) from None
+    return {**names}
 
 
 def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:

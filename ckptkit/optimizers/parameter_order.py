@@ -1,4 +1,4 @@
-"""Tell a model's parameters in the order of its `parameters()`, by its file or by its config. Reads no tensor.
+"""Name the parameters of a numbered optimizer, by the order in which the model's file or its config has them.
 
 A file of torch.save has the order of the model's `state_dict()`, which is that of its modules. Safetensors are sorted
 by name, and a distributed checkpoint by what ranks share: of these only the config tells, for a model type that is
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoints.part import Part
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.models.companions import find_config
@@ -21,20 +21,22 @@ from ckptkit.optimizers.keys import Optimizer, names_of
 from ckptkit.tensors.box import Shape
 
 _IN_ORDER = ("pt", "pt_shards")  # the formats that keep the order of a state dict
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  # floats that are no parameters
 
 
-def find_names(model: Part, layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
-    """Return the name for each number of an optimizer in a layout, by the order of the model's parameters.
+def find_names(layout: Layout, optimizer: Optimizer, model: Layout, path: Path) -> dict[Any, str | int]:
+    """Return the name for each number of an optimizer in a layout, by the order of the parameters of a model.
 
-    Raises `Unsupported` where it is not certain, `Mismatch` where there is no model.
+    The model lies at `path`, as does its config.json, or above it. Raises `Unsupported` if the names are not certain,
+    `Mismatch` if there is no model.
     """
-    return names_of(layout, optimizer, ordered_parameters(model.layout, find_config(model.path)))
+    return names_of(layout, optimizer, ordered_parameters(model, find_config(path)))
 
 
 def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict[str, Shape]:
-    """Return the shapes of the model's tensors in the order of its parameters, tied ones once, as the keys call them.
+    """Return the shapes of the model's parameters in order, tied ones once, as the keys call them.
 
-    Raises `Unsupported` where nothing tells the order.
+    Raises `Unsupported` if nothing tells the order.
     """
     above = len(find_prefix(layout))
     first: dict[object, str] = {}
@@ -44,9 +46,15 @@ def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict
     tensors = {own: layout.tensors[name] for name, own in names.items()}
     shapes = {name: tensor.spec.shape for name, tensor in tensors.items() if tensor.spec.dtype.kind == "float"}
     if layout.format in _IN_ORDER and is_order_of_modules(shapes):
-        return shapes
-    order = order_by_config(shapes, config)
-    return {name: shapes[name] for name in order if name in shapes}
+        order: Iterable[str] = shapes
+    else:
+        order = order_by_config(shapes, config)
+    return {name: shapes[name] for name in order if name in shapes and not is_buffer(name)}
+
+
+def is_buffer(name: str) -> bool:
+    """Return whether a tensor of floats is known to be a buffer, by its name."""
+    return name.endswith(_BUFFERS)
 
 
 def is_order_of_modules(names: Iterable[str]) -> bool:

@@ -17,6 +17,7 @@ from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, without_classes
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
+from ckptkit.layout.matching import is_counted_through, match_if_certain
 from ckptkit.tensors.box import Shape
 
 _MASTERS = "fp32_groups"
@@ -104,18 +105,16 @@ def put_weight(
 
 
 def names_in_order(optimizer: Numbered, numbers: Sequence[Any], parameters: Mapping[str, Shape]) -> list[str]:
-    """Return the names of an optimizer's parameters in the order of their numbers, [] where that is not certain.
+    """Return the names of an optimizer's parameters in the order of their numbers, [] if that is not certain.
 
-    It is that of the model, whose `parameters` are given, if there is one group for them; shapes have to say so too.
+    The order is that of the model's `parameters`. The shapes of all states or of all masters have to agree with it.
     """
-    shapes = list(parameters.values())
-    if list(numbers) != list(range(len(shapes))):
+    moments = dict(shapes_in(optimizer.states))
+    masters = {number: shape_of(value) for number, value in enumerate(optimizer.masters)}
+    if not is_counted_through([numbers]) or len(masters or moments) != len(parameters):
         return []
-    known = dict(shapes_in(optimizer.states))
-    masters = [shape_of(value) for value in optimizer.masters]
-    if not (known or masters) or any(shapes[i] != shape for i, shape in known.items() if i < len(shapes)):
-        return []
-    return list(parameters) if masters in ([], shapes) and (masters or len(known) == len(shapes)) else []
+    found = [match_if_certain([numbers], shapes, parameters) for shapes in (moments, masters)]
+    return list(parameters) if None not in found else []
 
 
 def trained(model: ModelStates) -> dict[str, Shape]:

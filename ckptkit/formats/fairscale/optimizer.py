@@ -2,8 +2,8 @@
 
 Source: fairscale/nn/data_parallel/fsdp_optim_utils.py and fairseq/trainer.py. Each rank saves its own `state_dict()`:
 the number of a state is that of the flat parameter in the model's order, which is that of the descriptions, and each
-moment has as many elements as the rank's piece of it, padding included. If all sizes are so it is certain; or else
-every rank's optimizer is carried as it is.
+moment has as many elements as the rank's piece of it, padding included. Without a match of all sizes, every rank's
+optimizer is copied unchanged.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ckptkit.formats.fairscale.shards import cut_flat
 from ckptkit.formats.shards.held import RankFile
 from ckptkit.formats.shards.join import OWN
 from ckptkit.layout import Blob, KeyPath, StoredTensor
+from ckptkit.layout.matching import is_counted_through, match_if_certain
+from ckptkit.tensors.box import Shape
 
 OPTIMIZER, STATE = "optimizer", "state"
 _FLAT = "flat_param_"
@@ -58,17 +60,29 @@ def is_certain(files: Sequence[RankFile], described: Described, key: str, above:
         return False
     moments = [moments_of(file, key) for file in files]
     for file, found in zip(files, moments, strict=True):
-        if numbers_of(dict(pairs_of(file.value) or ())[key]) != [list(range(len(flats)))]:
+        groups = numbers_of(dict(pairs_of(file.value) or ())[key])
+        if groups is None or len(groups) != 1 or not is_counted_through(groups):
             return False
         if found.keys() != moments[0].keys() or {number for number, _ in found} != set(map(str, range(len(flats)))):
             return False
-        for (number, _), name in found.items():
-            held, piece = file.flat.tensors.get(name), file.tensors[f"{above}.{flats[int(number)]}"]
-            if held is None and content_of(file, name) != content_of(files[0], name):
-                return False
-            if held is not None and held.spec.shape not in ((), (piece.spec.numel,)):
-                return False
+        values = [name for name in found.values() if name not in file.flat.tensors]
+        if any(content_of(file, name) != content_of(files[0], name) for name in values):
+            return False
+        shapes = shapes_of(file, found)
+        pieces = {flat: (file.tensors[f"{above}.{flat}"].spec.numel,) for flat in flats}
+        if shapes is None or match_if_certain(groups, shapes, pieces) is None:
+            return False
     return True
+
+
+def shapes_of(file: RankFile, moments: Mapping[tuple[str, str], str]) -> dict[int, Shape] | None:
+    """Return the shape of each number's moments in a rank's file, None if a number has moments of several shapes."""
+    found: dict[int, Shape] = {}
+    for (number, _), name in moments.items():
+        held = file.flat.tensors.get(name)
+        if held is not None and held.spec.shape and found.setdefault(int(number), held.spec.shape) != held.spec.shape:
+            return None
+    return found
 
 
 def moments_of(file: RankFile, key: str) -> dict[tuple[str, str], str]:
@@ -78,7 +92,7 @@ def moments_of(file: RankFile, key: str) -> dict[tuple[str, str], str]:
 
 
 def content_of(file: RankFile, name: str) -> bytes | None:
-    """Return the pickle of an entry that is no tensor, None where a rank has none."""
+    """Return the pickle of an entry that is not a tensor, None for a tensor."""
     blob = file.flat.blobs.get(name)
     return blob.content if blob else None
 

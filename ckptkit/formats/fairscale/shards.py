@@ -16,8 +16,8 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.pickles.tensor_calls import as_shape
 from ckptkit.formats.shards.held import RankFile
-from ckptkit.layout import Chunk, StoredTensor, nowhere
-from ckptkit.layout.axes import boxes_of_run
+from ckptkit.layout import StoredTensor, nowhere
+from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.tensors.box import Shape, whole
 
 METADATA = ("shard_metadata", "fsdp_metadata")  # as fairscale's own example and metaseq, and as fairseq
@@ -88,24 +88,15 @@ def cut_flat(
         raise Corrupt("ranks say different things of what is in a flat parameter", hint="are these files of one run?")
     spec = files[0].tensors[name].spec
     sizes = [min(max(0, total - rank * spec.numel), spec.numel) for rank in range(len(names))]
-    pieces = [nowhere(whole(spec.shape), path, spec.dtype) for path in names]
+    chunks = [nowhere(whole(spec.shape), path, spec.dtype) for path in names]
     for file, flat in zip(files, described, strict=True):
         held = file.tensors[name]
         if held.spec != spec or held.spec.numel - flat.padding != sizes[file.rank]:
             message = f"`{file.name}` has {held.spec}, {flat.padding} of it padding, of a flat parameter of {total}"
             raise Corrupt(f"{message} numbers", hint="is it of another run?")
-        pieces[file.rank] = held.chunks[0]
+        chunks[file.rank] = held.chunks[0]
+    pieces = list(pieces_in_turn(zip(chunks, sizes, strict=True)))
     at = 0
     for own, shape in members:
-        yield own, StoredTensor(replace(spec, shape=shape), tuple(chunks_of(pieces, sizes, at, shape)))
+        yield own, StoredTensor(replace(spec, shape=shape), tuple(cut_out(pieces, at, shape)))
         at += prod(shape)
-
-
-def chunks_of(pieces: Sequence[Chunk], sizes: Sequence[int], start: int, shape: Shape) -> Iterator[Chunk]:
-    """Yield the chunks of a tensor that begins at `start` of what pieces of these sizes, in turn, hold."""
-    stop, begin = start + prod(shape), 0
-    for piece, size in zip(pieces, sizes, strict=True):
-        low, high = max(start, begin), min(stop, begin + size)
-        if low < high:
-            yield from boxes_of_run(piece, low - begin, shape, low - start, high - start)
-        begin += size

@@ -47,8 +47,9 @@ class Result:
     def add_optimizer(self, report: Report) -> None:
         """Add the optimizer by name if that is certain on every rank, or else each rank's as it is."""
         ranks = {rank: name_states(saved) for rank, saved in self.job.ranks.items()}
-        named = {rank: one for rank, one in ranks.items() if one}
-        if len(named) == len(ranks) and len({len(one.groups) for one in named.values()}) == 1:
+        first = ranks[Rank(0, 0, 0)]
+        named = {rank: alike for rank, one in ranks.items() if one and first and (alike := one.in_order_of(first))}
+        if len(named) == len(ranks):
             self.add_named(named)
         else:
             self.add_of_ranks(OPTIMIZER, {rank: saved.entries.get(OPTIMIZER) for rank, saved in self.job.ranks.items()})

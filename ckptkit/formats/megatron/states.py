@@ -2,24 +2,29 @@
 
 Source: megatron/core/optimizer/__init__.py: groups hold parameters in the model's order, in one group those with weight
 decay, in another biases and whatever has one axis; optimizer.py: masters of 16-bit parameters lie beside the states.
-The file does not say which number is which parameter. So numbers and shapes must all be as this says; or nothing is
-named, and the states are carried as they are.
+The file does not say which number is which parameter. If numbers and shapes do not agree with the model's, nothing is
+named, and the states are copied unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
-from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.flatten import Flat, pairs_of
+from ckptkit.formats.archives.param_groups import numbers_of
 from ckptkit.formats.megatron.saved import OPTIMIZER, Saved
 from ckptkit.layout import Blob, Spec, StoredTensor
+from ckptkit.layout.matching import match_if_certain
+from ckptkit.tensors.box import Shape
 
 MASTER = "fp32_param"
 _MASTERS = "fp32_from_fp16_params"
 _BUFFERS = ("inv_freq", "expert_bias", "local_tokens_per_expert")
 _NARROW = ("float16", "bfloat16")
+_KIND = ("wd_mult", "lr_mult")
 
 Parameter = tuple[int, str, Spec]  # of which run of layers, its name there, and what it is
 
@@ -36,6 +41,24 @@ class Named:
     groups: list[list[Parameter]] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> list[list[Any]]:
+        """Return what tells each group from others."""
+        return [[settings.get(key) for key in _KIND] for settings in self.settings]
+
+    def in_order_of(self, other: Named) -> Named | None:
+        """Return the optimizer with its groups in the order of another rank's; None if those are other groups.
+
+        A rank has its groups in the order in which its own parameters begin with them.
+        """
+        kinds, wanted = self.kinds, other.kinds
+        if kinds == wanted:
+            return self
+        if len(kinds) != len(wanted) or any(kinds.count(kind) != 1 for kind in wanted):
+            return None
+        order = [kinds.index(kind) for kind in wanted]
+        return replace(self, groups=[self.groups[i] for i in order], settings=[self.settings[i] for i in order])
 
 
 class Uncertain(Exception):
@@ -54,23 +77,57 @@ def read_states(saved: Saved) -> Named:
     """Return the optimizer by name. Raises `Uncertain`."""
     outer = as_dict(saved.entries.get(OPTIMIZER))
     inner = as_dict(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
-    states, groups = as_dict(inner.get("state")), [as_dict(group) for group in as_list(inner.get("param_groups"))]
-    parameters = parameters_of(saved)
-    named = Named()
-    for group in groups:
-        members = choose(group, parameters, is_alone=len(groups) == 1)
-        numbers = as_list(group.get("params"))
-        if len(numbers) != len(members):
-            raise Uncertain
-        for number, member in zip(numbers, members, strict=True):
-            add_state(named, saved, member, as_dict(states.get(number, {})))
-        named.groups.append(members)
-        named.settings.append({key: value for key, value in group.items() if key != "params"})
-    check_all_named(named, parameters, states)
+    groups = [as_dict(group) for group in as_list(inner.get("param_groups"))]
+    numbers = numbers_of(inner)
+    if numbers is None:
+        raise Uncertain
+    flats = flatten_states(saved, as_dict(inner.get("state")), list(chain.from_iterable(numbers)))
+    found = match_members(saved, groups, numbers, flats)
+    members = [[found[number] for number in group] for group in numbers]
+    named = Named(groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups])
+    for number, flat in flats.items():
+        add_state(named, found[number], flat)
     if outer is not inner:
         add_masters(named, saved, as_list(outer.get(_MASTERS, [])))
         named.others.update({key: value for key, value in outer.items() if key not in (OPTIMIZER, _MASTERS)})
     return named
+
+
+def flatten_states(saved: Saved, states: Mapping[Any, Any], numbers: Sequence[int]) -> dict[int, Flat]:
+    """Return what the states hold, in the order of `numbers`. Raises `Uncertain` for a state of any other number."""
+    if not states.keys() <= set(numbers):
+        raise Uncertain
+    known = {number: as_dict(states.get(number, {})) for number in numbers}
+    return {number: flatten_state(saved, state) for number, state in known.items() if state}
+
+
+def flatten_state(saved: Saved, state: dict[Any, Any]) -> Flat:
+    """Return what the state of one parameter holds. Raises `Uncertain` for tensors that are nested in it."""
+    flat = saved.flatten(state)
+    if not flat.tensors.keys() <= state.keys():
+        raise Uncertain
+    return flat
+
+
+def match_members(
+    saved: Saved, groups: Sequence[Mapping[str, Any]], numbers: Sequence[Sequence[int]], flats: Mapping[int, Flat]
+) -> dict[int, Parameter]:
+    """Return the parameter that each number means, by whether its group decays weights. Raises `Uncertain`."""
+    if any(group.get("is_expert_parallel") or group.get("is_decoupled_lr") for group in groups):
+        raise Uncertain
+    decays = [group.get("wd_mult") for group in groups]
+    if len(groups) > 1 and any(decay not in (0.0, 1.0) for decay in decays):
+        raise Uncertain
+
+    def may_hold(index: int, parameter: Parameter) -> bool:
+        return len(groups) == 1 or is_without_decay(parameter) == (decays[index] == 0.0)
+
+    parameters = {parameter: parameter[2].shape for parameter in parameters_of(saved)}
+    shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
+    found = match_if_certain(numbers, shapes, parameters, may_hold)
+    if found is None:
+        raise Uncertain
+    return found
 
 
 def parameters_of(saved: Saved) -> list[Parameter]:
@@ -83,47 +140,41 @@ def parameters_of(saved: Saved) -> list[Parameter]:
     ]
 
 
-def choose(group: Mapping[str, Any], parameters: Sequence[Parameter], *, is_alone: bool) -> list[Parameter]:
-    """Return the parameters that should be in a group, by whether it decays weights."""
-    if group.get("is_expert_parallel") or group.get("is_decoupled_lr"):
-        raise Uncertain
-    if is_alone:
-        return list(parameters)
-    decay = group.get("wd_mult")
-    if decay not in (0.0, 1.0):
-        raise Uncertain
-    return [one for one in parameters if (one[1].endswith(".bias") or len(one[2].shape) == 1) == (decay == 0.0)]
+def is_without_decay(parameter: Parameter) -> bool:
+    _, name, spec = parameter
+    return name.endswith(".bias") or len(spec.shape) == 1
 
 
-def add_state(named: Named, saved: Saved, member: Parameter, state: Mapping[str, Any]) -> None:
-    """Add the state of one parameter, if its shape is that of the parameter."""
-    run, name, spec = member
-    flat = saved.flatten(dict(state))
+def shape_of(flat: Flat) -> Shape | None:
+    """Return the shape of the tensors in a state, None for one of single numbers. Raises `Uncertain` for several."""
+    shapes = {tensor.spec.shape for tensor in flat.tensors.values()} - {()}
+    if len(shapes) > 1:
+        raise Uncertain
+    return shapes.pop() if shapes else None
+
+
+def add_state(named: Named, member: Parameter, flat: Flat) -> None:
+    """Add the state of one parameter."""
+    run, name, _ = member
     for moment, tensor in flat.tensors.items():
-        if tensor.spec.shape not in ((), spec.shape) or moment not in state:
-            raise Uncertain
         named.tensors.setdefault(moment, {}).setdefault(run, {})[name] = tensor
     for moment, blob in flat.blobs.items():
         named.blobs[run, name, moment] = blob
 
 
-def check_all_named(named: Named, parameters: Sequence[Parameter], states: Mapping[Any, Any]) -> None:
-    """Raise `Uncertain` unless each parameter is in one group, and there are no more states than parameters."""
-    members = [member for group in named.groups for member in group]
-    if sorted(members) != sorted(parameters) or len(states) > len(parameters):
-        raise Uncertain
-
-
 def add_masters(named: Named, saved: Saved, masters: Sequence[Any]) -> None:
-    """Add the masters of parameters in 16 bits, which lie by group."""
+    """Add the masters of parameters in 16 bits, which lie by group. Raises `Uncertain`."""
     if masters and len(masters) != len(named.groups):
         raise Uncertain
     for members, values in zip(named.groups, masters, strict=False):
-        narrow = [member for member in members if member[2].dtype.name in _NARROW]
-        if len(as_list(values)) != len(narrow):
+        narrow = {member: member[2].shape for member in members if member[2].dtype.name in _NARROW}
+        flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in as_list(values)))
+        shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
+        found = match_if_certain([list(flats)], shapes, narrow)
+        if found is None:
             raise Uncertain
-        for member, value in zip(narrow, as_list(values), strict=True):
-            add_state(named, saved, member, {MASTER: value})
+        for number, flat in flats.items():
+            add_state(named, found[number], flat)
 
 
 def as_dict(value: Any) -> dict[Any, Any]:

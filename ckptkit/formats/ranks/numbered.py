@@ -1,8 +1,8 @@
 """Name the states of an optimizer that numbers its parameters, where it is certain which parameter each number is.
 
 Source: torch/optim/optimizer.py: parameters are numbered through all groups, in the order in which the optimizer was
-given them; that is the order of `model.parameters()`, and of the model's state dict without buffers. What is not
-certain keeps its number.
+given them; that is the order of `model.parameters()`, and of the model's state dict without buffers. An uncertain
+number stays a number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ckptkit.errors import Corrupt
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.held import Held, RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
-from ckptkit.layout.axes import boxes_of_run
+from ckptkit.layout.flat import cut_out, pieces_in_turn
+from ckptkit.layout.matching import is_counted_through, match_if_certain
 from ckptkit.tensors.box import Shape
 
 _STEP = "step"  # a moment that is one number, whatever the parameter's shape
@@ -25,7 +26,7 @@ AT = 2  # where in a key path the parameter is: `("optimizer", "state", "3", "ex
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the model: its name and shape, and the ranks of which each has a piece of it, if flattened."""
+    """A parameter of the model."""
 
     name: str
     shape: Shape
@@ -52,47 +53,15 @@ def match(
 ) -> dict[int, Parameter] | None:
     """Return the parameter behind each number, None if that is not certain.
 
-    `shapes` are those of the moments, or how many numbers they have where they were flattened. With one group the order
-    is the model's; with several it must show by the shapes which parameters are in which, none being in two.
+    `shapes` are those of the moments, or the number of their elements where they were flattened. Flattened moments may
+    be of FSDP1's flat parameters, which only sizes tell: with several groups, all sizes must be known.
     """
-    numbers = [number for group in groups for number in group]
-    if len(numbers) != len(parameters) or numbers != list(range(len(numbers))):
+    flattened = any(isinstance(shape, int) for shape in shapes.values())
+    unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
+    if unknown or not is_counted_through(groups):
         return None
-    if len(groups) == 1:
-        found = dict(zip(numbers, parameters, strict=True))
-    else:
-        deal = deal_out(groups, parameters, shapes)
-        if deal is None:
-            return None
-        found = deal
-    fits = all(fits_shape(found[number].shape, shape) for number, shape in shapes.items() if number in found)
-    return found if fits and shapes.keys() <= found.keys() else None
-
-
-def fits_shape(shape: Shape, found: Shape | int) -> bool:
-    return prod(shape) == found if isinstance(found, int) else shape == found
-
-
-def deal_out(
-    groups: Sequence[Sequence[int]], parameters: Sequence[Parameter], shapes: Mapping[int, Shape | int]
-) -> dict[int, Parameter] | None:
-    """Return the parameter behind each number of several groups; None if a shape is in two, or one is not known."""
-    group_of: dict[Shape | int, int] = {}
-    for index, group in enumerate(groups):
-        for number in group:
-            if number not in shapes or group_of.setdefault(shapes[number], index) != index:
-                return None
-    flattened = any(isinstance(shape, int) for shape in group_of)
-    dealt: list[list[Parameter]] = [[] for _ in groups]
-    for parameter in parameters:
-        index = group_of.get(prod(parameter.shape) if flattened else parameter.shape, -1)
-        if index < 0:
-            return None
-        dealt[index].append(parameter)
-    if [len(group) for group in dealt] != [len(group) for group in groups]:
-        return None
-    pairs = (zip(group, found, strict=True) for group, found in zip(groups, dealt, strict=True))
-    return {number: parameter for pair in pairs for number, parameter in pair}
+    sizes = {one: prod(one.shape) if flattened else one.shape for one in parameters}
+    return match_if_certain(groups, shapes, sizes)
 
 
 def is_moment(key: KeyPath, held: Held) -> bool:
@@ -107,8 +76,15 @@ def is_flattened(files: Sequence[RankFile], model: RankFile) -> bool:
     return is_spread and bool(moments) and all(h.spread is None and len(h.spec.shape) == 1 for h in moments)
 
 
+def has_strays(files: Sequence[RankFile], groups: Sequence[Sequence[int]]) -> bool:
+    """Return whether a file has the state of a parameter that is in no group."""
+    known = {str(number) for group in groups for number in group}
+    keys = (key for file in files for key in file.flat.keys.values() if len(key) > AT and key[1] == "state")
+    return any(key[AT] not in known for key in keys)
+
+
 def shapes_of(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
-    """Return the shape of each number's moments, or if they are flattened how many numbers all ranks have."""
+    """Return the shape of each number's moments, or how many elements all ranks have if they are flattened."""
     found: dict[int, Shape | int] = {}
     of_moment: dict[tuple[int, Any], int] = {}
     for file in files:
@@ -153,16 +129,18 @@ def join_flattened(
         total = sum(held.spec.numel for _, held in there)
         key = there[0][0].flat.keys[name]
         shape = found[int(key[AT])].shape if found else (total,)
-        chunks: list[Chunk] = []
-        at = 0
-        for _, held in there:
-            chunks += boxes_of_run(held.chunks[0], 0, shape, at, at + held.spec.numel)
-            at += held.spec.numel
-        yield name, StoredTensor(replace(there[0][1].spec, shape=shape), tuple(chunks))
+        pieces = pieces_in_turn(piece_of(held) for _, held in there)
+        yield name, StoredTensor(replace(there[0][1].spec, shape=shape), tuple(cut_out(pieces, 0, shape)))
+
+
+def piece_of(moment: Held) -> tuple[Chunk, int]:
+    """Return the chunk of a flattened moment that one rank has, and how many elements are in it."""
+    (chunk,) = moment.chunks
+    return chunk, moment.spec.numel
 
 
 def named(key: KeyPath, found: Mapping[int, Parameter]) -> KeyPath:
     """Return a key path with the name of the parameter in place of its number."""
-    if len(key) > AT and key[1] == "state" and str(key[AT]).isdecimal():
+    if len(key) > AT and key[1] == "state":
         return (*key[:AT], found[int(key[AT])].name, *key[AT + 1 :])
     return key

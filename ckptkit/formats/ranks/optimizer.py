@@ -29,7 +29,7 @@ def join_optimizer(
     pieces belong.
     """
     groups = numbers_of(files[0].value)
-    if groups is None:
+    if groups is None or numbered.has_strays(files, groups):
         return join_files(files, report)
     flattened = numbered.is_flattened(files, model[0])
     if flattened and world is not None and {len(files), len(model)} != {world}:

@@ -14,10 +14,11 @@ from dataclasses import replace
 from math import prod
 
 from ckptkit.formats.archives.flatten import Flat
-from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment
+from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment, piece_of
 from ckptkit.formats.shards.held import RankFile
-from ckptkit.layout import Chunk, KeyPath, StoredTensor
-from ckptkit.layout.axes import boxes_of_run
+from ckptkit.layout import KeyPath, StoredTensor
+from ckptkit.layout.flat import cut_out, pieces_in_turn
+from ckptkit.layout.matching import is_counted_through, match_if_certain
 
 _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
 Unit = list[tuple[Parameter, int]]  # the parameters in a flat one, and where each begins
@@ -28,12 +29,12 @@ def match_units(
 ) -> list[Unit] | None:
     """Return the units behind the numbers of an optimizer, None if it is not certain which they are.
 
-    `totals` are how many numbers all ranks have of each, padding included.
+    `totals` are how many elements all of the `world` ranks have of each, padding included.
     """
-    if len(groups) != 1 or list(groups[0]) != list(range(len(groups[0]))) or not totals.keys() <= set(groups[0]):
+    if len(groups) != 1 or not is_counted_through(groups):
         return None
-    found = [units for units in suppositions(parameters) if fits(units, len(groups[0]), totals, world)]
-    return found[0] if len(found) == 1 else None
+    fitting = [units for units in suppositions(parameters) if fits(units, groups, totals, world)]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def suppositions(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:
@@ -61,15 +62,11 @@ def unit_of(parameters: Sequence[Parameter]) -> Unit:
     return unit
 
 
-def fits(units: Sequence[Unit], count: int, totals: Mapping[int, int], world: int) -> bool:
-    """Return whether units are as many as there are numbers, and each, once padded, as large as what ranks have."""
-    if len(units) != count:
-        return False
-    return all(-(-size_of(units[number]) // world) * world == total for number, total in totals.items())
-
-
-def size_of(unit: Unit) -> int:
-    return sum(prod(parameter.shape) for parameter, _ in unit)
+def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping[int, int], world: int) -> bool:
+    """Return whether the numbers can be those of the units, of which every rank has as many elements."""
+    sizes = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
+    padded = {index: -(-size // world) * world for index, size in enumerate(sizes)}
+    return match_if_certain(groups, totals, padded) is not None
 
 
 def join_units(files: Sequence[RankFile], units: Sequence[Unit], rest: Flat, order: Sequence[Parameter]) -> Flat:
@@ -93,7 +90,8 @@ def join_units(files: Sequence[RankFile], units: Sequence[Unit], rest: Flat, ord
             named = (*key[:AT], parameter.name, key[-1])
             held = files[0].tensors[name]
             if is_moment(key, held):
-                chunks = tuple(pieces_of(files, name, parameter, at))
+                pieces = pieces_in_turn(piece_of(file.tensors[name]) for file in files)
+                chunks = tuple(cut_out(pieces, at, parameter.shape))
                 add(named, StoredTensor(replace(held.spec, shape=parameter.shape), chunks))
             else:
                 add(named, rest.tensors[name])
@@ -102,16 +100,3 @@ def join_units(files: Sequence[RankFile], units: Sequence[Unit], rest: Flat, ord
             add(key, rest.tensors[name])
     blobs = {name: blob for name, blob in rest.blobs.items() if rest.keys[name][1:2] != ("state",)}
     return Flat(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})
-
-
-def pieces_of(files: Sequence[RankFile], name: str, parameter: Parameter, at: int) -> Iterator[Chunk]:
-    """Yield the chunks of a parameter that begins at `at` of a unit, of which ranks have one piece after the other."""
-    end = at + prod(parameter.shape)
-    begins = 0
-    for file in files:
-        (chunk,) = file.tensors[name].chunks
-        stops = begins + chunk.box.numel
-        low, high = max(at, begins), min(end, stops)
-        if low < high:
-            yield from boxes_of_run(chunk, low - begins, parameter.shape, low - at, high - at)
-        begins = stops

@@ -272,6 +272,18 @@ def test_elastic_states_are_refused(copy: Any) -> None:
     assert "elastic" in refused(root, Unsupported).message
 
 
+def test_without_zero_a_state_of_a_stranger_leaves_all_numbers(copy: Any) -> None:
+    root = copy("zero0-fp32")
+
+    def renumber(state: dict[str, Any]) -> None:
+        states = state["optimizer"]["state"]
+        states[99] = states.pop(max(states))
+
+    change(root / MODEL, renumber)
+    layout = open_layout(root)
+    assert {"optimizer.state.0.exp_avg", "optimizer.state.99.exp_avg"} <= layout.tensors.keys()
+
+
 def test_tensor_parallelism_is_refused(copy: Any) -> None:
     root = copy("zero2-fp32")
     change(root / MODEL, lambda s: s.update(checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 2}))

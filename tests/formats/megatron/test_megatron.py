@@ -209,6 +209,55 @@ def test_groups_with_and_without_decay_and_masters_in_32_bits(tmp_path: Path) ->
     assert [group["params"] for group in groups] == order
 
 
+def test_stages_may_have_their_groups_in_different_orders(tmp_path: Path) -> None:
+    """Each stage has its groups in the order in which its own parameters begin with them."""
+    stages = [
+        {"embedding.weight": torch.ones(4, 3), "norm.weight": torch.ones(3)},
+        {"final.bias": torch.ones(5), "output_layer.weight": torch.ones(4, 3)},
+    ]
+    for stage, (model, decays) in enumerate(zip(stages, [(1.0, 0.0), (0.0, 1.0)], strict=True)):
+        groups = [{"params": [i], "wd_mult": decay, "lr": 0.5} for i, decay in enumerate(decays)]
+        states = {i: {"exp_avg": value} for i, value in enumerate(model.values())}
+        optimizer = {"state": states, "param_groups": groups}
+        save_rank(tmp_path, f"mp_rank_00_{stage:03d}", model, optimizer, pipeline_model_parallel_size=2)
+    ckptkit.convert(tmp_path, tmp_path / "out.pt", to="pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=False)["optimizer"]["param_groups"]
+    assert {group["wd_mult"]: group["params"] for group in found} == {
+        1.0: ["embedding.weight", "output_layer.weight"],
+        0.0: ["norm.weight", "final.bias"],
+    }
+
+
+SMALL = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2)}
+
+
+def test_a_parameter_without_a_state_has_no_entry(tmp_path: Path) -> None:
+    optimizer = {"state": {0: {"exp_avg": torch.ones(2, 3)}, 1: {}}, "param_groups": [{"params": [0, 1]}]}
+    save_rank(tmp_path, "mp_rank_00", SMALL, optimizer)
+    names = ckptkit.inspect(tmp_path).layout.names
+    assert {name for name in names if name.startswith("optimizer.state.")} == {"optimizer.state.a.weight.exp_avg"}
+
+
+@pytest.mark.parametrize(
+    ("state", "groups"),
+    [
+        ({0: {"exp_avg": torch.ones(2, 3)}, 7: {"exp_avg": torch.ones(2)}}, [{"params": [0, 1]}]),
+        ({0: {"exp_avg": torch.ones(2, 3)}, "b": {"exp_avg": torch.ones(2)}}, [{"params": [0, 1]}]),
+        ({0: {"step": torch.tensor(1.0)}}, [{"params": [0, 0]}]),
+        ({0: {"exp_avg": torch.ones(2, 3)}}, [{"params": [[0], 1]}]),
+        ({0: {"exp_avg": torch.ones(2, 3)}}, [{"params": [0], "wd_mult": [1]}, {"params": [1], "wd_mult": 0.0}]),
+        ({0: {"exp_avg": torch.ones(2, 3), "other": torch.ones(2)}}, [{"params": [0, 1]}]),
+    ],
+    ids=["stray", "stray by name", "twice", "lists", "no decay", "two shapes"],
+)
+def test_an_optimizer_that_contradicts_itself_is_carried_as_it_is(
+    tmp_path: Path, state: dict[Any, Any], groups: list[dict[str, Any]]
+) -> None:
+    save_rank(tmp_path, "mp_rank_00", SMALL, {"state": state, "param_groups": groups})
+    expected = {f"{number}.{kind}": value for number, one in state.items() for kind, value in one.items()}
+    assert_same(below(ckptkit.open(tmp_path), "optimizer.state."), expected)
+
+
 def test_buffers_of_a_shared_optimizer_are_carried_as_they_are(made: Produced, tmp_path: Path) -> None:
     root = copied(made, "swiglu", tmp_path)
     for rank in ("mp_rank_00", "mp_rank_01"):

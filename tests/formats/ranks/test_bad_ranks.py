@@ -172,6 +172,28 @@ def test_many_models_in_one_directory_are_refused(produce: Produce, tmp_path: Pa
     assert "2 models" in error_of(root).message
 
 
+@pytest.mark.parametrize("state", [{"w": {"exp_avg": torch.ones(2, 3)}}, {7: {"step": torch.tensor(1.0)}}])
+def test_a_state_of_what_is_in_no_group_keeps_its_number(tmp_path: Path, state: dict[Any, Any]) -> None:
+    optimizer = {"state": {1: {"exp_avg": torch.ones(2)}, **state}, "param_groups": [{"params": [0, 1]}]}
+    torch.save({"w": torch.ones(2, 3), "b": torch.ones(2)}, tmp_path / "model_world_size_1_rank_0.pt")
+    torch.save(optimizer, tmp_path / "optim_world_size_1_rank_0.pt")
+    found = {name for name in open_layout(tmp_path).tensors if name.startswith("optimizer.")}
+    (stray,) = state
+    assert found == {"optimizer.state.1.exp_avg", f"optimizer.state.{stray}.{next(iter(state[stray]))}"}
+
+
+def test_groups_of_which_some_have_no_state_are_named_if_the_others_tell(tmp_path: Path) -> None:
+    optimizer = {
+        "state": {0: {"exp_avg": torch.ones(2, 3)}, 2: {"exp_avg": torch.ones(2)}},
+        "param_groups": [{"params": [0]}, {"params": [1, 2]}],
+    }
+    model = {"norm": torch.ones(2), "w": torch.ones(2, 3), "b": torch.ones(2)}
+    torch.save(model, tmp_path / "model_world_size_1_rank_0.pt")
+    torch.save(optimizer, tmp_path / "optim_world_size_1_rank_0.pt")
+    found = {name for name in open_layout(tmp_path).tensors if name.startswith("optimizer.")}
+    assert found == {"optimizer.state.w.exp_avg", "optimizer.state.b.exp_avg"}
+
+
 OLD = {"torch.distributed.tensor": "torch.distributed._tensor"}
 
 

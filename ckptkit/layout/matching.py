@@ -1,0 +1,158 @@
+"""Match the numbers of an optimizer's parameters with the model's parameters, by order and sizes.
+
+torch's optimizers number their parameters, group by group. Which parameter a number means is certain if
+
+- each parameter has one number,
+- the parameters are in the order of the model's `parameters()`,
+- each group lists its parameters in that order, as every group does that is a selection of `named_parameters()`,
+- and there is one way only to deal the parameters out to the groups so that all sizes fit.
+
+That covers one group for all parameters, weights with decay before those without, and matrices before vectors. Two
+groups of equal layers have several ways. Then nothing is matched: a guess would swap two states in silence.
+
+A size is a shape, or a number of elements where states are flattened. Parameters go by any key, such as their names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.tensors.box import Shape
+
+Key = TypeVar("Key", bound=Hashable)
+Size = Shape | int
+Groups = Sequence[Sequence[int]]  # the numbers in each group
+MayHold = Callable[[int, Any], bool]  # whether the group of an index may list the parameter of a key
+
+_MOST_WAYS = 32  # that are followed at the same time
+_MOST_STEPS = 1 << 22  # groups times parameters
+_HINT = "is the optimizer that of another model?"
+
+
+def match(
+    groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold | None = None
+) -> dict[int, Key]:
+    """Return the parameter that each number means.
+
+    `sizes` are those of the states, by number, where a state shows the size of its parameter. `parameters` has the
+    model's in order. Raises `Corrupt` for a number that the groups list twice or not at all, `Unsupported` if no
+    assignment fits, or several do.
+    """
+    check_numbers(groups, sizes)
+    count = sum(map(len, groups))
+    if count != len(parameters):
+        message = f"the optimizer has {count} parameters, the model {len(parameters)} that they could be"
+        raise Unsupported(message, hint=_HINT)
+    if len(groups) * count > _MOST_STEPS:
+        raise Unsupported(f"{len(groups)} groups of parameters: shapes do not tell which is which")
+    numbers = deal(groups, sizes, parameters, may_hold or (lambda _index, _key: True))
+    return dict(zip(numbers, parameters, strict=True))
+
+
+def match_if_certain(
+    groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold | None = None
+) -> dict[int, Key] | None:
+    """Return the parameter that each number means, as `match`; None where that is not certain."""
+    try:
+        return match(groups, sizes, parameters, may_hold)
+    except (Corrupt, Unsupported):
+        return None
+
+
+def match_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:
+    """Return the parameter that each number means, as `match`, of a model with `parameters` that may be frozen."""
+    check_numbers(groups, sizes)
+    return match(groups, sizes, choose_trained(groups, sizes, parameters))
+
+
+def is_counted_through(groups: Groups) -> bool:
+    """Return whether the numbers are 0, 1, 2 and so on through all groups, as torch saves them."""
+    return all(number == index for index, number in enumerate(chain.from_iterable(groups)))
+
+
+def check_numbers(groups: Groups, used: Collection[int] = ()) -> None:
+    """Raise `Corrupt` for a number that the groups list twice, or that is `used` and in none of them."""
+    times = Counter(chain.from_iterable(groups))
+    twice = [number for number, count in times.items() if count > 1]
+    if twice:
+        raise Corrupt(f"the groups of the optimizer list parameter {min(twice)} twice")
+    strays = set(used) - times.keys()
+    if strays:
+        raise Corrupt(f"the optimizer has a state of parameter {min(strays)}, which is in none of its groups")
+
+
+def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[Key, Size]:
+    """Return the parameters that the numbers can mean: all of them, or those of the states' sizes.
+
+    Raises `Unsupported` if more parameters than states have some size: one of them was not trained, and nothing tells
+    which.
+    """
+    numbers = list(chain.from_iterable(groups))
+    if len(parameters) == len(numbers) or any(number not in sizes for number in numbers):
+        return dict(parameters)
+    wanted = Counter(sizes[number] for number in numbers)
+    found = Counter(size for size in parameters.values() if size in wanted)
+    for size, count in wanted.items():
+        if found[size] != count:
+            message = f"the optimizer has {count} states of shape {as_text(size)}, the model {found[size]} such tensors"
+            raise Unsupported(message, hint="is the optimizer that of another model, or was a part of it frozen?")
+    return {key: size for key, size in parameters.items() if size in wanted}
+
+
+class Way(NamedTuple):
+    """One way to deal out the first parameters: `before` without the last of them, and the `number` that it got.
+
+    Where several ways have dealt as many to each group, only one is kept. `met_at` is the last parameter at which
+    another way was dropped.
+    """
+
+    before: Way | None
+    number: int
+    met_at: Any
+
+
+def deal(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold) -> list[int]:
+    """Return the number of each parameter, by the one way to deal them out to the groups in order.
+
+    Raises `Unsupported` if there is none, or another.
+    """
+    reached: dict[tuple[int, ...], Way | None] = {(0,) * len(groups): None}  # by how many of each group are dealt out
+    for key, size in parameters.items():
+        ahead: dict[tuple[int, ...], Way | None] = {}
+        for dealt, way in reached.items():
+            for i, group in enumerate(groups):
+                if dealt[i] < len(group) and sizes.get(group[dealt[i]], size) == size and may_hold(i, key):
+                    after = (*dealt[:i], dealt[i] + 1, *dealt[i + 1 :])
+                    met_at = key if after in ahead else way and way.met_at
+                    ahead[after] = Way(way, group[dealt[i]], met_at)
+        if not ahead:
+            message = f"no state of the optimizer has the shape {as_text(size)} in its place"
+            raise Unsupported(message, tensor=str(key), hint=_HINT)
+        if len(ahead) > _MOST_WAYS:
+            raise ambiguous(key)
+        reached = ahead
+    (way,) = reached.values()  # all are dealt out
+    if way is not None and way.met_at is not None:
+        raise ambiguous(way.met_at)
+    return trace_back(way)
+
+
+def trace_back(way: Way | None) -> list[int]:
+    numbers: list[int] = []
+    while way is not None:
+        numbers.append(way.number)
+        way = way.before
+    return numbers[::-1]
+
+
+def ambiguous(key: Hashable) -> Unsupported:
+    message = "shapes do not tell in which group of the optimizer it is, and so not which number it has"
+    return Unsupported(message, tensor=str(key), hint="--optimizer-keys ids leaves the numbers as they are")
+
+
+def as_text(size: Size) -> str:
+    return str([size] if isinstance(size, int) else list(size))
