@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import NamedTuple, Self
@@ -32,6 +32,11 @@ class Translated:
     def of(cls, tensors: Mapping[str, StoredTensor]) -> Self:
         """Return tensors under the names that they have."""
         return cls(dict(tensors), {name: (name,) for name in tensors})
+
+    def renamed(self, new_name: Callable[[str], str]) -> Self:
+        """Return them under other names yet."""
+        tensors = {new_name(name): tensor for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, came_from={new_name(name): old for name, old in self.came_from.items()})
 
 
 Turn = Callable[[Mapping[str, StoredTensor]], Translated]
