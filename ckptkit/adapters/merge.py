@@ -27,8 +27,10 @@ from ckptkit.models.companions import Companions, find_companions, tokenizer_bes
 from ckptkit.models.expected import find_embedding
 from ckptkit.models.fit import fit, restore_tied
 from ckptkit.names import HUB
+from ckptkit.names.naming import Naming
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.quantized.make_plain import Dequantizing, look_for_quantized, make_all_plain, without_false_words
+from ckptkit.quantized.require_plain import require_plain
 
 _VOCABULARY = "vocab_size"
 
@@ -140,7 +142,15 @@ def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -
     base = made_plain(base, notes)
     own = without_prefix(base.weights, base.companions, notes)
     remarks: list[str] = []
-    named = name_one(own, base.part, HUB, base.companions, options, None, remarks)
+    asked = Naming(
+        names=HUB,
+        config=base.companions.config,
+        trainer=None,
+        check=require_plain,
+        table=options.table,
+        rows=options.vocab_size,
+    )
+    named = name_one(own, base.part, asked, remarks)
     try:
         return merge_into(replace(base, weights=named), adapters, options, [*notes, *remarks])
     except (Mismatch, Unsupported):

@@ -16,11 +16,12 @@ from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import is_known
 from ckptkit.models.fit import restore_tied
 from ckptkit.names import HUB
-from ckptkit.names.naming import name_training
+from ckptkit.names.naming import Naming, name_training
 from ckptkit.names.parameters import NewName, is_list_of_parameters, rename_in, rename_list
 from ckptkit.names.weights import LeftOut, Weights, find_prefix, find_weights, has_weights, model_name
 from ckptkit.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed
 from ckptkit.optimizers.parameter_order import find_names
+from ckptkit.quantized.require_plain import require_plain
 
 _DDP = "module."
 
@@ -129,7 +130,8 @@ def named_as_on_hub(
     if not has_weights(side.layout):
         return side
     try:
-        layout, remarks = name_training(side.layout, config, HUB, checkpoint.trainer)
+        asked = Naming(names=HUB, config=config, trainer=checkpoint.trainer, check=require_plain)
+        layout, remarks = name_training(side.layout, asked)
     except (Mismatch, Unsupported) as error:
         notes.append(f"the names in {side.path} stay as they are: {error.message}")
         return side

@@ -23,6 +23,7 @@ from ckptkit.models.form import Form
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import with_vocabulary
 from ckptkit.names import HUB, KEEP
+from ckptkit.names.naming import Naming
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.weights import Weights
 from ckptkit.quantized.find import Quantized
@@ -37,6 +38,7 @@ from ckptkit.quantized.make_plain import (
     without_false_words,
 )
 from ckptkit.quantized.quantizing import Quantizing, find_quantizing, refuse_quantized, without_words
+from ckptkit.quantized.require_plain import require_plain
 from ckptkit.tensors.dtypes import DTYPES
 
 
@@ -62,10 +64,16 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     if names != KEEP and not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
     ask_base = asker(options.base)
-    opened = [
-        name_one(weights, part, names, companions, options, ask_base, notes)
-        for weights, part in zip(opened, parts, strict=True)
-    ]
+    asked = Naming(
+        names=names,
+        config=companions.config,
+        trainer=None,
+        check=require_plain,
+        table=options.table,
+        rows=options.vocab_size,
+        ask_base=ask_base,
+    )
+    opened = [name_one(weights, part, asked, notes) for weights, part in zip(opened, parts, strict=True)]
     if options.vocab_size is not None:
         companions = with_tokens(companions, options.vocab_size, notes)
     found = align(parts, opened)

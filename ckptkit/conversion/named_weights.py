@@ -8,7 +8,6 @@ from functools import cache
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.part import Part
-from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.selection import Edits
 from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout import edits
@@ -16,7 +15,7 @@ from ckptkit.models.companions import Companions
 from ckptkit.models.find_form import AskBase
 from ckptkit.models.fit import find_prefix
 from ckptkit.names import step_before_family
-from ckptkit.names.naming import name_weights
+from ckptkit.names.naming import Naming, name_weights
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.trainers import who_wrote
 
@@ -61,25 +60,9 @@ def asker(base: str | None) -> AskBase:
     return ask
 
 
-def name_one(
-    weights: Weights,
-    part: Part,
-    names: str,
-    companions: Companions,
-    options: ConvertOptions,
-    ask_base: AskBase,
-    notes: list[str],
-) -> Weights:
+def name_one(weights: Weights, part: Part, asked: Naming, notes: list[str]) -> Weights:
     """Return the weights of one checkpoint under the names asked for, and add to `notes` what there is to say."""
     trainer = who_wrote(gather(part.path, (part.layout,)))
-    weights, remarks = name_weights(
-        weights,
-        companions.config,
-        names,
-        trainer,
-        table=options.table,
-        rows=options.vocab_size,
-        ask_base=ask_base,
-    )
+    weights, remarks = name_weights(weights, replace(asked, trainer=trainer))
     notes += [remark for remark in remarks if remark not in notes]
     return weights

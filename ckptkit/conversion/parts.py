@@ -26,10 +26,11 @@ from ckptkit.models.fit import restore_tied
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP, get_family
-from ckptkit.names.naming import name_training
+from ckptkit.names.naming import Naming, name_training
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.quantized.make_plain import check_casts, look_for_quantized
+from ckptkit.quantized.require_plain import require_plain
 from ckptkit.trainers import say_opaque, who_wrote
 
 
@@ -181,7 +182,15 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
     companions, rows = find_companions(path, options.base), options.vocab_size
     notes = [] if rows is None else check_tokens(companions, rows)
     trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
-    layout, remarks = name_training(layout, companions.config, names, trainer, table=options.table, rows=rows)
+    asked = Naming(
+        names=names,
+        config=companions.config,
+        trainer=trainer,
+        check=require_plain,
+        table=options.table,
+        rows=rows,
+    )
+    layout, remarks = name_training(layout, asked)
     return layout, [*remarks, *notes]
 
 

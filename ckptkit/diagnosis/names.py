@@ -19,7 +19,8 @@ from ckptkit.models.fit import abridge
 from ckptkit.models.form import closest
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
-from ckptkit.names.naming import name_weights
+from ckptkit.names.naming import Naming, name_weights
+from ckptkit.quantized.require_plain import require_plain
 
 _IN_MEMORY = "transformers"  # the family of names that its models have there
 _MOST_GLOBS = 8
@@ -99,8 +100,10 @@ def find_names_on_disk(case: Case, model: Model) -> Iterator[Finding]:
 def named_as_on_hub(case: Case, model: Model, rows: int | None) -> Shapes | None:
     """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
     assert case.weights is not None
+    config, trainer = model.config or None, case.checkpoint.trainer
+    asked = Naming(names=HUB, config=config, trainer=trainer, check=require_plain, rows=rows)
     try:
-        found, _ = name_weights(case.weights, model.config or None, HUB, case.checkpoint.trainer, rows=rows)
+        found, _ = name_weights(case.weights, asked)
     except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
         return None
     return found.layout.shapes
