@@ -37,6 +37,7 @@ FLOORS = (
     ("files", "files.*"),
     ("destinations", "destinations.*"),
     ("tensors", "tensors.*"),
+    ("names.renames", "names.wrappers"),  # arithmetic on names alone
     ("layout",),
     ("layout.*",),
     ("engine", "engine.*"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ckptkit.comparison.renames import fold
+from ckptkit.names.renames import fold
 
 
 @dataclass(frozen=True, slots=True)

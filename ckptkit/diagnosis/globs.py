@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from fnmatch import translate
 from glob import escape
 
-from ckptkit.comparison.renames import fold
+from ckptkit.names.renames import fold
 
 
 def globs_for(names: Collection[str], others: Collection[str], most: int) -> tuple[str, ...] | None:

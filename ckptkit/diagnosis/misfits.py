@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptkit.comparison.renames import by_rule
 from ckptkit.diagnosis.model import Model
 from ckptkit.models.form import Form
 from ckptkit.models.vocabulary import is_by_token, vocabulary_of
+from ckptkit.names.renames import by_rule
 from ckptkit.tensors.box import Shape
 
 Shapes = Mapping[str, Shape]

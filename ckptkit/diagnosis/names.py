@@ -11,7 +11,6 @@ from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.globs import globs_for
 from ckptkit.diagnosis.misfits import Misfits, Shapes
 from ckptkit.diagnosis.model import Model
-from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.models.expected import HEAD
@@ -20,6 +19,7 @@ from ckptkit.models.form import closest
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
 from ckptkit.names.naming import Naming, name_weights
+from ckptkit.names.renames import rules_for
 from ckptkit.quantized.require_plain import require_plain
 
 _IN_MEMORY = "transformers"  # the family of names that its models have there

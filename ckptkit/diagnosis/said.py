@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptkit.comparison.renames import by_rule
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.commands import export, reshard, rewrite
 from ckptkit.diagnosis.finding import Finding
@@ -14,14 +13,14 @@ from ckptkit.diagnosis.groups import optimizers_in
 from ckptkit.diagnosis.names import find_names
 from ckptkit.diagnosis.optimizer_states import find_missing_states, list_missing_states
 from ckptkit.diagnosis.ranks import resize
-from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import find_shapes
 from ckptkit.diagnosis.torch_version import find_torch_version
 from ckptkit.diagnosis.wrappers import find_wrappers, raw_names
-from ckptkit.models.expected import HEAD, find_rename
+from ckptkit.models.expected import HEAD
 from ckptkit.models.vocabulary import rows_of
 from ckptkit.names import HUB
+from ckptkit.names.renames import by_rule, find_prefix_rule, rules_for
 
 Look = Callable[["Said", Case], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -95,7 +94,7 @@ def find_key(said: Said, case: Case) -> Iterator[Finding]:
     own, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, raw_names(case)
     if ends := [known for known in case.layout.names if is_end(known, name)]:
         yield Finding("key", name, f"the checkpoint has it as `{max(ends, key=len)}`")
-    elif (rule := find_rename([own], raw)) is not None:
+    elif (rule := find_prefix_rule([own], raw)) is not None:
         fix = rewrite(case.checkpoint, "--rename", rule)
         yield Finding("renamed", name, "the checkpoint has it by another name", fix)
     elif ".param_groups." in name:

@@ -161,19 +161,3 @@ def find_embedding(names: Iterable[str]) -> str | None:
     """Return the name of the input embedding that a head would be tied to, if it is plain which."""
     found = [name for name in names if name.endswith(_EMBEDDINGS)]
     return found[0] if len(found) == 1 else None
-
-
-def find_rename(missing: Iterable[str], present: Iterable[str]) -> str | None:
-    """Return a `--rename` rule, taking a prefix off or putting one on, that gives every missing tensor its name."""
-    missing, there = sorted(missing), set(present)
-    for name in sorted(there):
-        wanted = missing[0]
-        if name.endswith("." + wanted):
-            prefix = name.removesuffix(wanted)
-            if all(prefix + other in there for other in missing):
-                return f"^{prefix.replace('.', chr(92) + '.')}=>"
-        elif wanted.endswith("." + name):
-            prefix = wanted.removesuffix(name)
-            if all(other.removeprefix(prefix) in there for other in missing):
-                return f"^=>{prefix}"
-    return None

@@ -12,9 +12,10 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import Companions
-from ckptkit.models.expected import HEAD, find_embedding, find_rename, is_tied
+from ckptkit.models.expected import HEAD, find_embedding, is_tied
 from ckptkit.models.find_form import form_or_reason, forms_for
 from ckptkit.models.form import Form
+from ckptkit.names.renames import find_prefix_rule
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 
@@ -158,7 +159,7 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
     needed = form.needed
     missing = [name for name in form.shapes if name in needed and name not in layout.tensors]
     if missing:
-        rule = find_rename(missing, layout.tensors)
+        rule = find_prefix_rule(missing, layout.tensors)
         raise Mismatch(
             f"missing, with {len(missing) - 1} more of {len(needed)} that the config.json in {found_in} calls for",
             path=layout.root,
