@@ -13,9 +13,8 @@ from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usa
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions
 from ckptkit.models.find_form import AskBase
-from ckptkit.models.fit import find_prefix
-from ckptkit.names import step_before_family
 from ckptkit.names.naming import Naming, name_weights
+from ckptkit.names.prefixes import take_off_prefix
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.trainers import who_wrote
 
@@ -30,18 +29,10 @@ def open_weights(part: Part, asked: Edits) -> Weights:
 
 
 def without_prefix(found: Weights, companions: Companions, notes: list[str]) -> Weights:
-    """Return the weights without what a trainer's module puts before all names, if config.json or a family tells so."""
-    step = step_before_family(found.layout.shapes)
-    prefix = step or find_prefix(found.layout, companions.config or {})
-    if not prefix:
-        return found
-    whose = "of a family that is known" if step else "that config.json calls for"
-    note = f"`{prefix}` was taken off all names: without it they are those {whose}"
-    notes += [] if note in notes else [note]
-    came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
-    return replace(
-        found, layout=edits.rename(found.layout, lambda name: name.removeprefix(prefix)), came_from=came_from
-    )
+    """Return the weights without the prefix before all names, and add to `notes` that it was taken off."""
+    weights, remarks = take_off_prefix(found, companions.config)
+    notes += [remark for remark in remarks if remark not in notes]
+    return weights
 
 
 def asker(base: str | None) -> AskBase:

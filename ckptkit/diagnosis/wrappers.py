@@ -8,14 +8,8 @@ from collections.abc import Iterator
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.commands import export, is_model, rewrite
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.names.weights import find_prefix
-
-_WORDS = {
-    "_orig_mod": "torch.compile",
-    "module": "DistributedDataParallel",
-    "_fsdp_wrapped_module": "FSDP1",
-    "_checkpoint_wrapped_module": "activation checkpointing",
-}
+from ckptkit.names.weights import find_model_key
+from ckptkit.names.wrappers import WRAPPERS
 
 
 def find_wrappers(case: Case) -> Iterator[Finding]:
@@ -23,7 +17,8 @@ def find_wrappers(case: Case) -> Iterator[Finding]:
     if case.weights is None or not (case.is_asked or is_model(case.checkpoint)):
         return
     raw = raw_names(case)
-    for word, whose in _WORDS.items():
+    for wrapper in WRAPPERS:
+        word, whose = wrapper.text.rstrip("."), wrapper.whose
         names = tuple(name for name, own in raw.items() if word in name.split(".") and word not in own.split("."))
         if names:
             message = f"`{word}.` is {whose}'s: a model that is not wrapped has other names, and finds none of these"
@@ -35,7 +30,7 @@ def raw_names(case: Case) -> dict[str, str]:
     weights = case.weights
     if weights is None:
         return {}
-    prefix = find_prefix(weights.whole)
+    prefix = find_model_key(weights.whole)
     keys = {own: weights.whole.key(name) for own, name in weights.came_from.items()}
     return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
 

@@ -13,7 +13,7 @@ from ckptkit.formats import locate
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import Companions
 from ckptkit.models.expected import HEAD, find_embedding, is_tied
-from ckptkit.models.find_form import form_or_reason, forms_for
+from ckptkit.models.find_form import form_or_reason
 from ckptkit.models.form import Form
 from ckptkit.names.renames import find_prefix_rule
 
@@ -72,34 +72,6 @@ def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported 
         return form.tied
     embedding = find_embedding(layout.tensors) if is_tied(config) else None
     return {} if embedding is None else {HEAD: embedding}
-
-
-def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:
-    """Return what stands before every name of a model, if without it all are there that its config calls for.
-
-    A module that a trainer wraps a model in puts its attribute there: `model.` or `net.`. Returns "" where the names
-    fit as they are, or fit neither way.
-    """
-    names = layout.tensors.keys()
-    if not config or len({name.partition(".")[0] for name in names}) != 1:
-        return ""
-    try:
-        forms = forms_for(config)
-    except Unsupported:
-        return ""
-    if any(form.needed <= names for form in forms):
-        return ""
-    return next(filter(None, (prefix_of(layout, form) for form in forms)), "")
-
-
-def prefix_of(layout: Layout, form: Form) -> str:
-    """Return what stands before every name, if without it the tensors are of a form; "" else."""
-    first = min(form.needed)
-    ends = [name for name in layout.tensors if name.endswith(f".{first}")]
-    prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
-    found = {name.removeprefix(prefix): spec.shape for name, spec in layout.specs.items() if name.startswith(prefix)}
-    fits = len(found) == len(layout.tensors) and all(found.get(name) == form.shapes[name] for name in form.needed)
-    return prefix if fits else ""
 
 
 def drop_tied(layout: Layout, tied: Mapping[str, str], notes: list[str]) -> Layout:

@@ -87,14 +87,6 @@ def load(name: str) -> Family:
     return cast("Family", getattr(import_module(f"{__name__}.tables.{module}"), family))
 
 
-def step_before_family(shapes: Mapping[str, Shape]) -> str:
-    """Return the step that stands before all names of a family, as a wrapper puts it there; "" if none does."""
-    first = next(iter(shapes), "").partition(".")[0] + "."
-    if family_of(shapes) or not all(name.startswith(first) for name in shapes):
-        return ""
-    return first if family_of({name.removeprefix(first): shape for name, shape in shapes.items()}) else ""
-
-
 def get_family(name: str) -> Family | None:
     """Return a family by its name, None for the Hub. Raises `Usage` if there is none."""
     if name not in (HUB, *FAMILIES):

@@ -23,7 +23,7 @@ from ckptkit.names.sizes import Sizes
 from ckptkit.names.training import translate_training
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.names.turn import settle_family, turn_between
-from ckptkit.names.weights import OF_ONE, Weights, find_prefix, find_weights
+from ckptkit.names.weights import OF_ONE, Weights, find_model_key, find_weights
 
 Config = Mapping[str, Any] | None
 _LIMIT = 1 << 20  # bytes of a file with a model's sizes
@@ -83,7 +83,7 @@ def name_training(layout: Layout, asked: Naming) -> tuple[Layout, list[str]]:
     layout = locate(unpack(layout))
     try:
         turn = with_rows(change, asked.rows)
-        named, made = translate_training(layout, find_weights(layout), find_prefix(layout), turn)
+        named, made = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.root) from None
     notes = remarks(weights.layout, change, made, asked)

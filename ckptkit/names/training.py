@@ -17,7 +17,8 @@ from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.edits import check_ways
 from ckptkit.names.parameters import FLATTENED, is_list_of_parameters
 from ckptkit.names.translate import Translated, Turn
-from ckptkit.names.weights import Weights, model_name
+from ckptkit.names.weights import Weights
+from ckptkit.names.wrappers import own_name
 from ckptkit.tensors.box import whole
 
 Origins = Mapping[str, tuple[str, ...]]  # the old names that each new one came from
@@ -122,8 +123,8 @@ def choose(place: Place, parameter: str, own: set[str]) -> tuple[Place, str] | N
 
 
 def clean(parameter: str, own: set[str]) -> str | None:
-    plain = model_name((parameter,), ())
-    return next((name for name in (plain, plain.removeprefix("module.")) if name in own), None)
+    name = own_name(parameter, own)
+    return name if name in own else None
 
 
 def follow(
