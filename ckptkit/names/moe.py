@@ -9,7 +9,7 @@ from ckptkit.names.sizes import Sizes
 LAYER = "model.layers.{layer}."
 
 
-class Experts(NamedTuple):
+class ExpertNames(NamedTuple):
     """The modules of a mixture of experts on the Hub, below a layer: gate, up and down projection, and the router."""
 
     gate: str = "mlp.experts.{expert}.gate_proj"
@@ -20,7 +20,7 @@ class Experts(NamedTuple):
     shared: str = "mlp.shared_experts"
 
 
-_MIXTRAL = Experts(
+_MIXTRAL = ExpertNames(
     gate="block_sparse_moe.experts.{expert}.w1",
     up="block_sparse_moe.experts.{expert}.w3",
     down="block_sparse_moe.experts.{expert}.w2",
@@ -31,14 +31,14 @@ _EXPERTS = {
     "mixtral": _MIXTRAL,
     "minimax": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
-    "qwen2_moe": Experts(shared="mlp.shared_expert"),
-    "qwen3_next": Experts(shared="mlp.shared_expert"),
+    "qwen2_moe": ExpertNames(shared="mlp.shared_expert"),
+    "qwen3_next": ExpertNames(shared="mlp.shared_expert"),
 }
 
 
-def experts_of(model_type: str) -> Experts:
+def experts_of(model_type: str) -> ExpertNames:
     """Return the names for a type of model; those of most for one that is not listed."""
-    return _EXPERTS.get(model_type, Experts())
+    return _EXPERTS.get(model_type, ExpertNames())
 
 
 def has_experts(layer: int, sizes: Sizes) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.megatron.grid import Rank, Sizes
+from ckptkit.formats.megatron.grid import GridSizes, Rank
 from ckptkit.formats.megatron.numbering import Numbering, Run, count_layers, number
 from ckptkit.formats.megatron.old_order import CURRENT, has_fused, in_new_order
 from ckptkit.formats.megatron.rules import rule_for
@@ -37,9 +37,9 @@ class Job:
     ranks: Mapping[Rank, Saved]
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> GridSizes:
         """Return how many ranks there are of each kind."""
-        return Sizes(*(1 + max(numbers) for numbers in zip(*self.ranks, strict=True)))
+        return GridSizes(*(1 + max(numbers) for numbers in zip(*self.ranks, strict=True)))
 
     @cached_property
     def runs(self) -> list[Run]:

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import Flat, Flattening, pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
-from ckptkit.formats.megatron.grid import Sizes
+from ckptkit.formats.megatron.grid import GridSizes
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.shards.join_ranks import as_lost
 from ckptkit.layout import Spec, StoredTensor
@@ -69,12 +69,12 @@ class Saved:
         return found if is_number(found) else None
 
     @property
-    def sizes(self) -> Sizes | None:
+    def sizes(self) -> GridSizes | None:
         """Return how many ranks there are of each kind, None where the arguments do not say."""
         tensor, stages, experts = (self.args.get(name) for name in _SIZES)
         if type(tensor) is not int or type(stages) is not int:
             return None
-        sizes = Sizes(tensor, stages, experts if type(experts) is int else 1)
+        sizes = GridSizes(tensor, stages, experts if type(experts) is int else 1)
         if min(sizes) < 1:
             raise Corrupt(f"impossible numbers of ranks: {' x '.join(map(str, sizes))}", path=self.root / self.path)
         return sizes
@@ -111,7 +111,7 @@ class Saved:
         return as_lost(flattening.flat, self.path) if self.is_lost else flattening.flat
 
 
-def check_arguments(saved: Saved, sizes: Sizes) -> None:
+def check_arguments(saved: Saved, sizes: GridSizes) -> None:
     """Raise `Unsupported` for ways to split a model of which the names of the directories do not tell all."""
     args, path = saved.args, saved.root / saved.path
     groups = args.get("num_query_groups")

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.names.family import Family
-from ckptkit.names.moe import LAYER, Experts, experts_of, has_experts
+from ckptkit.names.moe import LAYER, ExpertNames, experts_of, has_experts
 from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Cropped, Grouped, Joined
+from ckptkit.names.steps import Concatenated, Cropped, Grouped
 from ckptkit.names.tables.megatron_args import check
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
@@ -79,7 +79,7 @@ def feed_forward(own: str, hub: str, size: str) -> tuple[Rule, ...]:
     """Return the rules for a gated layer of a size: gates and what they gate are one tensor, or two."""
     gate, up = f"{hub}.gate_proj", f"{hub}.up_proj"
     return (
-        *with_bias(f"{own}.linear_fc1", (gate, up), Joined(2, size=size)),
+        *with_bias(f"{own}.linear_fc1", (gate, up), Concatenated(2, size=size)),
         *(
             Rule.of(tuple(f"{own}.linear_fc1.{leaf}_{half}" for half in "wv"), (f"{gate}.{leaf}", f"{up}.{leaf}"))
             for leaf in ("weight", "bias")
@@ -88,14 +88,14 @@ def feed_forward(own: str, hub: str, size: str) -> tuple[Rule, ...]:
     )
 
 
-def mixture(model: str, hub: Experts) -> tuple[Rule, ...]:
+def mixture(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
     """Return the rules for a mixture of experts."""
     shared = _IN_LAYER + "mlp.shared_experts"
     gate, up, down = (f"{LAYER}{name}.weight" for name in (hub.gate, hub.up, hub.down))
     return (
         Rule.of(f"{_IN_LAYER}mlp.router.weight", f"{LAYER}{hub.router}.weight"),
         *((Rule.of(f"{_IN_LAYER}mlp.router.expert_bias", LAYER + hub.bias),) if model in _WITH_BIAS else ()),
-        Rule.of(of_experts("linear_fc1"), (gate, up), Joined(2, size="expert_intermediate")),
+        Rule.of(of_experts("linear_fc1"), (gate, up), Concatenated(2, size="expert_intermediate")),
         Rule.of((of_experts("linear_fc1", "_w"), of_experts("linear_fc1", "_v")), (gate, up)),
         Rule.of(of_experts("linear_fc2"), down),
         *feed_forward(shared, LAYER + hub.shared, "shared_intermediate"),

@@ -63,10 +63,10 @@ class InMemory(Family):
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return the tensors as `save_pretrained` writes them."""
         from ckptkit.models.transformers_table import to_disk, transforms_of
-        from ckptkit.names.moved import Moved
+        from ckptkit.names.moved import MovedTensor
 
         blueprint = find_blueprint(sizes.config)
-        there = {name: Moved(tensor) for name, tensor in tensors.items() if name in blueprint.shapes}
+        there = {name: MovedTensor(tensor) for name, tensor in tensors.items() if name in blueprint.shapes}
         check_shapes(tensors, blueprint.shapes)
         made = to_disk(blueprint, transforms_of(blueprint, sizes.hub_names), there)
         check_whole(made.came_from, forms_of(sizes.config, sizes.hub_names)[0])
@@ -76,11 +76,11 @@ class InMemory(Family):
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return tensors of the disk as `from_pretrained` has them in memory."""
         from ckptkit.models.transformers_table import to_memory
-        from ckptkit.names.moved import Moved
+        from ckptkit.names.moved import MovedTensor
 
         blueprint = find_blueprint(sizes.config)
         check_all_there(tensors.keys(), closest(forms_of(sizes.config), tensors.keys()))
-        made = to_memory(blueprint, {name: Moved(tensor) for name, tensor in tensors.items()})
+        made = to_memory(blueprint, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
         found = {name: one.stored for name, one in made.tensors.items() if name in blueprint.shapes}
         check_shapes(found, blueprint.shapes)
         unplaced = [old for name, olds in made.came_from.items() if name not in found for old in olds]
