@@ -27,7 +27,7 @@ from ckptkit.models.companions import Companions, find_companions, tokenizer_bes
 from ckptkit.models.expected import find_embedding
 from ckptkit.models.fit import fit, restore_tied
 from ckptkit.names import HUB
-from ckptkit.names.naming import Naming
+from ckptkit.names.naming import AskedNames
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.quantized.make_plain import Dequantizing, look_for_quantized, make_all_plain, without_false_words
 from ckptkit.quantized.require_plain import require_plain
@@ -142,7 +142,7 @@ def merge_all(base: Base, adapters: Sequence[Fitted], options: ConvertOptions) -
     base = made_plain(base, notes)
     own = without_prefix(base.weights, base.companions, notes)
     remarks: list[str] = []
-    asked = Naming(
+    asked = AskedNames(
         names=HUB,
         config=base.companions.config,
         trainer=None,

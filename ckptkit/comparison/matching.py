@@ -16,7 +16,7 @@ from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import is_known
 from ckptkit.models.fit import restore_tied
 from ckptkit.names import HUB
-from ckptkit.names.naming import Naming, name_training
+from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.parameters import NewName, is_list_of_parameters, rename_in, rename_list
 from ckptkit.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
 from ckptkit.names.wrappers import own_name
@@ -129,7 +129,7 @@ def named_as_on_hub(
     if not has_weights(side.layout):
         return side
     try:
-        asked = Naming(names=HUB, config=config, trainer=checkpoint.trainer, check=require_plain)
+        asked = AskedNames(names=HUB, config=config, trainer=checkpoint.trainer, check=require_plain)
         layout, remarks = name_training(side.layout, asked)
     except (Mismatch, Unsupported) as error:
         notes.append(f"the names in {side.path} stay as they are: {error.message}")

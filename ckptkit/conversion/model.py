@@ -23,7 +23,7 @@ from ckptkit.models.form import Form
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import with_vocabulary
 from ckptkit.names import HUB, KEEP
-from ckptkit.names.naming import Naming
+from ckptkit.names.naming import AskedNames
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.weights import Weights
 from ckptkit.quantized.find import Quantized
@@ -64,7 +64,7 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     if names != KEEP and not options.rename:
         opened = [without_prefix(weights, companions, notes) for weights in opened]
     ask_base = asker(options.base)
-    asked = Naming(
+    asked = AskedNames(
         names=names,
         config=companions.config,
         trainer=None,

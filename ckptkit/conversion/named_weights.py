@@ -13,7 +13,7 @@ from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usa
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions
 from ckptkit.models.find_form import AskBase
-from ckptkit.names.naming import Naming, name_weights
+from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.prefixes import take_off_prefix
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.trainers import who_wrote
@@ -51,7 +51,7 @@ def asker(base: str | None) -> AskBase:
     return ask
 
 
-def name_one(weights: Weights, part: Part, asked: Naming, notes: list[str]) -> Weights:
+def name_one(weights: Weights, part: Part, asked: AskedNames, notes: list[str]) -> Weights:
     """Return the weights of one checkpoint under the names asked for, and add to `notes` what there is to say."""
     trainer = who_wrote(gather(part.path, (part.layout,)))
     weights, remarks = name_weights(weights, replace(asked, trainer=trainer))

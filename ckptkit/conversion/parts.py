@@ -26,7 +26,7 @@ from ckptkit.models.fit import restore_tied
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP, get_family
-from ckptkit.names.naming import Naming, name_training
+from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.quantized.make_plain import check_casts, look_for_quantized
@@ -182,7 +182,7 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
     companions, rows = find_companions(path, options.base), options.vocab_size
     notes = [] if rows is None else check_tokens(companions, rows)
     trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
-    asked = Naming(
+    asked = AskedNames(
         names=names,
         config=companions.config,
         trainer=trainer,

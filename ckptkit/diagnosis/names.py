@@ -18,7 +18,7 @@ from ckptkit.models.fit import abridge
 from ckptkit.models.form import closest
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
-from ckptkit.names.naming import Naming, name_weights
+from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.renames import rules_for
 from ckptkit.quantized.require_plain import require_plain
 
@@ -74,7 +74,7 @@ def turn_to_hub(case: Case, model: Model) -> Turned | None:
     if shapes is None or shapes.keys() == case.shapes.keys():
         return None
     family = case.checkpoint.family
-    whose = f"{family.name}'s" if family else "those of the model in memory"
+    whose = family.whose if family else "those of the model in memory"
     names = tuple(name for name in case.shapes if name not in shapes)
     message = f"the names are {whose}, and {model.name} has the Hub's"
     if options:
@@ -101,7 +101,7 @@ def named_as_on_hub(case: Case, model: Model, rows: int | None) -> Shapes | None
     """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
     assert case.weights is not None
     config, trainer = model.config or None, case.checkpoint.trainer
-    asked = Naming(names=HUB, config=config, trainer=trainer, check=require_plain, rows=rows)
+    asked = AskedNames(names=HUB, config=config, trainer=trainer, check=require_plain, rows=rows)
     try:
         found, _ = name_weights(case.weights, asked)
     except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):

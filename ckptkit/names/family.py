@@ -49,6 +49,11 @@ class Family:
         """Return the pattern of a name that the Hub has not."""
         return re.compile("|".join(self.drops) or r"(?!)")
 
+    @property
+    def whose(self) -> str:
+        """Return whose a tensor of it is: `megatron's` or `transformers'`."""
+        return f"{self.name}'" if self.name.endswith("s") else f"{self.name}'s"
+
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return the tensors as the Hub has them; without those that it has not, which are `unplaced` too."""
         return translate(tensors, self.rules(sizes), sizes)

@@ -30,7 +30,7 @@ _LIMIT = 1 << 20  # bytes of a file with a model's sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Naming:
+class AskedNames:
     """The names that a model's tensors are to have, and what it takes to give them these.
 
     `names` are those of a family, `HUB` or `KEEP`; `trainer` wrote the present ones, if that is known. A `table` of
@@ -48,7 +48,7 @@ class Naming:
     ask_base: AskBase = None
 
 
-def name_weights(found: Weights, asked: Naming) -> tuple[Weights, list[str]]:
+def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]:
     """Return weights under the names of a family, or of the Hub, and words on it.
 
     Raises `Mismatch` where a config.json is needed and none is there, or a tensor has no place in the family.
@@ -68,7 +68,7 @@ def name_weights(found: Weights, asked: Naming) -> tuple[Weights, list[str]]:
     return replace(found, layout=named, came_from=came_from), remarks(found.layout, change, made, asked)
 
 
-def name_training(layout: Layout, asked: Naming) -> tuple[Layout, list[str]]:
+def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
     """Return a checkpoint whose parameters have the names of a family, in the optimizer too, and words on it.
 
     Raises as `name_weights` does.
@@ -106,7 +106,7 @@ class FamilyChange(NamedTuple):
     turn: Turn
 
 
-def find_change(found: Weights, asked: Naming) -> FamilyChange | None:
+def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
     """Return what is to be changed of names; None if nothing is."""
     if asked.names == KEEP:
         return None
@@ -168,7 +168,7 @@ def turn_in(layout: Layout, turn: Turn) -> Translated:
         raise error.blame(path=layout.root) from None
 
 
-def remarks(before: Layout, change: FamilyChange | None, made: Translated, asked: Naming) -> list[str]:
+def remarks(before: Layout, change: FamilyChange | None, made: Translated, asked: AskedNames) -> list[str]:
     """Return what there is to say of new names and rows. Raises `Mismatch` for rows that config.json contradicts."""
     notes = []
     config, rows = asked.config, asked.rows

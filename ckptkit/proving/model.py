@@ -15,7 +15,7 @@ from ckptkit.layout import Layout
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import check_equal
 from ckptkit.models.transformers_model import Blueprint, find_blueprint
-from ckptkit.names.naming import Naming, name_weights
+from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.tables.transformers import TRANSFORMERS
 from ckptkit.quantized.require_plain import require_plain
 
@@ -37,7 +37,7 @@ class Model:
         if may_be_adapted(weights.layout.tensors):
             hint = "`ckptkit consolidate SRC MERGED --merge` makes a model of it, against which others can be proved"
             raise Unsupported("an adapter that is not merged is no model that could be run", path=path, hint=hint)
-        asked = Naming(names=TRANSFORMERS.name, config=config, trainer=checkpoint.trainer, check=require_plain)
+        asked = AskedNames(names=TRANSFORMERS.name, config=config, trainer=checkpoint.trainer, check=require_plain)
         named, remarks = name_weights(weights, asked)
         if named.layout.tensors.keys() != weights.layout.tensors.keys():
             notes += [f"{path}: {remark}" for remark in remarks]

@@ -13,7 +13,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.files.path import RemotePath
 from ckptkit.layout import Blob, Layout, StoredTensor
 from ckptkit.names import HUB
-from ckptkit.names.naming import Naming, name_training
+from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.weights import has_weights
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.salvaging.copies import absolute, elsewhere, fits
@@ -65,7 +65,7 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: 
         config = other.companions.config or checkpoint.companions.config
         try:
             wanted = checkpoint.family.name if checkpoint.family else HUB
-            asked = Naming(names=wanted, config=config, trainer=other.trainer, check=require_plain)
+            asked = AskedNames(names=wanted, config=config, trainer=other.trainer, check=require_plain)
             layout, remarks = name_training(layout, asked)
             notes += remarks
         except (Mismatch, Unsupported) as error:

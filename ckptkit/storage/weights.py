@@ -17,7 +17,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP, family_of
-from ckptkit.names.naming import Naming, name_weights
+from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.turn import settle_family
 from ckptkit.quantized.require_plain import require_plain
@@ -77,7 +77,7 @@ def find_fitting(
     checkpoint = Checkpoint.open(path)
     config = checkpoint.companions.config or config
     names = names_for(checkpoint, {name: tuple(one.shape) for name, one in tensors.items()}, config)
-    asked = Naming(names=names, config=config, trainer=checkpoint.trainer, check=require_plain)
+    asked = AskedNames(names=names, config=config, trainer=checkpoint.trainer, check=require_plain)
     found, _ = name_weights(checkpoint.weights, asked)
     layout = found.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
