@@ -31,12 +31,12 @@ _LIMIT = 1 << 20  # bytes of a file with a model's sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedNames:
-    """The names that a model's tensors are to have, and what it takes to give them these.
+    """The names that a caller asks for, and what ckptkit knows of the model.
 
-    `names` are those of a family, `HUB` or `KEEP`; `trainer` wrote the present ones, if that is known. A `table` of
-    one's own comes before those that are known; embedding and head get so many `rows`. Where the Hub has several names
-    for a tensor, they are those of the base, for which `ask_base` is asked. `check` raises for weights that cannot be
-    cut or joined; it is called before any is.
+    `names` is a family's word, `HUB` or `KEEP`. `trainer` wrote the present names; None if nobody knows. `check` raises
+    for weights that must not be cut or joined, before any are. A `table` of the user's comes before the known families.
+    `rows` is how many rows embedding and head get. `ask_base` returns the base's names, which decide where the Hub has
+    several for one tensor.
     """
 
     names: str

@@ -1,7 +1,7 @@
-"""Find the prefix before all names of a model, that of a module which a trainer wraps it in, and take it off.
+"""Find the prefix that a trainer's own module puts before all names of a model, and take it off.
 
-What wrappers of torch put into names is in `ckptkit.names.wrappers`, where a model lies in a checkpoint in
-`ckptkit.names.weights`. Here it takes the model to tell: `model.` or `net.` may be a part of its own names.
+`ckptkit.names.wrappers` has the prefixes of torch's wrappers, `ckptkit.names.weights` finds the model's key in a
+checkpoint. A prefix such as `model.` or `net.` may be a part of the model's own names: only the model tells.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read checkpoints of the package torch_checkpointing: an item's files of all ranks, with or without metadata.
 
 Source: torch_checkpointing/{checkpoint_writer,metadata_serialization}.py: `metadata.pkl` describes the items whose
-tensors can be resharded; of all others each rank has a file `ITEM_RANK.pt`. Where there is no such item the package
-writes no metadata: then DTensors in these files tell that they are one checkpoint, and where their parts belong.
+tensors can be resharded; of all others each rank has a file `ITEM_RANK.pt`. Without such an item
+the package writes no metadata. The DTensors in the files then say that they are one checkpoint, and where parts belong.
 """
 
 from __future__ import annotations
