@@ -51,7 +51,7 @@ class Family:
 
     @property
     def whose(self) -> str:
-        """Return whose a tensor of it is: `megatron's` or `transformers'`."""
+        """Return whose a tensor of it is: `meta's` or `transformers'`."""
         return f"{self.name}'" if self.name.endswith("s") else f"{self.name}'s"
 
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
