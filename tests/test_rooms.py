@@ -37,6 +37,7 @@ FLOORS = (
     ("files", "files.*"),
     ("destinations", "destinations.*"),
     ("tensors", "tensors.*"),
+    ("names.renames", "names.wrappers"),  # arithmetic on names alone
     ("layout",),
     ("layout.*",),
     ("engine", "engine.*"),
@@ -53,6 +54,8 @@ FLOORS = (
     ("optimizers", "optimizers.*"),
     ("checkpoints", "checkpoints.*"),
     ("runs", "runs.*"),
+    # what recognizes quantized weights lies below conversions; the steps that change them lie above
+    tuple(f"quantized.{name}" for name in ("config", "find", "foreign", "require_plain", "signs")),
     ("conversion", "conversion.*"),
     ("quantized", "quantized.*"),
     ("adapters", "adapters.*"),

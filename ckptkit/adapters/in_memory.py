@@ -13,9 +13,10 @@ from ckptkit.adapters.merged_blocks import Inside
 from ckptkit.adapters.recipes import Merging
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.names.naming import name_weights
+from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.tables.transformers import TRANSFORMERS
 from ckptkit.names.weights import Weights
+from ckptkit.quantized.require_plain import require_plain
 from ckptkit.tensors.box import Shape
 
 
@@ -28,8 +29,9 @@ class Within(NamedTuple):
 
 def in_memory(weights: Weights, config: Mapping[str, Any]) -> Layout | None:
     """Return weights as transformers has them in memory; None where that is not known."""
+    asked = AskedNames(names=TRANSFORMERS.name, config=config, trainer=None, check=require_plain)
     try:
-        return name_weights(weights, config, TRANSFORMERS.name, None)[0].layout
+        return name_weights(weights, asked)[0].layout
     except (Mismatch, Unsupported):  # the base is then as its files have it, and what does not fit that is named
         return None
 

@@ -12,7 +12,7 @@ from ckptkit import trainers
 from ckptkit.checkpoints.part import Part
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import folders
-from ckptkit.formats import Reader, detect_format, is_known_file
+from ckptkit.formats import Reader, detect_format, is_known_file, is_known_inside
 from ckptkit.trainers.steps import ONE_FILE, may_be_step_name, step_of
 
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
@@ -22,14 +22,14 @@ def is_run(path: Path) -> bool:
     """Return whether a directory, of no step itself, is a run although there is a file in it that could be a model.
 
     Its checkpoints are files named by their steps, or there is a file that says which directory is meant. With a file
-    in it that a format knows by its name it is a checkpoint, whatever else lies there.
+    in it that a format knows, by its name or by what is in it, it is a checkpoint, whatever else lies there.
     """
     if not path.is_dir() or step_of(path) is not None:
         return False
     names = [name for name in names_in(path) if not trainers.is_beside_file(name)]
     has_steps = any(name.endswith(ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
     is_tracked = any(map(trainers.is_tracker, names)) and any(map(may_be_step_name, names))
-    return (has_steps or is_tracked) and not is_known_file(names)
+    return (has_steps or is_tracked) and not (is_known_file(names) or is_known_inside(path))
 
 
 def wholes_in(path: Path) -> tuple[Part, ...] | None:

@@ -170,7 +170,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
     """Print the renames, by as few rules as there are."""
     if not found.renamed:
         return
-    from ckptkit.comparison.renames import explain
+    from ckptkit.names.renames import explain
 
     say("renamed:")
     if every:
@@ -182,7 +182,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
 
 def folded(names: Sequence[str]) -> list[str]:
     """Return names, with those as one that are the same in every layer."""
-    from ckptkit.comparison.renames import fold
+    from ckptkit.names.renames import fold
 
     often = Counter(map(fold, names))
     lines = (times(fold(name), often[fold(name)]) if often[fold(name)] > 1 else name for name in names)

@@ -131,7 +131,7 @@ def report(found: Inspected, asked: Path) -> None:
     if found.trainer:
         say(f"trainer: {found.trainer}")
     if found.family:
-        say(f"names: {found.family}'s")
+        say(f"names: {found.family}")
     rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
     print_table(rows, ("", "entries", "size", "dtypes", "under"))
     if found.optimizer_keys == "ids":

@@ -164,14 +164,15 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
 
 
 def report_comparison(found: Sequence[Verified]) -> None:
-    """Say what was compared with another checkpoint, and whether it is the same."""
-    for pair in filter(None, (part.compared for part in found)):
+    """Say what was compared with another checkpoint, and whether it is the same; each note once."""
+    pairs = [part.compared for part in found if part.compared]
+    for pair in pairs:
         equal = "are the same" if pair.is_equal else "were compared, and are not the same"
         say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}")
-        for text in pair.notes:
-            note(f"note: {text}")
         if not pair.is_equal:
             note(f"hint: `ckptkit diff {pair.a} {pair.b}` says by how much they differ")
+    for text in dict.fromkeys(text for pair in pairs for text in pair.notes):
+        note(f"note: {text}")
 
 
 def report_numbers(numbers: Sequence[TensorStats]) -> None:

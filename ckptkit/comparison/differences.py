@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.comparison.entries import Scalar
-from ckptkit.comparison.renames import fold
 from ckptkit.layout import Spec
+from ckptkit.names.renames import fold
 from ckptkit.tensors.distance import Distance
 
 Reason = Literal["shape", "dtype", "values", "entry"]

@@ -16,13 +16,13 @@ from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import forms_for
 from ckptkit.models.fit import restore_tied
 from ckptkit.names import HUB
-from ckptkit.names.naming import name_training
+from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.parameters import NewName, is_list_of_parameters, rename_in, rename_list
-from ckptkit.names.weights import LeftOut, Weights, find_prefix, find_weights, has_weights, model_name
+from ckptkit.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
+from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed
 from ckptkit.optimizers.parameter_order import find_names
-
-_DDP = "module."
+from ckptkit.quantized.require_plain import require_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,8 @@ def named_as_on_hub(
     if not has_weights(side.layout):
         return side
     try:
-        layout, remarks = name_training(side.layout, config, HUB, checkpoint.trainer)
+        asked = AskedNames(names=HUB, config=config, trainer=checkpoint.trainer, check=require_plain)
+        layout, remarks = name_training(side.layout, asked)
     except (Mismatch, Unsupported) as error:
         notes.append(f"the names in {side.path} stay as they are: {error.message}")
         return side
@@ -217,7 +218,7 @@ def by_own_names(layout: Layout) -> Side:
 def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:
     """Return the key path by which each entry is compared: the model's wrapper and torch's own are taken off."""
     keys: dict[str, KeyPath] = {old: (new,) for new, old in found.came_from.items()}
-    above, clean = find_prefix(layout)[:-1], cleaner(found)
+    above, clean = find_model_key(layout)[:-1], cleaner(found)
     for name in layout.names:
         if name not in keys:
             key = layout.key(name)
@@ -229,8 +230,7 @@ def cleaner(found: Weights) -> NewName:
     """Return a function that gives a parameter, where it is named outside the model, the name that it has there."""
 
     def clean(name: str) -> str:
-        plain = model_name((name,), ())
-        return plain if plain in found.came_from else plain.removeprefix(_DDP)
+        return own_name(name, found.came_from)
 
     return clean
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.comparison.matching import by_own_names
 from ckptkit.comparison.plain import Plain
-from ckptkit.comparison.renames import fold
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
+from ckptkit.names.renames import fold
 from ckptkit.progress import Progress, telling
 from ckptkit.tensors.distance import Distance
 

@@ -20,13 +20,13 @@ from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import LOST, Blob, KeyPath, Layout, Spec, edits
 from ckptkit.names.parameters import is_list_of_parameters, rename_parameters, way_in_optimizer
-from ckptkit.names.weights import Weights, find_weights, model_name, summarise
+from ckptkit.names.weights import Weights, find_weights, summarise
+from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.keys import find_optimizers
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 STEPS = "global_steps"
-_DDP = "module."
 _HALVES = ("bfloat16", "float16")
 
 
@@ -107,8 +107,7 @@ def as_weight(name: str, weights: Weights, layout: Layout) -> str:
     if name.isdecimal():
         message = f"the optimizer has numbers for its parameters, such as {name}"
         raise Unsupported(message, path=layout.root, hint="an optimizer by names is needed")
-    own = model_name((name,), ())
-    return own.removeprefix(_DDP) if own not in weights.came_from else own
+    return own_name(name, weights.came_from)
 
 
 def with_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:

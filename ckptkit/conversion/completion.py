@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
-from ckptkit.names.weights import model_name
+from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.missing_states import States, complete_states, find_states
 from ckptkit.optimizers.parameter_order import find_names, is_buffer
-
-_DDP = "module."
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +59,6 @@ def parameters_for(checkpoint: Checkpoint, layout: Layout, states: States) -> di
         called = {str(number): str(name) for number, name in names.items()}
     own = {one: own_name(name, tensors) for one, name in called.items()}
     return {one: tensors[name] for one, name in own.items() if name in tensors}
-
-
-def own_name(name: str, tensors: Iterable[str]) -> str:
-    """Return what the model calls a parameter, without what wrappers put into its name."""
-    own = model_name((name,), ())
-    return own if own in tensors else own.removeprefix(_DDP)
 
 
 def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredTensor]) -> list[str]:

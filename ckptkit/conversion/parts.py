@@ -18,6 +18,7 @@ from ckptkit.conversion.optimizers import Rekeying, key_optimizers
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.other_files import files_beside, own_files
 from ckptkit.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks
+from ckptkit.conversion.steps import require_plain
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.formats import detect_format, get_format
@@ -27,7 +28,7 @@ from ckptkit.models.fit import restore_tied
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP, get_family
-from ckptkit.names.naming import name_training
+from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.trainers import say_opaque, who_wrote
@@ -190,7 +191,15 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
     companions, rows = find_companions(path, options.base), options.vocab_size
     notes = [] if rows is None else check_tokens(companions, rows)
     trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
-    layout, remarks = name_training(layout, companions.config, names, trainer, table=options.table, rows=rows)
+    asked = AskedNames(
+        names=names,
+        config=companions.config,
+        trainer=trainer,
+        check=require_plain,
+        table=options.table,
+        rows=rows,
+    )
+    layout, remarks = name_training(layout, asked)
     return layout, [*remarks, *notes]
 
 

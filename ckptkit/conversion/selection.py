@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,9 +9,9 @@ from fnmatch import fnmatchcase
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Layout, Spec, edits
+from ckptkit.names.renames import parse_rule, renaming
 from ckptkit.tensors.dtypes import DType, parse_dtype
 
-Rule = tuple[re.Pattern[str], str]
 LIKE = "like:"
 
 
@@ -63,14 +62,7 @@ class Edits:
 
     def renaming(self) -> Callable[[str], str]:
         """Return the function that gives a parameter its new name, by each rule in turn."""
-        rules = [parse_rule(rule) for rule in self.rename]
-
-        def new_name(name: str) -> str:
-            for pattern, text in rules:
-                name = pattern.sub(text, name)
-            return name
-
-        return new_name
+        return renaming(self.rename)
 
     def wanted_dtype(self, name: str, *, is_weight: bool) -> DType | Like | None:
         """Return the dtype that is asked for a tensor, or whose; None if it is to keep its own. The last rule counts.
@@ -104,19 +96,6 @@ class Edits:
             if (before := tensor.spec.dtype) != (after := changed.tensors[name].spec.dtype)
         }
         return changed, casts
-
-
-def parse_rule(rule: str) -> Rule:
-    """Return a rule `REGEX=>TEXT`, compiled. Raises `Usage` if it is none."""
-    pattern, arrow, text = rule.partition("=>")
-    if not arrow:
-        raise Usage(f"--rename '{rule}' has no `=>`", hint="for example --rename '^model\\.=>'")
-    try:
-        compiled = re.compile(pattern)
-        compiled.sub(text, "")
-    except (re.error, IndexError) as error:
-        raise Usage(f"--rename '{rule}': {error}") from error
-    return compiled, text
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.evidence import gather
@@ -15,13 +16,14 @@ from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usa
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions, describe_weights, find_companions
 from ckptkit.models.expected import AskBase, Form, form_or_reason
-from ckptkit.models.fit import find_prefix, fit
+from ckptkit.models.fit import fit
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import with_vocabulary
-from ckptkit.names import HUB, KEEP, step_before_family
-from ckptkit.names.naming import name_weights
+from ckptkit.names import HUB, KEEP
+from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.parameters import rename_parameters
-from ckptkit.names.weights import find_weights
+from ckptkit.names.prefixes import take_off_prefix
+from ckptkit.names.weights import Weights, find_weights
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.trainers import who_wrote
 
@@ -60,13 +62,11 @@ def wanted_names(options: ConvertOptions) -> str:
 
 def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noqa: ARG001 - all steps have this form
     """Strip what a trainer's module puts before all names, if config.json or a family of names proves it."""
-    step = step_before_family(model.layout.shapes)
-    prefix = step or find_prefix(model.layout, model.config)
-    if not prefix:
+    weights, remarks = take_off_prefix(model.weights, model.companions.config)
+    if not remarks:
         return model
-    whose = "of a family that is known" if step else "that config.json calls for"
-    note = f"`{prefix}` was taken off all names: without it they are those {whose}"
-    return model.rename(lambda name: name.removeprefix(prefix)).say(note)
+    prefix = len(next(iter(model.layout.tensors))) - len(next(iter(weights.layout.tensors)))
+    return model.rename(lambda name: name[prefix:]).say(*remarks)
 
 
 def translate_names(model: Model, options: ConvertOptions) -> Model:
@@ -81,17 +81,24 @@ def translate_names(model: Model, options: ConvertOptions) -> Model:
 
 def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
     """Return the model under the names of the Hub or of a family."""
-    trainer = who_wrote(gather(model.part.path, (model.part.layout,)))
-    weights, remarks = name_weights(
-        model.weights,
-        model.companions.config,
-        names,
-        trainer,
+    asked = AskedNames(
+        names=names,
+        config=model.companions.config,
+        trainer=who_wrote(gather(model.part.path, (model.part.layout,))),
+        check=require_plain,
         table=options.table,
         rows=options.vocab_size,
         ask_base=model.ask_base,
     )
+    weights, remarks = name_weights(model.weights, asked)
     return replace(model, weights=weights).say(*remarks)
+
+
+def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
+    """Raise `Unsupported` for quantized weights: other names or rows would tear them from their scales."""
+    from ckptkit.quantized import require_plain as quantized  # only where names change
+
+    quantized.require_plain(found, config)
 
 
 def resize_vocabulary(model: Model, options: ConvertOptions) -> Model:

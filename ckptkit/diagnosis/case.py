@@ -11,13 +11,13 @@ from typing import Any
 from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.comparison.renames import by_rule
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout import Layout, Spec
 from ckptkit.models.companions import find_companions, read_config
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import without_extra_state
 from ckptkit.models.vocabulary import is_by_token, vocabulary_of
+from ckptkit.names.renames import by_rule
 from ckptkit.names.weights import Weights, find_weights, has_weights
 from ckptkit.quantized.find import find_quantized
 from ckptkit.tensors.box import Shape

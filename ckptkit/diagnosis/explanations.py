@@ -6,20 +6,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptkit.comparison.renames import by_rule
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.damage import find_torch_version
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import export, reshard, resize, rewrite
 from ckptkit.diagnosis.names import find_names, find_wrappers, raw_names
 from ckptkit.diagnosis.optimizer import find_missing_states, list_missing_states, optimizers_in
-from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import find_shapes
-from ckptkit.models.fit import find_rename
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.vocabulary import rows_of
 from ckptkit.names import HUB
+from ckptkit.names.renames import by_rule, find_prefix_rule, rules_for
 
 Look = Callable[["MatchedMessage", Case], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -93,7 +91,7 @@ def find_key(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     own, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, raw_names(case)
     if ends := [known for known in case.layout.names if is_end(known, name)]:
         yield Finding("key", name, f"the checkpoint has it as `{max(ends, key=len)}`")
-    elif (rule := find_rename([own], raw)) is not None:
+    elif (rule := find_prefix_rule([own], raw)) is not None:
         fix = rewrite(case.checkpoint, rename=(rule,))
         yield Finding("renamed", name, "the checkpoint has it by another name", fix)
     elif ".param_groups." in name:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ckptkit.comparison.renames import fold
 from ckptkit.diagnosis.fix import Fix
+from ckptkit.names.renames import fold
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_hub
-from ckptkit.comparison.renames import by_rule, fold, shapes_of
+from ckptkit.comparison.renames import shapes_of
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, rewrite
 from ckptkit.diagnosis.optimizer import named_states, without_state
-from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec
 from ckptkit.names import HUB
+from ckptkit.names.renames import by_rule, fold, rules_for
 from ckptkit.tensors.dtypes import DType
 from ckptkit.trainers import owner_of_key
 

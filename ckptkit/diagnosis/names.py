@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from fnmatch import translate
 from glob import escape
 
-from ckptkit.comparison.renames import fold
 from ckptkit.diagnosis.case import Case, Misfits, Shapes, TargetModel
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, Value, convert, export, is_model, rewrite
-from ckptkit.diagnosis.rename_rules import rules_for
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.models.expected import closest
@@ -20,15 +18,12 @@ from ckptkit.models.fit import abridge
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
-from ckptkit.names.naming import name_weights
-from ckptkit.names.weights import find_prefix
+from ckptkit.names.naming import AskedNames, name_weights
+from ckptkit.names.renames import fold, rules_for
+from ckptkit.names.weights import find_model_key
+from ckptkit.names.wrappers import WRAPPERS
+from ckptkit.quantized.require_plain import require_plain
 
-_WRAPPERS = {
-    "_orig_mod": "torch.compile",
-    "module": "DistributedDataParallel",
-    "_fsdp_wrapped_module": "FSDP1",
-    "_checkpoint_wrapped_module": "activation checkpointing",
-}
 _IN_MEMORY = "transformers"  # the family of names that its models have there
 _MOST_GLOBS = 8
 
@@ -38,7 +33,8 @@ def find_wrappers(case: Case) -> Iterator[Finding]:
     if case.weights is None or not (case.is_asked or is_model(case.checkpoint)):
         return
     raw = raw_names(case)
-    for word, whose in _WRAPPERS.items():
+    for wrapper in WRAPPERS:
+        word, whose = wrapper.text.rstrip("."), wrapper.whose
         names = tuple(name for name, own in raw.items() if word in name.split(".") and word not in own.split("."))
         if names:
             message = f"`{word}.` is {whose}'s: a model that is not wrapped has other names, and finds none of these"
@@ -50,7 +46,7 @@ def raw_names(case: Case) -> dict[str, str]:
     weights = case.weights
     if weights is None:
         return {}
-    prefix = find_prefix(weights.whole)
+    prefix = find_model_key(weights.whole)
     keys = {own: weights.whole.key(name) for own, name in weights.came_from.items()}
     return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
 
@@ -111,7 +107,7 @@ def turn_to_hub(case: Case, model: TargetModel) -> Turned | None:
     if shapes is None or shapes.keys() == case.shapes.keys():
         return None
     family = case.checkpoint.family
-    whose = f"{family.name}'s" if family else "those of the model in memory"
+    whose = family.whose if family else "those of the model in memory"
     names = tuple(name for name in case.shapes if name not in shapes)
     message = f"the names are {whose}, and {model.name} has the Hub's"
     if options:
@@ -137,8 +133,10 @@ def find_names_on_disk(case: Case, model: TargetModel) -> Iterator[Finding]:
 def named_as_on_hub(case: Case, model: TargetModel, rows: int | None) -> Shapes | None:
     """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
     assert case.weights is not None
+    config, trainer = model.config or None, case.checkpoint.trainer
+    asked = AskedNames(names=HUB, config=config, trainer=trainer, check=require_plain, rows=rows)
     try:
-        found, _ = name_weights(case.weights, model.config or None, HUB, case.checkpoint.trainer, rows=rows)
+        found, _ = name_weights(case.weights, asked)
     except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
         return None
     return found.layout.shapes

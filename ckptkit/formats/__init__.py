@@ -29,6 +29,7 @@ __all__ = [
     "get_format",
     "get_writer",
     "is_known_file",
+    "is_known_inside",
     "locate",
     "title_of",
     "unpack",
@@ -40,13 +41,15 @@ class Known(NamedTuple):
     """A format of the table: its class, what people call it, and whether it is written too.
 
     The class is imported when it is asked for, to detect no sooner than a name matches the pattern `files`: that of a
-    file, or of anything in a directory.
+    file, or of anything in a directory. `perhaps` is the pattern of names that files of no format have as well: only
+    what is in the files tells whose they are.
     """
 
     where: str
     title: str
     files: str
     is_written: bool = False
+    perhaps: str = r"(?!)"
 
 
 # by the word that users type; `detect_format` asks in this order
@@ -58,7 +61,10 @@ FORMATS = {
         is_written=True,
     ),
     "torch_checkpointing": Known(
-        "ckptkit.formats.torch_checkpointing.format:TorchCheckpointing", "torch_checkpointing", r"metadata\.pkl"
+        "ckptkit.formats.torch_checkpointing.format:TorchCheckpointing",
+        "torch_checkpointing",
+        r"metadata\.pkl",
+        perhaps=r".+_0\.pt",
     ),
     "torchsnapshot": Known(
         "ckptkit.formats.torchsnapshot.format:TorchSnapshot", "torchsnapshot", r"\.snapshot_metadata"
@@ -144,7 +150,7 @@ def detect_format(path: Path) -> Reader | None:
     """Return the first format that claims `path`, or None."""
     with translate_os_errors(path):
         names = names_in(path) if path.is_dir() else [path.name]
-        return next((reader for reader in likely_formats(names) if reader.detect(path)), None)
+        return next((reader for reader in likely_formats(names, perhaps=True) if reader.detect(path)), None)
 
 
 def is_known_file(names: Iterable[str]) -> bool:
@@ -153,11 +159,26 @@ def is_known_file(names: Iterable[str]) -> bool:
     return any(reader.owns(name) for reader in likely_formats(names) for name in names)
 
 
-def likely_formats(names: Collection[str]) -> Iterator[Reader]:
-    """Yield the formats that call for a file of any of these names, each imported no sooner than it is asked for."""
+def is_known_inside(path: Path) -> bool:
+    """Return whether the files in a directory are a checkpoint of a format that only their content tells."""
+    with translate_os_errors(path):
+        names = names_in(path)
+        likely = [name for name, known in FORMATS.items() if has_name(names, known.perhaps)]
+        return any(get_format(name).detect(path) for name in likely)
+
+
+def likely_formats(names: Collection[str], *, perhaps: bool = False) -> Iterator[Reader]:
+    """Yield the formats that call for a file of any of these names, each imported no sooner than it is asked for.
+
+    With `perhaps` also those that may call for one of them.
+    """
     for name, known in FORMATS.items():
-        if any(map(re.compile(known.files, re.DOTALL).fullmatch, names)):
+        if has_name(names, known.files) or (perhaps and has_name(names, known.perhaps)):
             yield get_format(name)
+
+
+def has_name(names: Iterable[str], pattern: str) -> bool:
+    return any(map(re.compile(pattern, re.DOTALL).fullmatch, names))
 
 
 def find_format(path: Path) -> Reader:

@@ -12,7 +12,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import Companions
-from ckptkit.models.expected import Form, form_or_reason, forms_for
+from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
@@ -73,34 +73,6 @@ def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported 
     return {} if embedding is None else {HEAD: embedding}
 
 
-def find_prefix(layout: Layout, config: Mapping[str, Any]) -> str:
-    """Return what stands before every name of a model, if without it all are there that its config calls for.
-
-    A module that a trainer wraps a model in puts its attribute there: `model.` or `net.`. Returns "" where the names
-    fit as they are, or fit neither way.
-    """
-    names = layout.tensors.keys()
-    if not config or len({name.partition(".")[0] for name in names}) != 1:
-        return ""
-    try:
-        forms = forms_for(config)
-    except Unsupported:
-        return ""
-    if any(form.needed <= names for form in forms):
-        return ""
-    return next(filter(None, (prefix_of(layout, form) for form in forms)), "")
-
-
-def prefix_of(layout: Layout, form: Form) -> str:
-    """Return what stands before every name, if without it the tensors are of a form; "" else."""
-    first = min(form.needed)
-    ends = [name for name in layout.tensors if name.endswith(f".{first}")]
-    prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
-    found = {name.removeprefix(prefix): spec.shape for name, spec in layout.specs.items() if name.startswith(prefix)}
-    fits = len(found) == len(layout.tensors) and all(found.get(name) == form.shapes[name] for name in form.needed)
-    return prefix if fits else ""
-
-
 def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str]]:
     """Return the layout without the tensors that are `tied` to others and equal to them, and remarks on each."""
     notes = []
@@ -159,7 +131,7 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
     needed = form.needed
     missing = [name for name in form.shapes if name in needed and name not in layout.tensors]
     if missing:
-        rule = find_rename(missing, layout.tensors)
+        rule = find_prefix_rule(missing, layout.tensors)
         raise Mismatch(
             f"missing, with {len(missing) - 1} more of {len(needed)} that the config.json in {found_in} calls for",
             path=layout.root,
@@ -182,7 +154,7 @@ def abridge(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if names[4:] else "")
 
 
-def find_rename(missing: Iterable[str], present: Iterable[str]) -> str | None:
+def find_prefix_rule(missing: Iterable[str], present: Iterable[str]) -> str | None:
     """Return a `--rename` rule, taking a prefix off or putting one on, that gives every missing tensor its name."""
     missing, there = sorted(missing), set(present)
     for name in sorted(there):

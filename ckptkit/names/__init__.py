@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HUB, KEEP = "hub", "keep"
 
 
-class Known(NamedTuple):
+class KnownFamily(NamedTuple):
     """A family of the table: where its rules are, and the pattern `tells` of names that are its own.
 
     In these names there is `#` for every number. The family is imported when it is asked for, to tell whose a
@@ -30,19 +30,21 @@ class Known(NamedTuple):
 
 # by the word that users type; of several that have the same names the first is meant
 FAMILIES = {
-    "torchtitan": Known(
+    "torchtitan": KnownFamily(
         "torchtitan:TORCHTITAN",
         r"layers\.#\.attention\.qkv_linear\..*|layers\.#\.moe\.(routed_experts|experts)\..*_E[A-Z]+",
     ),
-    "torchtitan-0.2": Known("torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"),
-    "megatron": Known("megatron:MEGATRON", r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*"),
-    "meta": Known("meta:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
-    "torchtune": Known("torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"),
-    "litgpt": Known("litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
-    "olmo": Known("olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
-    "nanogpt": Known("nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
-    "llmc": Known("llmc:LLMC", "qkvw"),
-    "transformers": Known(
+    "torchtitan-0.2": KnownFamily("torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"),
+    "megatron": KnownFamily(
+        "megatron:MEGATRON", r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*"
+    ),
+    "meta": KnownFamily("meta:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
+    "torchtune": KnownFamily("torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"),
+    "litgpt": KnownFamily("litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
+    "olmo": KnownFamily("olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
+    "nanogpt": KnownFamily("nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
+    "llmc": KnownFamily("llmc:LLMC", "qkvw"),
+    "transformers": KnownFamily(
         "transformers:TRANSFORMERS",
         r"(.*\.)?experts\.(gate_up_proj|down_proj)|"
         r"model\.(language_model|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\..*",
@@ -85,14 +87,6 @@ def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
 def load(name: str) -> Family:
     module, _, family = FAMILIES[name].where.partition(":")
     return cast("Family", getattr(import_module(f"{__name__}.tables.{module}"), family))
-
-
-def step_before_family(shapes: Mapping[str, Shape]) -> str:
-    """Return the step that stands before all names of a family, as a wrapper puts it there; "" if none does."""
-    first = next(iter(shapes), "").partition(".")[0] + "."
-    if family_of(shapes) or not all(name.startswith(first) for name in shapes):
-        return ""
-    return first if family_of({name.removeprefix(first): shape for name, shape in shapes.items()}) else ""
 
 
 def get_family(name: str) -> Family | None:

@@ -1,5 +1,7 @@
 """Read a table of one's own: rules as those of the families, in a file of TOML. Its errors say the line and the key.
 
+A step is a word, or a table of a word with what belongs to it.
+
 name = "mine"
 
 [[rule]]
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,27 @@ from ckptkit.names.family import Family
 from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule, patterns_of
 from ckptkit.names.sizes import SYMBOLS
-from ckptkit.names.step_words import counts_of, require_keys, step_in
-from ckptkit.names.steps import Step
+from ckptkit.names.steps import (
+    Alternating,
+    Chain,
+    Concatenated,
+    Each,
+    FlatFront,
+    Grouped,
+    Reversed,
+    Rotary,
+    Same,
+    SwappedAxes,
+    TensorStep,
+)
 
 _LIMIT = 1 << 20  # bytes
 _HEADER = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _TEXT = re.compile(r"(\{[a-z]+\}|\[[^\[\]{}]*(\{[a-z]+\})?[^\[\]{}]*\]|[^\[\]{}])+")
 _KEYS = ("own", "hub", "step", "flat")
+_EXTENTS = ("heads", "key_heads")
+_MOST = 64  # axes, or tensors that one becomes
 
 
 def read_table(path: Path) -> Family:
@@ -110,7 +125,7 @@ def check_numbers(key: str, texts: tuple[str, ...]) -> None:
         raise Usage(f"the names in `{key}` do not have the same numbers, each once")
 
 
-def check_counts(step: Step, own: int, hub: int) -> None:
+def check_counts(step: TensorStep, own: int, hub: int) -> None:
     """Raise `Usage` if a step is not one from so many tensors to so many."""
     if counts_of(step, own) != hub:
         message = f"`step` does not make {hub} tensors of {own}"
@@ -125,3 +140,111 @@ def in_front(table: Family, family: Family | None) -> Family:
     return replace(
         family, name=table.name, drops=drops, rules=lambda sizes: (*table.rules(sizes), *family.rules(sizes))
     )
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def step_in(value: object) -> TensorStep:
+    """Return the step that a value describes: its name, a table with its name as key, or a list of several in turn."""
+    if isinstance(value, list):
+        return Chain(tuple(map(step_in, value)))
+    table = {value: None} if isinstance(value, str) else value
+    if not isinstance(table, dict) or not table:
+        raise Usage(f"`step` is {value!r}", hint=f"use one of {', '.join(_STEPS)}")
+    name, argument = next(iter(table.items()))
+    if name not in _STEPS:
+        raise Usage(f"`step`: there is no `{name}`", hint=f"use one of {', '.join(_STEPS)}")
+    more = {key: one for key, one in table.items() if key != name}
+    make, keys = _STEPS[name]
+    require_keys(more, keys, f"`step`: {name}")
+    return make(argument, more)
+
+
+def number_in(value: object, what: str, least: int = 0) -> int:
+    """Return a number. Raises `Usage` for anything else."""
+    if type(value) is not int or not least <= value <= _MOST:
+        raise Usage(f"`step`: {what} is {value!r}", hint=f"a number from {least} to {_MOST}")
+    return value
+
+
+def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
+    """Return the step for tensors that follow each other."""
+    count, axis = number_in(argument, "joined", 1), number_in(more.get("axis", 0), "axis")
+    parts = more.get("parts", [])
+    if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
+        raise Usage(f"`step`: parts is {parts!r}", hint=f"{count} of {', '.join(_EXTENTS)}")
+    return Concatenated(count, axis, tuple(parts))
+
+
+def alternating(argument: object, more: Mapping[str, Any]) -> TensorStep:
+    return Alternating(number_in(argument, "alternating", 1), number_in(more.get("axis", 0), "axis"))
+
+
+def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
+    """Return the step for axes that are exchanged."""
+    axes = [0, 1] if argument is None else argument
+    if not isinstance(axes, list) or len(axes) != 2:
+        raise Usage(f"`step`: transposed is {argument!r}", hint="the numbers of two axes, like [0, 1]")
+    one, other = (number_in(axis, "transposed") for axis in axes)
+    return SwappedAxes((one, other))
+
+
+def symbolic(make: Callable[[str], TensorStep], name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
+    """Return the function for a step that a symbol for a number belongs to."""
+
+    def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
+        if argument not in SYMBOLS:
+            raise Usage(f"`step`: {name} is {argument!r}", hint=f"use one of {', '.join(SYMBOLS)}")
+        return make(str(argument))
+
+    return of
+
+
+def plain(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
+    """Return the function for a step that nothing belongs to."""
+
+    def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
+        if argument not in (None, True):
+            raise Usage(f"`step`: {name} is {argument!r}", hint=f'write "{name}"')
+        return step
+
+    return of
+
+
+_STEPS: dict[str, tuple[Callable[[object, Mapping[str, Any]], TensorStep], tuple[str, ...]]] = {
+    "same": (plain(Same(), "same"), ()),
+    "rotary": (symbolic(Rotary, "rotary"), ()),
+    "grouped": (plain(Grouped(), "grouped"), ()),
+    "joined": (joined, ("axis", "parts")),
+    "alternating": (alternating, ("axis",)),
+    "transposed": (transposed, ()),
+    "flat": (symbolic(FlatFront, "flat"), ()),
+    "each": (lambda argument, _: Each(tuple(map(step_in, argument if isinstance(argument, list) else [argument]))), ()),
+    "reversed": (lambda argument, _: Reversed(step_in(argument)), ()),
+}
+
+
+def require_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    """Raise `Usage` for a key that there is not."""
+    strange = next((key for key in found if key not in known), None)
+    if strange is not None:
+        raise Usage(f"{what} has no key `{strange}`", hint=f"there are {', '.join(known)}")
+
+
+def counts_of(step: TensorStep, count: int) -> int | None:
+    """Return how many tensors a step makes of so many, None if it takes another number."""
+    made: int | None = count
+    match step:
+        case Chain(steps):
+            for one in steps:
+                made = None if made is None else counts_of(one, made)
+        case Each(steps):
+            made = count if len(steps) == count and all(counts_of(one, 1) == 1 for one in steps) else None
+        case Reversed(inner):
+            made = next((n for n in range(1, _MOST + 1) if counts_of(inner, n) == count), None)
+        case Grouped():
+            made = 3 if count == 1 else None
+        case Concatenated(parts) | Alternating(parts):
+            made = parts if count == 1 else None
+    return made

@@ -27,7 +27,7 @@ class Family:
     that it was saved at. `trainer` is who writes such names, if others share them. With a tied head (`has_tied_head`)
     there is a tensor for this too, which is the embedding; with None it is left as it is. `biased` is the pattern of
     modules that have to have a bias. Where there is no config.json, `config_of` makes one of what the `sizes_file`
-    beside the weights says.
+    beside the weights says. `written_as` gives the name for one that the rules write, where it differs by layer.
     """
 
     name: str
@@ -42,18 +42,25 @@ class Family:
     sizes_file: str = ""
     config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     biased: str = ""
+    written_as: Callable[[str, Sizes], str] = lambda name, _: name
 
     @cached_property
     def drop(self) -> re.Pattern[str]:
         """Return the pattern of a name that the Hub has not."""
         return re.compile("|".join(self.drops) or r"(?!)")
 
+    @property
+    def whose(self) -> str:
+        """Return whose a tensor of it is: `meta's` or `transformers'`."""
+        return f"{self.name}'" if self.name.endswith("s") else f"{self.name}'s"
+
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return the tensors as the Hub has them; without those that it has not, which are `unplaced` too."""
         return translate(tensors, self.rules(sizes), sizes)
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-        return translate(tensors, self.rules(sizes), sizes, to_hub=False)
+        found = translate(tensors, self.rules(sizes), sizes, to_hub=False)
+        return found.renamed(lambda name: self.written_as(name, sizes))
 
     def find_bias_missing(self, names: Iterable[str]) -> str | None:
         """Return the name of a bias that has to be beside a weight, and is not; None if none is missing."""

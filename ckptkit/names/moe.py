@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ckptkit.names.sizes import Sizes
+
 LAYER = "model.layers.{layer}."
 
 
@@ -37,3 +39,13 @@ _EXPERTS = {
 def experts_of(model_type: str) -> ExpertNames:
     """Return the names for a type of model; those of most for one that is not listed."""
     return _EXPERTS.get(model_type, ExpertNames())
+
+
+def has_experts(layer: int, sizes: Sizes) -> bool:
+    """Return whether a layer of a mixture has experts, by the keys of `Glm4MoeConfig` and `Qwen2MoeConfig`."""
+    config = sizes.text
+    first = config.get("first_k_dense_replace", 1 if sizes.model_type == "glm4_moe" else 0)
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
+    is_behind = type(first) is not int or layer >= first
+    is_nth = type(step) is not int or step < 1 or (layer + 1) % step == 0
+    return is_behind and is_nth and not (isinstance(dense, list) and layer in dense)

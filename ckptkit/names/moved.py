@@ -1,6 +1,6 @@
 """Let functions of torch move stored tensors: a table written for tensors says which boxes go where. No bytes move.
 
-A `Moved` is a tensor of torch without memory. What torch makes of it by moving elements is one too; what it would
+A `MovedTensor` is a tensor of torch without memory. What torch makes of it by moving elements is one too; what it would
 compute is refused.
 """
 
@@ -20,7 +20,7 @@ from ckptkit.layout import StoredTensor, axes
 _META = torch.device("meta")
 
 
-class Moved(Tensor):
+class MovedTensor(Tensor):
     """A stored tensor in the guise of one of torch, on the meta device. Its dtype is not the stored one's."""
 
     stored: StoredTensor
@@ -52,7 +52,7 @@ def bare(value: Any) -> Any:
     """Return an argument of torch with stored tensors in place of those that stand for them."""
     if isinstance(value, list | tuple):
         return [bare(one) for one in value]
-    return value.stored if isinstance(value, Moved) else value
+    return value.stored if isinstance(value, MovedTensor) else value
 
 
 def same(tensor: StoredTensor, **_: Any) -> StoredTensor:

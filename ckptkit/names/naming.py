@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.errors import CkptError, Mismatch, Unsupported
+from ckptkit.errors import CkptError, Mismatch
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
 from ckptkit.formats.json_text import parse_json
@@ -23,94 +23,74 @@ from ckptkit.names.sizes import Sizes
 from ckptkit.names.training import translate_training
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.names.turn import settle_family, turn_between
-from ckptkit.names.weights import OF_ONE, Weights, find_prefix, find_weights
-from ckptkit.quantized.find import find_quantized
+from ckptkit.names.weights import OF_ONE, Weights, find_model_key, find_weights
 
 Config = Mapping[str, Any] | None
 _LIMIT = 1 << 20  # bytes of a file with a model's sizes
 
 
-def name_weights(
-    found: Weights,
-    config: Config,
-    names: str,
-    trainer: str | None,
-    *,
-    table: Family | None = None,
-    rows: int | None = None,
-    ask_base: AskBase = None,
-) -> tuple[Weights, list[str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedNames:
+    """The names that a caller asks for, and what ckptkit knows of the model.
+
+    `names` is a family's word, `HUB` or `KEEP`. `trainer` wrote the present names; None if nobody knows. `check` raises
+    for weights that must not be cut or joined, before any are. A `table` of the user's comes before the known families.
+    `rows` is how many rows embedding and head get. `ask_base` returns the base's names, which decide where the Hub has
+    several for one tensor.
+    """
+
+    names: str
+    config: Config
+    trainer: str | None
+    check: Callable[[Weights, Config], None]
+    table: Family | None = None
+    rows: int | None = None
+    ask_base: AskBase = None
+
+
+def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]:
     """Return weights under the names of a family, or of the Hub, and words on it.
 
-    A `table` of one's own comes before those that are known; embedding and head get so many `rows`. Where the Hub has
-    several names for a tensor, they are those of the base, for which `ask_base` is asked. Raises `Mismatch` where a
-    config.json is needed and none is there, or a tensor has no place in the family.
+    Raises `Mismatch` where a config.json is needed and none is there, or a tensor has no place in the family.
     """
-    change = find_change(found, config, names, trainer, table, rows, ask_base)
-    if change is None and rows is None:
+    change = find_change(found, asked)
+    if change is None and asked.rows is None:
         return found, []
-    require_plain(found, config)
+    asked.check(found, asked.config)
     layout = locate(unpack(found.layout))
-    made = turn_in(layout, with_rows(change, rows))
-    if change is not None and change.there is None and config is not None:
-        check_complete(made.tensors, Sizes(config), layout.root)
+    made = turn_in(layout, with_rows(change, asked.rows))
+    if change is not None and change.there is None and asked.config is not None:
+        check_complete(made.tensors, Sizes(asked.config), layout.root)
     came_from = {
         new: " + ".join(dict.fromkeys(found.came_from[old] for old in olds)) for new, olds in made.came_from.items()
     }
     named = replace(layout, tensors=made.tensors, blobs={}, keys={}, twins={})
-    return replace(found, layout=named, came_from=came_from), remarks(found.layout, change, made, config, rows)
+    return replace(found, layout=named, came_from=came_from), remarks(found.layout, change, made, asked)
 
 
-def name_training(
-    layout: Layout,
-    config: Config,
-    names: str,
-    trainer: str | None,
-    *,
-    table: Family | None = None,
-    rows: int | None = None,
-) -> tuple[Layout, list[str]]:
+def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
     """Return a checkpoint whose parameters have the names of a family, in the optimizer too, and words on it.
 
-    For `table` and `rows` see `name_weights`.
+    Raises as `name_weights` does.
     """
-    if names == KEEP and rows is None:
+    if asked.names == KEEP and asked.rows is None:
         return layout, []  # there may be no model in it
     weights = find_weights(layout)
-    change = find_change(weights, config, names, trainer, table, rows)
-    if change is None and rows is None:
+    change = find_change(weights, asked)
+    if change is None and asked.rows is None:
         return layout, []
-    require_plain(weights, config)
+    asked.check(weights, asked.config)
     layout = locate(unpack(layout))
     try:
-        turn = with_rows(change, rows)
-        named, made = translate_training(layout, find_weights(layout), find_prefix(layout), turn)
+        turn = with_rows(change, asked.rows)
+        named, made = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.root) from None
-    notes = remarks(weights.layout, change, made, config, rows)
+    notes = remarks(weights.layout, change, made, asked)
     left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
     if left:
         notes.append(f"left out {len(left)} entries of layers as they were called before, such as `{min(left)}`")
     return edits.select(named, lambda name: name not in left), notes
-
-
-def require_plain(found: Weights, config: Config) -> None:
-    """Raise `Unsupported` for quantized weights, whose rows cannot be moved without their scales."""
-    try:
-        quantized = find_quantized(found.layout, config)
-    except CkptError as error:
-        raise error.blame(path=found.layout.root) from None
-    lost = next((name for name, tensor in found.layout.tensors.items() if is_without_bytes(tensor)), None)
-    if quantized is not None or lost is not None:
-        method = f" ({quantized.method})" if quantized else ""
-        message = f"the weights are quantized{method}: other names or rows would tear them from their scales"
-        hint = "dequantize them first: ckptkit consolidate SRC OUT --names keep --dtype bf16"
-        raise Unsupported(message, path=found.layout.root, hint=hint)
-
-
-def is_without_bytes(tensor: StoredTensor) -> bool:
-    """Return whether a tensor is yet to be computed, of others."""
-    return not tensor.chunks and tensor.spec.numel > 0
 
 
 def is_dropped(family: Family | None, key: KeyPath) -> bool:
@@ -118,7 +98,7 @@ def is_dropped(family: Family | None, key: KeyPath) -> bool:
     return family is not None and family.drops_name(str(key[-1]).partition(OF_ONE)[0])
 
 
-class Change(NamedTuple):
+class FamilyChange(NamedTuple):
     """The family that weights are of, the one that is asked for, and the way between. One that is None is the Hub."""
 
     here: Family | None
@@ -126,26 +106,18 @@ class Change(NamedTuple):
     turn: Turn
 
 
-def find_change(
-    found: Weights,
-    config: Config,
-    names: str,
-    trainer: str | None,
-    table: Family | None,
-    rows: int | None,
-    ask_base: AskBase = None,
-) -> Change | None:
+def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
     """Return what is to be changed of names; None if nothing is."""
-    if names == KEEP:
+    if asked.names == KEEP:
         return None
-    weights = found.layout
-    sizes = Sizes(config or {}, ask_base)
-    here = family_of(weights.shapes, trainer, sizes.model_type, lambda name: is_there(weights.root / name))
+    weights, config, table = found.layout, asked.config, asked.table
+    sizes = Sizes(config or {}, asked.ask_base)
+    here = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
     here = here if config is None else settle_family(here, weights.shapes, sizes)
-    if table is not None and names == table.name:
+    if table is not None and asked.names == table.name:
         there: Family | None = table
     else:
-        there = get_family(names)
+        there = get_family(asked.names)
         here = here if table is None else in_front(table, here)
     if here is there:
         return None
@@ -156,13 +128,14 @@ def find_change(
         message = f"how names of {whose} and of the Hub become each other, config.json says, and none is here"
         hint = "give --base MODEL, with the config.json of this architecture, or leave the names with --names keep"
         raise Mismatch(message, path=weights.root, tensor=next(iter(weights.tensors)), hint=hint)
-    sizes = Sizes(config or {} if rows is None else with_vocabulary(config or {}, rows), ask_base)
+    known = config or {} if asked.rows is None else with_vocabulary(config or {}, asked.rows)
+    sizes = Sizes(known, asked.ask_base)
     if here is not None:
         try:
             here.check(found.whole, sizes)
         except CkptError as error:
             raise error.blame(path=weights.root) from None
-    return Change(here, there, turn_between(here, there, sizes))
+    return FamilyChange(here, there, turn_between(here, there, sizes))
 
 
 def read_sizes(root: Path, family: Family) -> Config:
@@ -174,7 +147,7 @@ def read_sizes(root: Path, family: Family) -> Config:
     return family.config_of(found if isinstance(found, dict) else {})
 
 
-def with_rows(change: Change | None, rows: int | None) -> Turn:
+def with_rows(change: FamilyChange | None, rows: int | None) -> Turn:
     """Return the function that makes the change, and gives embedding and head so many rows."""
     turn = Translated.of if change is None else change.turn
     if rows is None:
@@ -195,9 +168,10 @@ def turn_in(layout: Layout, turn: Turn) -> Translated:
         raise error.blame(path=layout.root) from None
 
 
-def remarks(before: Layout, change: Change | None, made: Translated, config: Config, rows: int | None) -> list[str]:
+def remarks(before: Layout, change: FamilyChange | None, made: Translated, asked: AskedNames) -> list[str]:
     """Return what there is to say of new names and rows. Raises `Mismatch` for rows that config.json contradicts."""
     notes = []
+    config, rows = asked.config, asked.rows
     try:
         if rows is not None:
             there = require_one_size(before.tensors)
@@ -212,7 +186,7 @@ def remarks(before: Layout, change: Change | None, made: Translated, config: Con
     return [*notes, *(describe(change, made) if change else [])]
 
 
-def describe(change: Change, made: Translated) -> list[str]:
+def describe(change: FamilyChange, made: Translated) -> list[str]:
     """Return what there is to say of new names."""
     before = len({old for olds in made.came_from.values() for old in olds})
     one, other = (family.name if family else "the Hub" for family in (change.here, change.there))

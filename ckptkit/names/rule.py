@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ckptkit.names.outline import Numbers
-from ckptkit.names.steps import Same, Step
+from ckptkit.names.steps import Same, TensorStep
 
 _CAPTURE = re.compile(r"\{([a-z]+)\}")
 _OPTION = re.compile(r"\[([^\]]*)\]")
@@ -55,12 +55,12 @@ class Rule:
 
     family: tuple[str, ...]
     hub: tuple[str, ...]
-    step: Step = Same()  # noqa: RUF009 - a step has no state
+    step: TensorStep = Same()  # noqa: RUF009 - a step has no state
     flat: str = ""
 
     @classmethod
     def of(
-        cls, family: str | tuple[str, ...], hub: str | tuple[str, ...], step: Step | None = None, flat: str = ""
+        cls, family: str | tuple[str, ...], hub: str | tuple[str, ...], step: TensorStep | None = None, flat: str = ""
     ) -> Rule:
         """Return a rule, for which one name may stand alone."""
         return cls(as_tuple(family), as_tuple(hub), step or Same(), flat)
@@ -70,7 +70,9 @@ def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def with_bias(family: str | tuple[str, ...], hub: str | tuple[str, ...], step: Step | None = None) -> Iterator[Rule]:
+def with_bias(
+    family: str | tuple[str, ...], hub: str | tuple[str, ...], step: TensorStep | None = None
+) -> Iterator[Rule]:
     """Yield the rule for the weight of a module, given by its name, and the one for its bias."""
     for leaf in (".weight", ".bias"):
         own, there = (tuple(add_to_each(name, leaf) for name in as_tuple(side)) for side in (family, hub))

@@ -19,7 +19,7 @@ from ckptkit.tensors.box import Shape
 Tensors = tuple[StoredTensor, ...]
 
 
-class Step(Protocol):
+class TensorStep(Protocol):
     """A change of tensors, and the change that undoes it. Both raise `Mismatch` for shapes that do not fit."""
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors: ...
@@ -43,7 +43,7 @@ class Same:
 class Chain:
     """Several steps, in the order that leads to the Hub."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TensorStep, ...]
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Take each step."""
@@ -129,7 +129,7 @@ def group(sizes: Sizes) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Concatenated:
     """One tensor in the family that is several on the Hub, which follow each other along an axis.
 
     They are of one extent, which is the number that `size` stands for if it is given; or of those that `extents` gives:
@@ -189,7 +189,7 @@ class Alternating:
 
 
 @dataclass(frozen=True, slots=True)
-class Transposed:
+class SwappedAxes:
     """A tensor two of whose axes are the other way round on the Hub."""
 
     axes: tuple[int, int] = (0, 1)
@@ -226,7 +226,7 @@ class Cropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatFront:
     """A tensor that is flat in the family, and on the Hub has an axis for as many things as a symbol stands for."""
 
     symbol: str
@@ -248,7 +248,7 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class RequiredExtent:
     """No change of tensors whose extent along an axis is in the family what a symbol stands for, and else an error.
 
     It tells a matrix from the same the other way round, as an older version may have had it.
@@ -273,7 +273,7 @@ class Extent:
 class Each:
     """A step for each of several tensors."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TensorStep, ...]
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
         pairs = zip(self.steps, tensors, strict=True)
@@ -289,7 +289,7 @@ class Each:
 class Reversed:
     """A step the other way: what it makes of the Hub's tensors is made of the family's."""
 
-    step: Step
+    step: TensorStep
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
         """Take the step back."""

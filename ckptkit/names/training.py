@@ -17,13 +17,14 @@ from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.edits import check_ways
 from ckptkit.names.parameters import FLATTENED, is_list_of_parameters
 from ckptkit.names.translate import Translated, Turn
-from ckptkit.names.weights import Weights, model_name
+from ckptkit.names.weights import Weights
+from ckptkit.names.wrappers import own_name
 from ckptkit.tensors.box import whole
 
 Origins = Mapping[str, tuple[str, ...]]  # the old names that each new one came from
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """A key path at which each parameter has an entry of one kind, with the name of the parameter left out."""
 
     before: KeyPath
@@ -36,7 +37,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class ParameterEntries:
     """The entries of one kind, by the name of their parameter."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
@@ -57,7 +58,7 @@ def translate_training(layout: Layout, found: Weights, prefix: KeyPath, turn: Tu
     blobs = {name: layout.blobs[name] for name in rest if name in layout.blobs}
     keys = {name: layout.key(name) for name in rest}
     for place, entries in kinds.items():
-        made = weights if place == Place(prefix) else follow(layout, entries, found.layout, weights, turn, place)
+        made = weights if place == EntryPlace(prefix) else follow(layout, entries, found.layout, weights, turn, place)
         for name, tensor in made.tensors.items():
             key = place.key(name)
             tensors[dotted(key)], keys[dotted(key)] = tensor, key
@@ -75,18 +76,20 @@ def dotted(key: KeyPath) -> str:
     return ".".join(map(str, key))
 
 
-def sort_entries(layout: Layout, weights: Mapping[str, str], prefix: KeyPath) -> tuple[dict[Place, Entries], list[str]]:
+def sort_entries(
+    layout: Layout, weights: Mapping[str, str], prefix: KeyPath
+) -> tuple[dict[EntryPlace, ParameterEntries], list[str]]:
     """Return the entries of parameters by their kind, and the names of all others. `weights` are the model's own."""
     own = set(weights.values())
-    kinds: dict[Place, Entries] = {Place(prefix): Entries()}
+    kinds: dict[EntryPlace, ParameterEntries] = {EntryPlace(prefix): ParameterEntries()}
     rest = []
     for name in layout.names:
-        found = (Place(prefix), weights[name]) if name in weights else find_place(layout.key(name), own)
+        found = (EntryPlace(prefix), weights[name]) if name in weights else find_place(layout.key(name), own)
         if found is None:
             rest.append(name)
             continue
         place, parameter = found
-        entries = kinds.setdefault(place, Entries())
+        entries = kinds.setdefault(place, ParameterEntries())
         if parameter in entries.tensors or parameter in entries.blobs:
             raise Mismatch(f"it is there twice for `{parameter}`", path=layout.root, tensor=name)
         if name in layout.tensors:
@@ -96,7 +99,7 @@ def sort_entries(layout: Layout, weights: Mapping[str, str], prefix: KeyPath) ->
     return kinds, rest
 
 
-def find_place(key: KeyPath, own: set[str]) -> tuple[Place, str] | None:
+def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
     """Return the kind of an entry of an optimizer and its parameter, one of `own`; None for any other entry.
 
     Raises `Unsupported` for an optimizer that numbers its parameters.
@@ -105,29 +108,29 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[Place, str] | None:
     if isinstance(last, str) and last.startswith(FLATTENED):
         kind, _, inner = last.partition(".")
         parameter, _, what = inner.rpartition(".")
-        return choose(Place(key[:-1], f"{kind}.{{}}.{what}"), parameter, own)
+        return choose(EntryPlace(key[:-1], f"{kind}.{{}}.{what}"), parameter, own)
     if len(key) < 3 or key[-3] != "state":
         return None
     if isinstance(last, str) and clean(last, own) is not None:
-        return choose(Place(key[:-1]), last, own)
+        return choose(EntryPlace(key[:-1]), last, own)
     if isinstance(key[-2], int) or str(key[-2]).isdecimal():
         hint = "give them names first, with --optimizer-keys names"
         raise Unsupported("the optimizer numbers its parameters, which get other names", tensor=dotted(key), hint=hint)
-    return choose(Place(key[:-2], "{}", key[-1:]), str(key[-2]), own)
+    return choose(EntryPlace(key[:-2], "{}", key[-1:]), str(key[-2]), own)
 
 
-def choose(place: Place, parameter: str, own: set[str]) -> tuple[Place, str] | None:
+def choose(place: EntryPlace, parameter: str, own: set[str]) -> tuple[EntryPlace, str] | None:
     name = clean(parameter, own)
     return None if name is None else (place, name)
 
 
 def clean(parameter: str, own: set[str]) -> str | None:
-    plain = model_name((parameter,), ())
-    return next((name for name in (plain, plain.removeprefix("module.")) if name in own), None)
+    name = own_name(parameter, own)
+    return name if name in own else None
 
 
 def follow(
-    layout: Layout, entries: Entries, weights: Layout, translated: Translated, turn: Turn, place: Place
+    layout: Layout, entries: ParameterEntries, weights: Layout, translated: Translated, turn: Turn, place: EntryPlace
 ) -> Translated:
     """Return the states of one kind as their parameters became."""
     shaped = {name: one for name, one in entries.tensors.items() if one.spec.shape == weights.tensors[name].spec.shape}
@@ -159,7 +162,7 @@ def is_untouched(new: str, olds: Iterable[str], translated: Translated, weights:
     return not more and translated.tensors[new] == weights.tensors[first]
 
 
-def carry(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: Place) -> dict[str, Blob]:
+def carry(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: EntryPlace) -> dict[str, Blob]:
     """Return the entries of one kind that are no tensors for the new parameters."""
     made = {}
     for new, olds in origins.items():
@@ -172,7 +175,7 @@ def carry(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: Pl
     return made
 
 
-def require_all(layout: Layout, there: Iterable[str], olds: Iterable[str], place: Place) -> None:
+def require_all(layout: Layout, there: Iterable[str], olds: Iterable[str], place: EntryPlace) -> None:
     """Raise `Mismatch` if some of the parameters that become one have no such entry."""
     missing = [old for old in olds if old not in there]
     if missing:
@@ -180,7 +183,7 @@ def require_all(layout: Layout, there: Iterable[str], olds: Iterable[str], place
         raise Mismatch(message, path=layout.root, tensor=dotted(place.key(missing[0])))
 
 
-def require_equal(layout: Layout, values: Mapping[str, Any], place: Place) -> None:
+def require_equal(layout: Layout, values: Mapping[str, Any], place: EntryPlace) -> None:
     """Raise `Mismatch` if parameters that become one differ in an entry."""
     (first, value), *others = values.items()
     other = next((name for name, one in others if one != value), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import NamedTuple, Self
@@ -13,7 +13,7 @@ from ckptkit.layout import StoredTensor, axes
 from ckptkit.names.outline import Numbers, outline_of
 from ckptkit.names.rule import Pattern, Rule, patterns_of
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Flat
+from ckptkit.names.steps import FlatFront
 
 _MOST = 1 << 20  # layers times experts; ten times those of any model
 
@@ -33,6 +33,11 @@ class Translated:
         """Return tensors under the names that they have."""
         return cls(dict(tensors), {name: (name,) for name in tensors})
 
+    def renamed(self, new_name: Callable[[str], str]) -> Self:
+        """Return them under other names yet."""
+        tensors = {new_name(name): tensor for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, came_from={new_name(name): old for name, old in self.came_from.items()})
+
 
 Turn = Callable[[Mapping[str, StoredTensor]], Translated]
 
@@ -46,7 +51,7 @@ class Slot(NamedTuple):
     captures: tuple[str, ...]
 
 
-class Side(NamedTuple):
+class Direction(NamedTuple):
     """One direction of a table: to the Hub, or from it."""
 
     to_hub: bool
@@ -70,7 +75,7 @@ def translate(
 
     Raises `Mismatch` for one whose shape a step cannot have, or that others must go with which are not there.
     """
-    side = Side(to_hub)
+    side = Direction(to_hub)
     slots = find_slots(rules, side)
     groups: dict[Rule, dict[Numbers, Found]] = {}
     unplaced = []
@@ -92,7 +97,7 @@ def translate(
     return translated
 
 
-def find_slots(rules: Iterable[Rule], side: Side) -> dict[str, Slot]:
+def find_slots(rules: Iterable[Rule], side: Direction) -> dict[str, Slot]:
     """Return the place of each tensor that rules know, by the outline of its name; an earlier rule counts."""
     slots: dict[str, Slot] = {}
     for rule in rules:
@@ -103,7 +108,7 @@ def find_slots(rules: Iterable[Rule], side: Side) -> dict[str, Slot]:
     return slots
 
 
-def captures_of(rule: Rule, side: Side) -> tuple[str, ...]:
+def captures_of(rule: Rule, side: Direction) -> tuple[str, ...]:
     """Return all that the numbers in the names of a rule count: what the written ones have, and then the others."""
     read = [capture for text in side.sources(rule) for pattern in patterns_of(text) for capture in pattern.captures]
     return tuple(dict.fromkeys([*side.targets(rule)[0].captures, *read]))
@@ -113,7 +118,7 @@ def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> 
     """Yield the tensors that one is made of by its first axes, each with all numbers that its rule counts."""
     folded = [capture for capture in slot.captures if capture not in slot.pattern.captures]
     if folded and slot.rule.flat:
-        (tensor,) = Flat(slot.rule.flat).to_hub((tensor,), sizes)
+        (tensor,) = FlatFront(slot.rule.flat).to_hub((tensor,), sizes)
     if len(folded) > len(tensor.spec.shape):
         shape = list(tensor.spec.shape)
         raise Mismatch(
@@ -136,7 +141,7 @@ def take_all(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTens
     return found
 
 
-def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Side, translated: Translated) -> None:
+def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direction, translated: Translated) -> None:
     """Add to `translated` the tensors that a rule makes of its members."""
     captures, targets = captures_of(rule, side), side.targets(rule)
     folded = [i for i, capture in enumerate(captures) if capture not in targets[0].captures]
@@ -161,7 +166,7 @@ def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Side,
 
 
 def require_all(
-    rule: Rule, found: Found, numbers: Numbers, captures: Sequence[str], side: Side
+    rule: Rule, found: Found, numbers: Numbers, captures: Sequence[str], side: Direction
 ) -> tuple[tuple[str, ...], tuple[StoredTensor, ...]]:
     """Return the names and tensors that a rule brings together. Raises `Mismatch` if one is missing."""
     for place, text in enumerate(side.sources(rule)):
@@ -176,7 +181,7 @@ def require_all(
 
 
 def step(
-    rule: Rule, names: Sequence[str], tensors: tuple[StoredTensor, ...], sizes: Sizes, side: Side
+    rule: Rule, names: Sequence[str], tensors: tuple[StoredTensor, ...], sizes: Sizes, side: Direction
 ) -> tuple[StoredTensor, ...]:
     """Take the step of a rule. An error names the tensor."""
     try:

@@ -63,7 +63,7 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
     found = family.to_hub(tensors, sizes)
     left = [name for name in found.unplaced if not family.drops_name(name)]
     if left:
-        message = f"no rule says what {family.name}'s tensor is called on the Hub, nor {len(left) - 1} others"
+        message = f"no rule says what {family.whose} tensor is called on the Hub, nor {len(left) - 1} others"
         hint = "leave it out with --exclude, say where it belongs with --map, or keep all names with --names keep"
         raise Mismatch(message, tensor=left[0], hint=hint)
     return found

@@ -15,12 +15,10 @@ from shlex import quote
 from ckptkit.errors import Mismatch, SeveralModels
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.edits import rename, select
+from ckptkit.names.wrappers import unwrapped, without_ddp
 
-WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "module")
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _TRAINING_STATE = ("optim", "chained_", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state")
-# what torch's own wrappers put into parameter names
-_MODULE_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-_DDP = "module."
 OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and rank has under one name
 
 
@@ -46,13 +44,11 @@ class Weights:
 
 def find_weights(layout: Layout) -> Weights:
     """Take the model's tensors out of a checkpoint of whatever nesting. Raises `Mismatch` if there are none."""
-    prefix = find_prefix(layout)
+    prefix = find_model_key(layout)
     training = training_state(layout, prefix)
-    names = {
-        name: model_name(key, prefix) for name, key in keys_below(layout, prefix) if key[len(prefix)] not in training
-    }
-    while names and all(name.startswith(_DDP) for name in names.values()):
-        names = {old: new.removeprefix(_DDP) for old, new in names.items()}
+    below = {name: key[len(prefix) :] for name, key in keys_below(layout, prefix)}
+    names = {name: unwrapped(".".join(map(str, key))) for name, key in below.items() if key[0] not in training}
+    names = without_ddp(names)
     weights = rename(select(layout, names.__contains__), names.__getitem__)
     left_out = summarise(layout, prefix, [name for name in (*layout.tensors, *layout.blobs) if name not in names])
     return Weights(weights, ".".join(map(str, prefix)), {new: old for old, new in names.items()}, left_out, layout)
@@ -64,14 +60,14 @@ def has_weights(layout: Layout) -> bool:
     return any(layout.key(name)[0] not in training for name in layout.tensors)
 
 
-def find_prefix(layout: Layout) -> KeyPath:
+def find_model_key(layout: Layout) -> KeyPath:
     """Return the key path under which the model lies: through `state`, `app`, `model`, to where tensors have names."""
     prefix: KeyPath = ()
     while True:
         training = training_state(layout, prefix)
         below = [key[len(prefix) :] for _, key in keys_below(layout, prefix) if key[len(prefix)] not in training]
         branches = Counter(key[0] for key in below if len(key) > 1)
-        known = next((name for name in WRAPPERS if name in branches), None)
+        known = next((name for name in _MODEL_KEYS if name in branches), None)
         if known is not None:
             prefix = (*prefix, known)
         elif len(branches) < len({key[0] for key in below}):
@@ -119,14 +115,6 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
     return Mismatch(
         f"no model weights here, only {held}", path=layout.root, hint="is the model in a directory beside it?"
     )
-
-
-def model_name(key: KeyPath, prefix: KeyPath) -> str:
-    """Return the model's own name of a tensor: what follows the prefix, without what torch's wrappers put into it."""
-    name = ".".join(map(str, key[len(prefix) :]))
-    for wrapper in _MODULE_WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def summarise(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> tuple[LeftOut, ...]:

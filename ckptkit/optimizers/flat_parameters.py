@@ -24,10 +24,10 @@ from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.flat import FlatPiece, cut_out
 from ckptkit.models.companions import find_companions, find_config
 from ckptkit.names.parameters import is_list_of_parameters
+from ckptkit.names.wrappers import is_flat_name
 from ckptkit.tensors.box import Shape
 from ckptkit.trainers import is_other_part
 
-_FLAT = ("_flat_param", "flat_param")
 _ALIGNMENTS = (1, 4, 8, 16)  # elements: none, and 16 bytes of each size of number
 _HINT = "put the optimizer's directory beside it, such as `optimizer_0`, or config.json; or name one with --base"
 
@@ -89,7 +89,7 @@ def find_shapes(layout: Layout, path: Path, base: str | None) -> Known | None:
 
 
 def is_flat(key: KeyPath) -> bool:
-    return str(key[-1]).rpartition(".")[2] in _FLAT
+    return is_flat_name(str(key[-1]))
 
 
 def optimizers(layout: Layout, path: Path) -> Iterator[Layout]:

@@ -16,7 +16,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.models.companions import find_config
 from ckptkit.models.expected import expected
-from ckptkit.names.weights import find_prefix, find_weights
+from ckptkit.names.weights import find_model_key, find_weights
 from ckptkit.optimizers.keys import Optimizer, names_of
 from ckptkit.tensors.box import Shape
 
@@ -38,7 +38,7 @@ def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict
 
     Raises `Unsupported` if nothing tells the order.
     """
-    above = len(find_prefix(layout))
+    above = len(find_model_key(layout))
     first: dict[object, str] = {}
     for name in find_weights(layout).came_from.values():
         first.setdefault(place_of(name, layout.tensors[name]), name)

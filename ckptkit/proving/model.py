@@ -16,8 +16,9 @@ from ckptkit.layout import Layout
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import check_equal
 from ckptkit.models.transformers_model import MetaModel, find_meta_model
-from ckptkit.names.naming import name_weights
+from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.tables.transformers import TRANSFORMERS
+from ckptkit.quantized.require_plain import require_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Runnable:
         if may_be_adapted(weights.layout.tensors):
             hint = "`ckptkit consolidate SRC MERGED --merge` makes a model of it, against which others can be proved"
             raise Unsupported("an adapter that is not merged is no model that could be run", path=path, hint=hint)
-        named, more = name_weights(weights, config, TRANSFORMERS.name, checkpoint.trainer)
+        asked = AskedNames(names=TRANSFORMERS.name, config=config, trainer=checkpoint.trainer, check=require_plain)
+        named, more = name_weights(weights, asked)
         if named.layout.tensors.keys() != weights.layout.tensors.keys():
             remarks += tuple(f"{path}: {remark}" for remark in more)
         tensors = dict(named.layout.tensors)

@@ -13,8 +13,9 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.files.path import RemotePath
 from ckptkit.layout import Blob, Layout, StoredTensor
 from ckptkit.names import HUB
-from ckptkit.names.naming import name_training
+from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.weights import has_weights
+from ckptkit.quantized.require_plain import require_plain
 from ckptkit.salvaging.copies import absolute, elsewhere, fits
 from ckptkit.salvaging.faults import Faults
 
@@ -64,7 +65,8 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: 
         config = other.companions.config or checkpoint.companions.config
         try:
             wanted = checkpoint.family.name if checkpoint.family else HUB
-            layout, remarks = name_training(layout, config, wanted, other.trainer)
+            asked = AskedNames(names=wanted, config=config, trainer=other.trainer, check=require_plain)
+            layout, remarks = name_training(layout, asked)
             notes += remarks
         except (Mismatch, Unsupported) as error:
             notes.append(f"the names in {other.path} stay as they are: {error.message}")

@@ -21,7 +21,7 @@ from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
 from ckptkit.files.crc32 import whole_crc32
 from ckptkit.formats import EntryWriter, Writer, get_writer, locate
 from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, StoredTensor, edits
-from ckptkit.names.weights import find_prefix, keys_below, training_state
+from ckptkit.names.weights import find_model_key, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
 
 _BESIDE = "dcp"  # the format of `training`
@@ -97,7 +97,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     """
     if not planned.blobs or isinstance(get_writer(to), EntryWriter):
         return (Portion("", to, planned, {name: name for name in planned.names}),)
-    prefix = find_prefix(planned)
+    prefix = find_model_key(planned)
     rest = training_state(planned, prefix)
     names = {name: key[len(prefix) :] for name, key in keys_below(planned, prefix) if key[len(prefix)] not in rest}
     weights = {name: ".".join(map(str, key)) for name, key in names.items()}

@@ -38,7 +38,8 @@ from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor, edits
 from ckptkit.layout.plan import Plan, make_plan, needed
 from ckptkit.models.fit import restore_tied
 from ckptkit.names import KEEP, check_names
-from ckptkit.names.naming import name_training
+from ckptkit.names.naming import AskedNames, name_training
+from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, Entries, Terms
@@ -166,7 +167,8 @@ class Reader(LayoutReader):
         checkpoint = Checkpoint.open(self.path)
         config = checkpoint.companions.config
         layout = restore_tied(checkpoint.model_part.layout, config or {})
-        layout, _ = name_training(layout, config, self.names, checkpoint.trainer)
+        asked = AskedNames(names=self.names, config=config, trainer=checkpoint.trainer, check=require_plain)
+        layout, _ = name_training(layout, asked)
         model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
         return (model, *(part.layout for part in checkpoint.parts if part is not checkpoint.model_part))
 

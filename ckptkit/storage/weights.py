@@ -17,9 +17,10 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP, family_of
-from ckptkit.names.naming import name_weights
+from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.turn import settle_family
+from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
@@ -76,7 +77,8 @@ def find_fitting(
     checkpoint = Checkpoint.open(path)
     config = checkpoint.companions.config or config
     names = names_for(checkpoint, {name: tuple(one.shape) for name, one in tensors.items()}, config)
-    found, _ = name_weights(checkpoint.weights, config, names, checkpoint.trainer)
+    asked = AskedNames(names=names, config=config, trainer=checkpoint.trainer, check=require_plain)
+    found, _ = name_weights(checkpoint.weights, asked)
     layout = found.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]

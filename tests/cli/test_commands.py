@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests import producers
 from tests.conftest import Produce
@@ -75,6 +77,11 @@ def test_inspect(source: Path) -> None:
     shown = ckptkit("inspect", source, "--tensors").stdout
     assert "model.embed.weight" in shown
     assert "written by 3 ranks" in shown
+
+
+def test_inspect_says_whose_names_a_model_has(tmp_path: Path) -> None:
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 4, 3)}, tmp_path / "model.safetensors")
+    assert "names: transformers" in ckptkit("inspect", tmp_path).stdout.splitlines()
 
 
 def test_a_chunks_offset_is_where_its_bytes_are(source: Path, produce: Produce) -> None:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests import producers
 from tests.conftest import Produce
@@ -55,6 +57,19 @@ def test_problems_are_listed_for_readers(checkpoint: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
     assert f"problem: {checkpoint}: 1 of 3 files are missing: __0_0.distcp" in lines
     assert "nothing else was looked at" in done.stderr
+
+
+def test_a_note_on_families_is_printed_once(tmp_path: Path) -> None:
+    """Two checkpoints are held against one whose names had to become the Hub's for either."""
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 2}
+    own = {"tok_embeddings.weight": torch.ones(3, 4), "layers.0.attention.wq.weight": torch.ones(4, 4)}
+    hub = {"model.embed_tokens.weight": torch.ones(3, 4), "model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)}
+    for place, tensors in (("one", hub), ("two", hub), ("other", own)):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text(json.dumps(config))
+        save_file(tensors, tmp_path / place / "model.safetensors")
+    done = ckptkit("verify", tmp_path / "one", tmp_path / "two", "--against", tmp_path / "other")
+    assert done.stderr.count("2 tensors as torchtitan-0.2 calls them became 2 as the Hub does") == 1
 
 
 def test_what_is_none_and_what_is_there_already(checkpoint: Path, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ckptkit import consolidate
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
 from ckptkit.models.expected import expected
-from ckptkit.models.fit import find_rename
 from ckptkit.models.known_types import find_table, is_tied
+from ckptkit.names.renames import find_prefix_rule
 from tests.producers import save_alone
 
 FAMILIES = [
@@ -216,8 +216,8 @@ def test_the_hint_of_a_missing_tensor_mends_it(change: Any, tmp_path: Path) -> N
 
 
 def test_no_rename_is_found_where_none_helps() -> None:
-    assert find_rename(["a.b", "a.c"], ["x.a.b", "y.a.c"]) is None
-    assert find_rename(["a.b", "a.c"], ["x.a.b", "x.a.c", "z"]) == r"^x\.=>"
+    assert find_prefix_rule(["a.b", "a.c"], ["x.a.b", "y.a.c"]) is None
+    assert find_prefix_rule(["a.b", "a.c"], ["x.a.b", "x.a.c", "z"]) == r"^x\.=>"
 
 
 def test_another_shape(tmp_path: Path) -> None:

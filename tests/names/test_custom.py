@@ -14,7 +14,7 @@ from ckptkit.errors import Mismatch, Usage
 from ckptkit.names.custom import read_table
 from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Chain, Grouped, Joined, Reversed, Rotary
+from ckptkit.names.steps import Chain, Concatenated, Grouped, Reversed, Rotary
 from tests.names.hub_models import HEAD, HEADS, HIDDEN, KEY_HEADS, config_of, saved
 from tests.names.shelf import check_same
 
@@ -171,8 +171,8 @@ def test_what_a_rule_is(tmp_path: Path) -> None:
     table = read_table(table_in(tmp_path, text))
     assert table.name == "mine"
     assert table.rules(Sizes({})) == (
-        Rule(("a.{x}.w1", "a.{x}.w2"), ("b.{x}.w",), Reversed(Joined(2, 1))),
-        Rule(("c",), ("q", "k", "v"), Joined(3, 0, ("heads", "key_heads", "key_heads"))),
+        Rule(("a.{x}.w1", "a.{x}.w2"), ("b.{x}.w",), Reversed(Concatenated(2, 1))),
+        Rule(("c",), ("q", "k", "v"), Concatenated(3, 0, ("heads", "key_heads", "key_heads"))),
         Rule(("e.{layer}.experts",), ("f.{layer}.{expert}.w",), Chain((Rotary("heads"),)), "experts"),
         Rule(("g",), ("h", "i", "j"), Grouped()),
     )

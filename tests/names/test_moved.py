@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import core_model_loading as theirs
 
 from ckptkit.errors import Unsupported
-from ckptkit.names.moved import Moved
+from ckptkit.names.moved import MovedTensor
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
 
@@ -55,7 +55,7 @@ def test_moves(name: str, cuts: list[int]) -> None:
     move, shape = MOVES[name]
     whole = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
     tensor, file = stored(numbers(whole), cuts, list(range(len(shape))))
-    found, expected = move(Moved(tensor)), move(whole)
+    found, expected = move(MovedTensor(tensor)), move(whole)
     for one, other in zip(as_list(found), as_list(expected), strict=True):
         assert one.shape == other.shape == one.stored.spec.shape
         assert np.array_equal(contents(one.stored, file), numbers(other))
@@ -69,7 +69,7 @@ def as_list(found: Any) -> list[Any]:
 def test_what_computes_is_refused(move: Callable[[Tensor], Any]) -> None:
     tensor, _ = stored(np.arange(6, dtype=np.int32), [], [0])
     with pytest.raises(Unsupported):
-        move(Moved(tensor))
+        move(MovedTensor(tensor))
 
 
 OPERATIONS: dict[str, tuple[Any, list[tuple[int, ...]], list[str]]] = {
@@ -103,7 +103,7 @@ def test_operations_of_transformers(name: str, cuts: list[int]) -> None:
         start = 4 * sum(len(one) for one in files)
         chunks = tuple(chunk._replace(offset=chunk.offset + start) for chunk in tensor.chunks)
         sources.append(f"s{i}")
-        moved[f"s{i}"], wholes[f"s{i}"] = [Moved(type(tensor)(tensor.spec, chunks))], [whole]
+        moved[f"s{i}"], wholes[f"s{i}"] = [MovedTensor(type(tensor)(tensor.spec, chunks))], [whole]
         files.append(file)
     file = np.concatenate(files)
     found, expected = (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Alternating, Chain, Grouped, Joined, Rotary, Same, Step, Transposed
+from ckptkit.names.steps import Alternating, Chain, Concatenated, Grouped, Rotary, Same, SwappedAxes, TensorStep
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
 
@@ -26,7 +26,7 @@ def sizes(groups: int, per_group: int, width: int) -> Sizes:
     return Sizes({"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": width, "hidden_size": 32})
 
 
-def hold(step: Step, of: Sizes, numbers: Numbers, cuts: list[int], expected: list[Numbers]) -> None:
+def hold(step: TensorStep, of: Sizes, numbers: Numbers, cuts: list[int], expected: list[Numbers]) -> None:
     """Assert that a step makes of one tensor what is expected, and of this the one again."""
     tensor, file = stored(numbers, cuts, list(range(numbers.ndim)))
     found = step.to_hub((tensor,), of)
@@ -72,15 +72,15 @@ def test_grouped(groups: int, per_group: int, width: int, cuts: list[int], rest:
 @given(COUNTS, COUNTS, CUTS)
 def test_joined(count: int, extent: int, cuts: list[int]) -> None:
     whole = counted(count * extent, 3)
-    hold(Joined(count), sizes(1, 1, 1), whole, cuts, np.split(whole, count))
-    hold(Joined(count, axis=1), sizes(1, 1, 1), whole.T.copy(), cuts, np.split(whole.T, count, axis=1))
+    hold(Concatenated(count), sizes(1, 1, 1), whole, cuts, np.split(whole, count))
+    hold(Concatenated(count, axis=1), sizes(1, 1, 1), whole.T.copy(), cuts, np.split(whole.T, count, axis=1))
 
 
 @given(COUNTS, COUNTS, COUNTS, CUTS)
 def test_joined_by_heads(groups: int, per_group: int, width: int, cuts: list[int]) -> None:
     queries, keys = groups * per_group * width, groups * width
     whole = counted(queries + 2 * keys, 2)
-    step = Joined(3, extents=("heads", "key_heads", "key_heads"))
+    step = Concatenated(3, extents=("heads", "key_heads", "key_heads"))
     expected = [whole[:queries], whole[queries : queries + keys], whole[queries + keys :]]
     hold(step, sizes(groups, per_group, width), whole, cuts, expected)
 
@@ -95,14 +95,14 @@ def test_alternating(count: int, extent: int, cuts: list[int]) -> None:
 @given(CUTS)
 def test_transposed(cuts: list[int]) -> None:
     whole = counted(4, 3, 2)
-    hold(Transposed(), sizes(1, 1, 1), whole, cuts, [whole.swapaxes(0, 1)])
-    hold(Transposed((-2, -1)), sizes(1, 1, 1), whole, cuts, [whole.swapaxes(1, 2)])
+    hold(SwappedAxes(), sizes(1, 1, 1), whole, cuts, [whole.swapaxes(0, 1)])
+    hold(SwappedAxes((-2, -1)), sizes(1, 1, 1), whole, cuts, [whole.swapaxes(1, 2)])
 
 
 @given(CUTS)
 def test_chain(cuts: list[int]) -> None:
     whole = counted(3, 4)
-    step = Chain((Transposed(), Alternating(2)))
+    step = Chain((SwappedAxes(), Alternating(2)))
     hold(step, sizes(1, 1, 1), whole, cuts, [whole.T[::2], whole.T[1::2]])
 
 
@@ -116,12 +116,12 @@ def test_same() -> None:
     [
         (Rotary("heads"), "it has 7 rows, where config.json calls for 2 heads of 4"),
         (Grouped(), "it has 7 rows, where config.json calls for 1 groups of 2 [+] 2 heads of 4"),
-        (Joined(2), "it has 7 along axis 0, which are not 2 equal parts"),
-        (Joined(2, extents=("heads", "key_heads")), "it has 7 along axis 0, where config.json calls for 12"),
+        (Concatenated(2), "it has 7 along axis 0, which are not 2 equal parts"),
+        (Concatenated(2, extents=("heads", "key_heads")), "it has 7 along axis 0, where config.json calls for 12"),
         (Alternating(2), "it has 7 along axis 0, which are not of 2 tensors in turn"),
     ],
 )
-def test_a_shape_that_a_step_cannot_have(step: Step, words: str) -> None:
+def test_a_shape_that_a_step_cannot_have(step: TensorStep, words: str) -> None:
     tensor: StoredTensor = stored(counted(7), [], [0])[0]
     with pytest.raises(Mismatch, match=words):
         step.to_hub((tensor,), sizes(1, 2, 4))

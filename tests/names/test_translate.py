@@ -10,7 +10,7 @@ from ckptkit.layout import StoredTensor
 from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule, patterns_of, with_bias
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Joined, Transposed
+from ckptkit.names.steps import Concatenated, SwappedAxes
 from ckptkit.names.translate import translate
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
@@ -20,10 +20,10 @@ EXPERTS = (
     Rule.of(
         "layers[.{layer}].experts.fc1",
         ("model.{layer}.experts.{expert}.gate", "model.{layer}.experts.{expert}.up"),
-        Joined(2),
+        Concatenated(2),
     ),
     Rule.of("layers.{layer}.new | layers.{layer}.old", "model.{layer}.norm"),
-    Rule.of("layers.{layer}.turned", "model.{layer}.turned", Transposed()),
+    Rule.of("layers.{layer}.turned", "model.{layer}.turned", SwappedAxes()),
 )
 
 
@@ -41,8 +41,8 @@ def test_outlines() -> None:
 
 
 def test_bias_follows_its_weight() -> None:
-    weight, bias = with_bias("a | b", ("c", "d"), Joined(2))
-    assert weight == Rule.of("a.weight | b.weight", ("c.weight", "d.weight"), Joined(2))
+    weight, bias = with_bias("a | b", ("c", "d"), Concatenated(2))
+    assert weight == Rule.of("a.weight | b.weight", ("c.weight", "d.weight"), Concatenated(2))
     assert bias.hub == ("c.bias", "d.bias")
 
 

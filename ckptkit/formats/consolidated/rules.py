@@ -17,7 +17,7 @@ from typing import Any
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.formats.shards.join_ranks import BY_COLUMNS, BY_ROWS, COPIED, Rules, find_rule, join_copies, join_ranks
+from ckptkit.formats.shards.join_ranks import BY_COLUMNS, BY_ROWS, COPIED, JoinRules, find_rule, join_copies, join_ranks
 from ckptkit.layout import StoredTensor
 
 PARAMS = "params.json"
@@ -25,7 +25,7 @@ _LIMIT = 1 << 20  # bytes
 _EMBEDDING = "tok_embeddings.weight"
 _QUERIES = ".attention.wq.weight"
 _KEYS = (".attention.wk.weight", ".attention.wv.weight")
-_RULES: Rules = (
+_RULES: JoinRules = (
     (r"layers\.[0-9]+\.attention\.w[qkv]\.weight", BY_ROWS),
     (r"layers\.[0-9]+\.feed_forward\.w[13]\.weight", BY_ROWS),
     (r"output\.weight", BY_ROWS),

@@ -16,12 +16,13 @@ from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import Flat
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
-from ckptkit.formats.fairscale.shards import METADATA, count_ranks, cut_flat, plain, read_flats
+from ckptkit.formats.fairscale.shards import METADATA, count_ranks, cut_flat, read_flats
 from ckptkit.formats.fairscale.shards import Flat as FlatParameter
 from ckptkit.formats.protocols import Reader
 from ckptkit.formats.shards.held import RankFile, read_rank_file
 from ckptkit.formats.shards.join import OWN, join_blobs, join_tensors
 from ckptkit.layout import Extent, KeyPath, Layout, StoredTensor, check_cover
+from ckptkit.names.wrappers import unwrapped
 
 _SHARD = re.compile(r"(?P<name>.+)-shard(?P<rank>[0-9]{1,7})\.pt")
 _MOST = 1 << 16  # ranks
@@ -138,7 +139,7 @@ def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]]
     rest = Flat()
     whole = [replace(file, flat=only_model(file.flat, flats)) for file in files]
     for name, tensor in join_tensors(whole).items():
-        key = (MODEL, plain(".".join(map(str, files[0].flat.keys[name][1:]))))
+        key = (MODEL, unwrapped(".".join(map(str, files[0].flat.keys[name][1:]))))
         rest.tensors[".".join(key)], rest.keys[".".join(key)] = tensor, key
     for name in described[0]:
         for own, tensor in cut_flat(f"{MODEL}.{name}", [flat[name] for flat in described], files, names):

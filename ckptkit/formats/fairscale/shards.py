@@ -18,10 +18,10 @@ from ckptkit.formats.pickles.tensor_calls import as_shape
 from ckptkit.formats.shards.held import RankFile
 from ckptkit.layout import StoredTensor, nowhere
 from ckptkit.layout.flat import cut_out, pieces_in_turn
+from ckptkit.names.wrappers import unwrapped
 from ckptkit.tensors.box import Shape, whole
 
 METADATA = ("shard_metadata", "fsdp_metadata")  # as fairscale's own example and metaseq, and as fairseq
-_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,7 @@ def read_flat(above: str, described: Mapping[str, Any]) -> Flat:
     shapes = [as_shape(shape) for shape in described["shapes"]]
     if list(map(prod, shapes)) != list(described["numels"]) or type(padding) is not int or padding < 0:
         raise ValueError("numels")
-    return Flat(tuple((plain(above + name), shape) for name, shape in zip(names, shapes, strict=True)), padding)
-
-
-def plain(name: str) -> str:
-    """Return the model's own name of a tensor, without the wrappers'."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return Flat(tuple((unwrapped(above + name), shape) for name, shape in zip(names, shapes, strict=True)), padding)
 
 
 def count_ranks(name: str, flat: Flat, file: RankFile) -> int:

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from ckptkit.formats.shards.held import RankFile
 from ckptkit.formats.shards.sharded_tensors import Sharded
-
-_FLAT = ("_flat_param", "flat_param")
+from ckptkit.names.wrappers import is_flat_name
 
 
 def without_views(files: Sequence[RankFile]) -> list[RankFile]:
@@ -31,7 +30,7 @@ def views_in(file: RankFile) -> Iterator[str]:
     spans = [
         (chunk.offset, chunk.offset + chunk.length)
         for name, one in held.items()
-        if isinstance(one.spread, Sharded) and str(file.flat.keys[name][-1]).rpartition(".")[2] in _FLAT
+        if isinstance(one.spread, Sharded) and is_flat_name(str(file.flat.keys[name][-1]))
         for chunk in one.chunks
     ]
     for name, one in held.items() if spans else ():

@@ -18,7 +18,7 @@ from ckptkit.layout.axes import concatenate, cut, replace_at
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class JoinRule:
     """A way in which ranks share a tensor: cut along `axis`, None for a copy on each.
 
     With `sections` each rank's part is so many equal ones one after another along the axis, such as a gate and what it
@@ -29,15 +29,15 @@ class Rule:
     sections: int = 1
 
 
-COPIED = Rule(None)
-BY_ROWS = Rule(0)
-BY_COLUMNS = Rule(1)
-BY_HALVES = Rule(0, sections=2)
+COPIED = JoinRule(None)
+BY_ROWS = JoinRule(0)
+BY_COLUMNS = JoinRule(1)
+BY_HALVES = JoinRule(0, sections=2)
 
-Rules = Sequence[tuple[str, Rule]]  # patterns of whole names, the first that matches counts
+JoinRules = Sequence[tuple[str, JoinRule]]  # patterns of whole names, the first that matches counts
 
 
-def find_rule(name: str, rules: Rules, ranks: int) -> Rule:
+def find_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
     """Return the rule for a tensor. Raises `Unsupported` where there is none: nothing is guessed."""
     found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
     if found is None:
@@ -46,7 +46,7 @@ def find_rule(name: str, rules: Rules, ranks: int) -> Rule:
     return found
 
 
-def join_ranks(parts: Sequence[StoredTensor], rule: Rule) -> StoredTensor:
+def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
     """Return the tensor of which each rank in turn has a part. Raises `Corrupt` where the parts do not add up."""
     if rule.axis is None:
         return join_copies(parts)

@@ -1,7 +1,8 @@
 """Read checkpoints of the package torch_checkpointing: an item's files of all ranks, with or without metadata.
 
 Source: torch_checkpointing/{checkpoint_writer,metadata_serialization}.py: `metadata.pkl` describes the items whose
-tensors can be resharded; of all others each rank has a file `ITEM_RANK.pt`.
+tensors can be resharded; of all others each rank has a file `ITEM_RANK.pt`. Without such an item
+the package writes no metadata. The DTensors in the files then say that they are one checkpoint, and where parts belong.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import Flat
 from ckptkit.formats.archives.state_files import is_torch_save
 from ckptkit.formats.protocols import Reader
-from ckptkit.formats.shards.held import lost_file
+from ckptkit.formats.shards.dtensors import Placed
+from ckptkit.formats.shards.held import lost_file, read_rank_file
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.torch_checkpointing.items import missing, read_item_files
 from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
 from ckptkit.layout import Extent, Layout, Place, check_cover
 
-_OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?:pt|safetensors|json|bin)")
+_OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetensors|json|bin)")
+_PLAIN = re.compile(r"(?!.*rank_)(?P<item>.+)_(?P<rank>0|[1-9][0-9]{0,6})\.pt")  # `..._rank_0.pt` is of others
 
 
 class TorchCheckpointing(Reader):
@@ -44,11 +47,13 @@ class TorchCheckpointing(Reader):
         return int(match["rank"]) if match else None
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with the metadata and a file of rank 0."""
+        """Return True for a directory with a file of rank 0 and the metadata, or else with DTensors in such a file."""
         if not path.is_dir():
             return False
         names = names_in(path)
-        return NAME in names and any(match["rank"] == "0" for match in map(_OF_RANK.fullmatch, names) if match)
+        if NAME in names:
+            return any(match["rank"] == "0" for match in map(_OF_RANK.fullmatch, names) if match)
+        return any(has_dtensors(path, name) for name in sorted(names) if is_of_rank_0(name))
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report each file that the metadata name and that is not there."""
@@ -67,7 +72,7 @@ class TorchCheckpointing(Reader):
                     whole.update(join_item(path, name, item, report))
                 except CkptError as error:
                     raise error.blame(path=path) from None
-            descriptions = (NAME, *sorted(file for file in files_of(items.values()) if is_there(path / file)))
+            descriptions = (*named_in(path), *sorted(f for f in files_of(items.values()) if is_there(path / f)))
             layout = Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, world, descriptions)
             layout = replace(layout, spares=whole.spares)
             check_cover(layout, report)
@@ -98,14 +103,45 @@ def join_item(path: Path, name: str, item: Item, report: Report) -> Flat:
     return flat
 
 
+def is_of_rank_0(name: str) -> bool:
+    match = _PLAIN.fullmatch(name)
+    return match is not None and match["rank"] == "0"
+
+
+def has_dtensors(path: Path, name: str) -> bool:
+    """Return whether a file is one of torch.save with DTensors in it."""
+    try:
+        if not is_torch_save(path / name):
+            return False
+        tensors = read_rank_file(path, name, 0, (), is_dict=False).tensors.values()
+    except (Corrupt, Unsafe, Unsupported):
+        return False
+    return any(isinstance(held.spread, Placed) for held in tensors)
+
+
 def find_items(path: Path) -> tuple[dict[str, Item], int]:
-    """Return the items that the metadata name, and those of which each rank has a file besides; and how many ranks."""
-    items, world = read_items(path)
+    """Return the items that the metadata name, and those of which each rank has a file besides; and how many ranks.
+
+    Raises `Corrupt` where there are no metadata, and files in a format that does not say how tensors are spread.
+    """
+    has_metadata = bool(named_in(path))
+    items, world = read_items(path) if has_metadata else ({}, 0)
     taken = set(files_of(items.values()))
-    matches = (match for name in sorted(set(names_in(path)) - taken) if (match := _OF_RANK.fullmatch(name)))
-    for name in dict.fromkeys(match["item"] for match in matches if match[0].endswith(".pt")):
+    found = [match for name in sorted(set(names_in(path)) - taken) if (match := _OF_RANK.fullmatch(name))]
+    if not has_metadata:
+        world = max(int(match["rank"]) for match in found) + 1
+        lost = next((match[0] for match in found if match["kind"] == "safetensors"), None)
+        if lost is not None:
+            message = f"missing: nothing else says where the tensors in `{lost}` belong"
+            raise Corrupt(message, path=path / NAME, hint=ELSEWHERE)
+    for name in dict.fromkeys(match["item"] for match in found if match["kind"] == "pt"):
         items.setdefault(name, Item({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
     return items, world
+
+
+def named_in(path: Path) -> tuple[str, ...]:
+    """Return the name of the metadata if they are there."""
+    return (NAME,) if is_there(path / NAME) else ()
 
 
 def saved_by_torch(path: Path, report: Report) -> Iterator[str]:

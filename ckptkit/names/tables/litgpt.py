@@ -11,7 +11,7 @@ from ckptkit.names.family import Family
 from ckptkit.names.moe import LAYER, experts_of
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Chain, Grouped, Joined, Reversed, Step
+from ckptkit.names.steps import Chain, Concatenated, Grouped, Reversed, TensorStep
 
 _OWN = "transformer.h.{layer}."
 _APART = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2")
@@ -20,7 +20,7 @@ _FUSED, _NEOX = "phi3", "gpt_neox"
 _TYPES = (*_APART, *_MIXTURES, _FUSED, _NEOX)
 _FOUR_NORMS = ("gemma2", "gemma3_text")
 
-_QKV = Joined(3, extents=("heads", "key_heads", "key_heads"))
+_QKV = Concatenated(3, extents=("heads", "key_heads", "key_heads"))
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
@@ -69,7 +69,7 @@ def feed_forward(own: str, gate: str, up: str, down: str) -> dict[str, str]:
     return {f"{_OWN}{own}.fc_1": gate, f"{_OWN}{own}.fc_2": up, f"{_OWN}{own}.proj": down}
 
 
-def attention(hub: str | tuple[str, ...], step: Step | None, older: Step | None) -> tuple[Rule, ...]:
+def attention(hub: str | tuple[str, ...], step: TensorStep | None, older: TensorStep | None) -> tuple[Rule, ...]:
     """Return the rules for queries, keys and values in one, as they lie now, and as they did."""
     return (*with_bias(_OWN + "attn.qkv", hub, step), *with_bias(_OWN + "attn.attn", hub, older))
 
@@ -84,7 +84,7 @@ def fused() -> tuple[Rule, ...]:
     two = tuple(f"{_OWN}mlp.{name}.weight" for name in ("fc_1", "fc_2"))
     return (
         *attention(LAYER + "self_attn.qkv_proj", None, Chain((Grouped(), Reversed(_QKV)))),
-        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Joined(2))),
+        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
         Rule.of(_OWN + "mlp.proj.weight", LAYER + "mlp.down_proj.weight"),
     )
 

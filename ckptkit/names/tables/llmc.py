@@ -8,7 +8,7 @@ from __future__ import annotations
 from ckptkit.names.family import Family
 from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Transposed
+from ckptkit.names.steps import SwappedAxes
 
 _TYPES = ("gpt2",)
 _MATRICES = {"qkv": "attn.c_attn", "attproj": "attn.c_proj", "fc": "mlp.c_fc", "fcproj": "mlp.c_proj"}
@@ -22,7 +22,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         *(Rule.of(name, f"transformer.{name}.weight") for name in ("wte", "wpe")),
         *(Rule.of(f"{own}w", f"transformer.{hub}.weight") for own, hub in _NORMS.items()),
         *(Rule.of(f"{own}b", f"transformer.{hub}.bias") for own, hub in _NORMS.items()),
-        *(Rule.of(f"{own}w", f"transformer.h.{{layer}}.{hub}.weight", Transposed()) for own, hub in _MATRICES.items()),
+        *(Rule.of(f"{own}w", f"transformer.h.{{layer}}.{hub}.weight", SwappedAxes()) for own, hub in _MATRICES.items()),
         *(Rule.of(f"{own}b", f"transformer.h.{{layer}}.{hub}.bias") for own, hub in _MATRICES.items()),
     )
 

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.names.family import Family
-from ckptkit.names.moe import LAYER, ExpertNames, experts_of
+from ckptkit.names.moe import LAYER, ExpertNames, experts_of, has_experts
+from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Cropped, Grouped, Joined
+from ckptkit.names.steps import Concatenated, Cropped, Grouped
 from ckptkit.names.tables.megatron_args import check
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
@@ -28,8 +29,6 @@ _WITH_BIAS = ("glm4_moe",)  # of the router
 
 _IN_LAYER = "decoder.layers[.{layer}]."
 _ATTENTION = _IN_LAYER + "self_attention."
-_FUSED_NORM = _IN_LAYER + "mlp.linear_fc1.layer_norm_weight"
-_NORM = _IN_LAYER + "pre_mlp_layernorm.weight"
 
 _BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
@@ -47,13 +46,22 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
             f"{LAYER}input_layernorm.weight",
         ),
         Rule.of(
-            " | ".join((_NORM, _FUSED_NORM) if is_mixture else (_FUSED_NORM, _NORM)),
+            f"{_IN_LAYER}pre_mlp_layernorm.weight | {_IN_LAYER}mlp.linear_fc1.layer_norm_weight",
             f"{LAYER}post_attention_layernorm.weight",
         ),
         *attention(model),
         *feed_forward(_IN_LAYER + "mlp", LAYER + "mlp", "intermediate"),
         *(mixture(model, experts_of(model)) if is_mixture else ()),
     )
+
+
+def written_as(name: str, sizes: Sizes) -> str:
+    """Return what a layer without experts calls the norm before them: it lies inside of `linear_fc1`."""
+    outline, layer = outline_of(name)
+    if outline != "decoder.layers.#.pre_mlp_layernorm.weight":
+        return name
+    has_norm = sizes.model_type in _MIXTURES and has_experts(layer[0], sizes)
+    return name if has_norm else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
 def attention(model: str) -> tuple[Rule, ...]:
@@ -71,7 +79,7 @@ def feed_forward(own: str, hub: str, size: str) -> tuple[Rule, ...]:
     """Return the rules for a gated layer of a size: gates and what they gate are one tensor, or two."""
     gate, up = f"{hub}.gate_proj", f"{hub}.up_proj"
     return (
-        *with_bias(f"{own}.linear_fc1", (gate, up), Joined(2, size=size)),
+        *with_bias(f"{own}.linear_fc1", (gate, up), Concatenated(2, size=size)),
         *(
             Rule.of(tuple(f"{own}.linear_fc1.{leaf}_{half}" for half in "wv"), (f"{gate}.{leaf}", f"{up}.{leaf}"))
             for leaf in ("weight", "bias")
@@ -87,7 +95,7 @@ def mixture(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
     return (
         Rule.of(f"{_IN_LAYER}mlp.router.weight", f"{LAYER}{hub.router}.weight"),
         *((Rule.of(f"{_IN_LAYER}mlp.router.expert_bias", LAYER + hub.bias),) if model in _WITH_BIAS else ()),
-        Rule.of(of_experts("linear_fc1"), (gate, up), Joined(2, size="expert_intermediate")),
+        Rule.of(of_experts("linear_fc1"), (gate, up), Concatenated(2, size="expert_intermediate")),
         Rule.of((of_experts("linear_fc1", "_w"), of_experts("linear_fc1", "_v")), (gate, up)),
         Rule.of(of_experts("linear_fc2"), down),
         *feed_forward(shared, LAYER + hub.shared, "shared_intermediate"),
@@ -122,6 +130,7 @@ MEGATRON = Family(
     name="megatron",
     drops=(r".*\._extra_state", r"(.*\.)?rotary_pos_emb\.inv_freq", r".*\.router\.local_tokens_per_expert"),
     rules=rules,
+    written_as=written_as,
     types=_DENSE + _MIXTURES,
     check=check,
     files=files,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ckptkit.names.family import Family
 from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Step, Transposed
+from ckptkit.names.steps import SwappedAxes, TensorStep
 from ckptkit.tensors.box import Shape
 
 _TYPES = ("gpt2",)
@@ -21,14 +21,14 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
     """Return the table. Raises `Unsupported` for any other type of model than GPT-2."""
     sizes.require_type(NANOGPT.name, _TYPES)
     return (
-        *(rule_of(f"{name}.weight", Transposed()) for name in _MATRICES),
+        *(rule_of(f"{name}.weight", SwappedAxes()) for name in _MATRICES),
         *(rule_of(f"{name}.weight") for name in ("wte", "wpe", *_OTHERS)),
         *(rule_of(f"{name}.bias") for name in (*_MATRICES, *_OTHERS)),
         Rule.of("lm_head.weight", "lm_head.weight"),
     )
 
 
-def rule_of(name: str, step: Step | None = None) -> Rule:
+def rule_of(name: str, step: TensorStep | None = None) -> Rule:
     """Return the rule for a tensor, which the Hub has by the name of a model with a head, or as the first files do."""
     return Rule.of(f"transformer.{name}", f"transformer.{name} | {name}", step)
 

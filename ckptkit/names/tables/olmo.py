@@ -11,7 +11,7 @@ from ckptkit.names.family import Family
 from ckptkit.names.moe import LAYER, experts_of
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Flat, Transposed
+from ckptkit.names.steps import FlatFront, SwappedAxes
 
 _BEFORE = ("llama", "qwen2", "qwen3")
 _BEHIND = ("olmo2", "olmo3", "flex_olmo")
@@ -50,9 +50,9 @@ def mixture() -> tuple[Rule, ...]:
     hub, own = experts_of("flex_olmo"), _OWN + "feed_forward_moe."
     of_all = {"w1": hub.gate, "w3": hub.up, "w2": hub.down}
     return (
-        Rule.of(own + "router.weight", f"{LAYER}{hub.router}.weight", Flat("experts")),
+        Rule.of(own + "router.weight", f"{LAYER}{hub.router}.weight", FlatFront("experts")),
         *(
-            Rule.of(f"{own}experts.mlp.{one}", f"{LAYER}{other}.weight", Transposed(), flat="experts")
+            Rule.of(f"{own}experts.mlp.{one}", f"{LAYER}{other}.weight", SwappedAxes(), flat="experts")
             for one, other in of_all.items()
         ),
     )

@@ -14,7 +14,18 @@ from ckptkit.names.family import Family
 from ckptkit.names.moe import LAYER, experts_of
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Chain, Each, Extent, Grouped, Joined, Reversed, Rotary, Same, Step, Transposed
+from ckptkit.names.steps import (
+    Chain,
+    Concatenated,
+    Each,
+    Grouped,
+    RequiredExtent,
+    Reversed,
+    Rotary,
+    Same,
+    SwappedAxes,
+    TensorStep,
+)
 
 _IN_PAIRS = ("llama",)  # types whose rotary embeddings turn pairs of neighbours here, and halves on the Hub
 _DEEPSEEK, _GPT_OSS, _LLAMA4 = "deepseek_v3", "gpt_oss", "llama4_text"
@@ -57,7 +68,7 @@ def norms(model: str, layer: str) -> tuple[Rule, ...]:
 
 def attention(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, ...]:
     """Return the rules for queries, keys and values, apart or in one matrix."""
-    turns: tuple[Step, ...] = (Same(), Same(), Same())
+    turns: tuple[TensorStep, ...] = (Same(), Same(), Same())
     if is_in_pairs:
         turns = (Rotary("heads"), Rotary("key_heads"), Same())
     hub = tuple(f"{layer}self_attn.{one}_proj" for one in "qkv")
@@ -95,16 +106,16 @@ def mixture(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     return (
         Rule.of(f"{_EXPERTS}router.gate.weight", f"{layer}{hub.router}.weight"),
         *([bias] if model == _DEEPSEEK else []),
-        Rule.of(experts("w1", "EFD", is_older), f"{layer}{hub.gate}.weight", Extent(1, "hidden")),
-        Rule.of(experts("w3", "EFD", is_older), f"{layer}{hub.up}.weight", Extent(1, "hidden")),
-        Rule.of(experts("w2", "EDF", is_older), f"{layer}{hub.down}.weight", Extent(0, "hidden")),
+        Rule.of(experts("w1", "EFD", is_older), f"{layer}{hub.gate}.weight", RequiredExtent(1, "hidden")),
+        Rule.of(experts("w3", "EFD", is_older), f"{layer}{hub.up}.weight", RequiredExtent(1, "hidden")),
+        Rule.of(experts("w2", "EDF", is_older), f"{layer}{hub.down}.weight", RequiredExtent(0, "hidden")),
         *feed_forward(_EXPERTS + "shared_experts", layer + hub.shared),
     )
 
 
 def mixture_in_one(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture of experts that lie in one tensor on the Hub too, each the other way round."""
-    both = Chain((Extent(2, "hidden"), Transposed((1, 2)), Reversed(Joined(2, axis=2))))
+    both = Chain((RequiredExtent(2, "hidden"), SwappedAxes((1, 2)), Reversed(Concatenated(2, axis=2))))
     return (
         Rule.of(f"{_EXPERTS}router.gate.weight", layer + "feed_forward.router.weight"),
         Rule.of(
@@ -115,7 +126,7 @@ def mixture_in_one(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
         Rule.of(
             experts("w2", "EDF", is_older),
             layer + "feed_forward.experts.down_proj",
-            Chain((Extent(1, "hidden"), Transposed((1, 2)))),
+            Chain((RequiredExtent(1, "hidden"), SwappedAxes((1, 2)))),
         ),
         *feed_forward(_EXPERTS + "shared_experts", layer + "feed_forward.shared_expert"),
     )
@@ -124,7 +135,7 @@ def mixture_in_one(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
 def mixture_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture of experts of two matrices and biases, these the other way round on the Hub."""
     hub = layer + "mlp.experts."
-    first, second = (Chain((Extent(axis, "hidden"), Transposed((1, 2)))) for axis in (2, 1))
+    first, second = (Chain((RequiredExtent(axis, "hidden"), SwappedAxes((1, 2)))) for axis in (2, 1))
     return (
         Rule.of(_ATTENTION + "sinks", layer + "self_attn.sinks"),
         *with_bias(_EXPERTS + "router.gate", layer + "mlp.router"),

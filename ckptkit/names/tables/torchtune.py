@@ -10,7 +10,7 @@ from ckptkit.names.family import Family
 from ckptkit.names.moe import LAYER
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Joined, Reversed, Rotary
+from ckptkit.names.steps import Concatenated, Reversed, Rotary
 
 _IN_PAIRS = ("llama", "mistral", "gemma", "gemma2")
 _AS_THERE = ("qwen2", "qwen3")
@@ -61,10 +61,10 @@ def fused() -> tuple[Rule, ...]:
     """Return the rules for projections that are one matrix on the Hub."""
     three = tuple(f"{_OWN}attn.{own}_proj.weight" for own in "qkv")
     two = tuple(f"{_OWN}mlp.{own}.weight" for own in ("w1", "w3"))
-    parts = Joined(3, extents=("heads", "key_heads", "key_heads"))
+    parts = Concatenated(3, extents=("heads", "key_heads", "key_heads"))
     return (
         Rule.of(three, LAYER + "self_attn.qkv_proj.weight", Reversed(parts)),
-        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Joined(2))),
+        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
     )
 
 

@@ -18,7 +18,7 @@ from ckptkit.names.family import Family
 from ckptkit.names.moe import LAYER, experts_of
 from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Joined
+from ckptkit.names.steps import Concatenated
 from ckptkit.names.translate import Translated, translate
 from ckptkit.tensors.box import Shape
 
@@ -90,9 +90,9 @@ class InMemory(Family):
 def reverted(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
     """Return tensors of the memory as transformers' own table has them on disk."""
     from ckptkit.models.transformers_table import to_disk, transforms_of
-    from ckptkit.names.moved import Moved
+    from ckptkit.names.moved import MovedTensor
 
-    moved = {name: Moved(tensor) for name, tensor in tensors.items()}
+    moved = {name: MovedTensor(tensor) for name, tensor in tensors.items()}
     made = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
     return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from)
 
@@ -100,9 +100,9 @@ def reverted(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers)
 def loaded(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
     """Return tensors of the disk as transformers' own table has them in memory."""
     from ckptkit.models.transformers_table import to_memory
-    from ckptkit.names.moved import Moved
+    from ckptkit.names.moved import MovedTensor
 
-    made = to_memory(model.meta, {name: Moved(tensor) for name, tensor in tensors.items()})
+    made = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
     return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from)
 
 
@@ -153,7 +153,7 @@ def rules_of_experts(sizes: Sizes) -> tuple[Rule, ...]:
     hub, memory = experts_of(sizes.model_type), f"{LAYER}mlp."
     both = tuple(f"{LAYER}{name}.weight" for name in (hub.gate, hub.up))
     return (
-        Rule.of(f"{memory}experts.gate_up_proj", both, Joined(2)),
+        Rule.of(f"{memory}experts.gate_up_proj", both, Concatenated(2)),
         Rule.of(f"{memory}experts.down_proj", f"{LAYER}{hub.down}.weight"),
         Rule.of(f"{memory}gate.weight", f"{LAYER}{hub.router}.weight"),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError
@@ -114,3 +115,28 @@ def test_a_missing_file_is_named(good: Path) -> None:
         open_layout(good)
     assert raised.value.path is not None
     assert raised.value.path.name.startswith("model_1.")
+
+
+def test_without_metadata_dtensors_tell_the_format(produce: Produce, tmp_path: Path) -> None:
+    """The package writes none where no item can be resharded; `step_0.pt` is no checkpoint of step 0."""
+    made = produce(produced.by_torch_checkpointing)
+    root = Path(shutil.copytree(made.root / "torch", tmp_path / "saved", ignore=shutil.ignore_patterns("metadata.pkl")))
+    checkpoint = Checkpoint.open(root)
+    assert checkpoint.layout.format == "torch_checkpointing"
+    assert (checkpoint.world_size, checkpoint.problems()) == (2, [])
+    assert "step" in checkpoint.layout.blobs
+    assert_is(checkpoint.layout, of("any", made.truth))
+
+
+def test_without_metadata_safetensors_are_refused(produce: Produce, tmp_path: Path) -> None:
+    source = produce(produced.by_torch_checkpointing).root / "safetensors"
+    root = Path(shutil.copytree(source, tmp_path / "saved", ignore=shutil.ignore_patterns("metadata.pkl")))
+    with pytest.raises(CkptError, match=r"where the tensors in `model_0\.safetensors` belong") as raised:
+        Checkpoint.open(root).layout  # noqa: B018 - it is read when it is asked for
+    assert raised.value.path == root / "metadata.pkl"
+
+
+def test_files_of_epochs_remain_a_run(tmp_path: Path) -> None:
+    for epoch in range(2):
+        torch.save({"weight": torch.full((3,), float(epoch))}, tmp_path / f"epoch_{epoch}.pt")
+    assert Checkpoint.open(tmp_path).path == tmp_path / "epoch_1.pt"

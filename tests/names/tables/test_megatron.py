@@ -20,6 +20,7 @@ import ckptkit
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from tests.conftest import Produce, Produced
 from tests.formats.contract import assert_same
+from tests.names.shelf import check_both_ways
 from tests.trainers.produced_megatron import STEP
 from tests.trainers.produced_megatron_models import (
     EXPERTS,
@@ -312,6 +313,29 @@ def test_the_library_loads_what_is_made_of_models_of_the_hub(made: Produced, sta
 def test_there_and_back(started: Path, tmp_path: Path, model_type: str) -> None:
     found = to_hub(started / model_type, tmp_path / "again", started / f"{model_type}-hub")
     assert_same(found, {name: lazy.torch() for name, lazy in ckptkit.open(started / f"{model_type}-hub").items()})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "with_experts"),
+    [
+        ("glm4_moe", {"first_k_dense_replace": 2}, [2, 3]),
+        ("glm4_moe", {}, [1, 2, 3]),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, [1, 3]),
+        ("qwen3_moe", {"mlp_only_layers": [0, 2]}, [1, 3]),
+        ("llama", {}, []),
+    ],
+)
+def test_a_layer_without_experts_has_its_norm_in_linear_fc1(
+    model_type: str, changes: Mapping[str, Any], with_experts: list[int]
+) -> None:
+    """As Transformer Engine's layers have it: where a layer has experts, the norm before these is a module."""
+    config = {"model_type": model_type, "num_hidden_layers": 4, **changes}
+    hub = {f"model.layers.{layer}.post_attention_layernorm.weight": torch.full((8,), layer + 1.0) for layer in range(4)}
+    own = {
+        f"decoder.layers.{i}.{'pre_mlp_layernorm.' if i in with_experts else 'mlp.linear_fc1.layer_norm_'}weight": one
+        for i, one in enumerate(hub.values())
+    }
+    check_both_ways("megatron", own, hub, config)
 
 
 def test_what_is_made_is_a_checkpoint_like_any_other(started: Path) -> None:

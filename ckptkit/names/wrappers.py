@@ -1,0 +1,62 @@
+"""Know the prefixes that wrappers put into the names of parameters, and take them off.
+
+A wrapper keeps the module that it wraps as an attribute, whose name then stands before those of that module's
+parameters. Any module of a model may be wrapped, so a prefix may stand anywhere in a name, and more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import NamedTuple
+
+
+class WrapperPrefix(NamedTuple):
+    """A prefix, whose it is, and the source that has it."""
+
+    text: str
+    whose: str
+    source: str
+
+
+# also that of other data parallel wrappers and of averaged models; it may be a word of a model's own names, too
+DDP = WrapperPrefix("module.", "DistributedDataParallel", "torch/nn/parallel/distributed.py")
+# those that are no word of a model's own names, wherever they stand
+INSIDE = (
+    WrapperPrefix("_orig_mod.", "torch.compile", "torch/_dynamo/eval_frame.py"),
+    WrapperPrefix("_fsdp_wrapped_module.", "FSDP1", "torch/distributed/fsdp/_common_utils.py"),
+    WrapperPrefix(
+        "_checkpoint_wrapped_module.",
+        "activation checkpointing",
+        "torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py",
+    ),
+    WrapperPrefix("_fpw_module.", "fairscale", "fairscale/nn/misc/flatten_params_wrapper.py"),
+)
+WRAPPERS = (DDP, *INSIDE)
+
+_FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py, of several versions
+
+
+def unwrapped(name: str) -> str:
+    """Return a parameter's name without the prefixes that are no word of a model's own."""
+    for prefix in INSIDE:
+        name = name.replace(prefix.text, "")
+    return name
+
+
+def own_name(name: str, known: Container[str]) -> str:
+    """Return what a model calls a parameter; of a name that is not `known` without DDP's prefix at its start."""
+    own = unwrapped(name)
+    return own if own in known else own.removeprefix(DDP.text)
+
+
+def without_ddp(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names, by any keys, without DDP's prefix, as often as all of them begin with it."""
+    found = dict(names)
+    while found and all(name.startswith(DDP.text) for name in found.values()):
+        found = {key: name.removeprefix(DDP.text) for key, name in found.items()}
+    return found
+
+
+def is_flat_name(name: str) -> bool:
+    """Return whether a name is that of a flat parameter, in which FSDP1 has all parameters of a module."""
+    return name.rpartition(".")[2] in _FLAT
