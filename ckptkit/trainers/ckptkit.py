@@ -1,4 +1,4 @@
-"""Know the checkpoints of `ckptkit train`, and of conversions, by their manifest."""
+"""The checkpoints of `ckptkit train`, and of conversions, which their manifest tells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe a trainer by what it leaves on disk: tables of names. Opens nothing."""
+"""What is known of a trainer: the names that it leaves on disk, as one record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,49 @@ class Evidence:
     read_source: Callable[[], Mapping[str, str] | None] = lambda: None
 
     def has_file(self, pattern: str) -> bool:
-        return any(re.fullmatch(pattern, name) for name in self.files)
+        return any(map(re.compile(pattern).fullmatch, self.files))
+
+    def has_key(self, key: str) -> bool:
+        """Return whether there is an entry `a`, or `a/b` for an entry below another."""
+        first, _, second = key.partition("/")
+        return first in self.keys and (not second or second in self.below[first])
+
+
+class Mark(NamedTuple):
+    """What only one trainer leaves, and the `title` of the trainer to show for it.
+
+    A checkpoint has the mark if it has everything that is given here: for each pattern in `files` a file, all of the
+    entries `keys`, the format, files of several ranks, a small file of JSON with a key, a place whose name matches the
+    pattern `place`, and something beside that, whose name may refer to groups of the pattern.
+    """
+
+    title: str
+    files: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    format: str | None = None
+    by_ranks: bool = False
+    json: tuple[str, str] | None = None
+    place: str = ".*"
+    beside: str = ""
+
+    def is_on(self, seen: Evidence) -> bool:
+        place = re.fullmatch(self.place, seen.place.name, re.DOTALL)
+        return (
+            place is not None
+            and self.format in (None, seen.format)
+            and not (self.by_ranks and seen.world_size is None)
+            and all(map(seen.has_key, self.keys))
+            and all(map(seen.has_file, self.files))
+            and (not self.beside or (seen.place.parent / place.expand(self.beside)).exists())
+            and (self.json is None or self.json[1] in seen.read_json(self.json[0]))
+        )
+
+
+class Unread(NamedTuple):
+    """Files that ckptkit does not read: what they are, and what to do about it."""
+
+    what: str
+    hint: str
 
 
 class MetricsFile(NamedTuple):
@@ -41,10 +83,13 @@ class MetricsFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """A program that saves checkpoints, as tables of the names that it gives. Patterns are of whole names."""
+    """A program that saves checkpoints, by the names that it gives. Patterns are of whole names."""
 
     name: str
-    # says the name to show, or None, by what only this trainer leaves: a name in a listing, or a key in the metadata
+
+    # who wrote a checkpoint: what only this trainer leaves, the first that is there decides; and a function for what no
+    # mark can say
+    marks: tuple[Mark, ...] = ()
     wrote: Callable[[Evidence], str | None] = lambda _: None
 
     # of a run: the directories or files of checkpoints, with a group that is the step or epoch; and the files that say
@@ -65,17 +110,20 @@ class Trainer:
     # of a checkpoint, files: of torch.save beside the model that are a part of it, each with the keys that its contents
     # belong under, "" for none (a group `step` is that of a model that is a file, a group `rank` may be in the keys);
     # of which each rank has one, or which have its own state, with a group that is the rank; with the weights as they
-    # are to be used, beside a directory with all states; and of metrics
+    # are to be used, beside a directory with all states; of metrics; and those that ckptkit does not read, by pattern
     beside: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
     exported: tuple[str, ...] = ()
     metrics: Mapping[str, MetricsFile] = field(default_factory=dict)
-    # what files and directories are that ckptkit does not read, and by the same patterns what to do about it
-    unread: Mapping[str, str] = field(default_factory=dict)
-    hints: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, Unread] = field(default_factory=dict)
 
-    # of entries: the rank whose own state lies at a key path; by pattern of names, what tensors are that can only be
+    # of entries: where a rank's own state lies, as a pattern for each of the first steps of its key path, with a group
+    # that is the rank (a position N in a list is "[N]"); and, by pattern of names, what tensors are that can only be
     # carried as they are
-    rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
+    own_keys: tuple[tuple[str, ...], ...] = ()
     opaque: Mapping[str, str] = field(default_factory=dict)
+
+    def title_on(self, seen: Evidence) -> str | None:
+        """Return the name to show if this trainer wrote a checkpoint, None if nothing tells."""
+        return self.wrote(seen) or next((mark.title for mark in self.marks if mark.is_on(seen)), None)

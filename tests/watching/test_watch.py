@@ -249,7 +249,7 @@ def test_two_of_the_same_do_not_run_together_and_two_others_do(run: Path, tmp_pa
 
 KILLED = """
 import os, sys, ckptkit
-from ckptkit.ops.watching.journal import Journal
+from ckptkit.watching.journal import Journal
 note = Journal.note
 def die(self, name, entry):
     if entry.state == sys.argv[2]:
