@@ -6,9 +6,9 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -17,10 +17,11 @@ from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import make_directories
 from ckptkit.runs.watches import claiming, clock_of, hold, let_go, require_place
-from ckptkit.watching.commands import Command, describe
+from ckptkit.watching.commands import Command
 from ckptkit.watching.journal import Entry, Journal
 from ckptkit.watching.looks import Look, Patience
 
+DAY = 86400.0  # seconds
 _OUT = "exported"  # the directory in the run that outputs go to
 
 Outcome = Literal["handled", "failed", "missed"]
@@ -43,7 +44,7 @@ Listener = Callable[[Event], None]
 class Watched:
     """The checkpoints of the run `root` that a watch handled, those that it gave up, and those deleted before.
 
-    `before` were handled by an earlier one.
+    `before` were handled by an earlier one. `reasons` say for each of the `failed` which command failed and how.
     """
 
     root: Path
@@ -51,6 +52,7 @@ class Watched:
     failed: tuple[Path, ...]
     missed: tuple[Path, ...]
     before: tuple[Path, ...]
+    reasons: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def is_ok(self) -> bool:
@@ -66,6 +68,7 @@ def watch(
     out: str | Path | None = None,
     every: float = 30.0,
     tries: int = 3,
+    timeout: float = DAY,
     once: bool = False,
     tell: Listener | None = None,
 ) -> Watched:
@@ -78,9 +81,10 @@ def watch(
 
     A checkpoint counts when it is complete and nothing of it has changed for `every` seconds, which also lie between
     two looks at the run. No prune and no `Run` deletes it while it is handled. A command that fails is run again, after
-    pauses of `every` seconds and then twice as long each time, until `tries` have failed. What was done is noted in
-    `.ckptkit-watch` of the run; one that failed is tried anew by the next watch, and one that was saved again is
-    another.
+    pauses of `every` seconds and then twice as long each time, until `tries` have failed; so is a command that was
+    ended, with its children, because it ran longer than `timeout` seconds (`math.inf` for no limit). What was done is
+    noted in `.ckptkit-watch` of the run; one that failed is tried anew by the next watch, and one that was saved again
+    is another.
 
     Returns with `once` when all that are there have been handled or given up, and otherwise never. Raises
     `NotACheckpoint` if there is no directory, `Usage` for commands that make no sense, `Occupied` if a watch with the
@@ -90,8 +94,8 @@ def watch(
     commands += [Command.parse(one, is_ours=False) for one in several(exec)]
     if not commands:
         raise Usage("nothing says what to do", hint="give --do 'consolidate {ckpt} {out}', or --exec")
-    if not every > 0 or tries < 1:
-        raise Usage("`every` must be more than 0, and `tries` at least 1")
+    if not (every > 0 and timeout > 0) or tries < 1:
+        raise Usage("`every` and `timeout` must be more than 0, and `tries` at least 1")
     root = local_path_of(run).absolute()
     with translate_os_errors(root):
         if not root.is_dir():
@@ -102,19 +106,20 @@ def watch(
     about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     with claiming(root, key) as lock:
-        terms = Terms(tuple(commands), place, every, tries)
+        terms = WatchTerms(tuple(commands), place, every, tries, timeout)
         watcher = Watcher(Journal.of(root, key, about), terms, lock, tell or (lambda _event: None))
         return watcher.work_once() if once else watcher.work_on()
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The commands, where their outputs go, the seconds between looks, and how often one is tried."""
+class WatchTerms:
+    """The commands, where their outputs go, seconds between looks, how often one is tried, and seconds that it has."""
 
     commands: tuple[Command, ...]
     place: Path
     every: float
     tries: int
+    timeout: float
 
 
 def several(given: Words | Sequence[Words]) -> list[Words]:
@@ -124,14 +129,14 @@ def several(given: Words | Sequence[Words]) -> list[Words]:
 class Watcher:
     """The state of a watch while it runs: what it has come to in `journal`, whom to tell, and what is due when."""
 
-    def __init__(self, journal: Journal, terms: Terms, lock: int, tell: Listener) -> None:
+    def __init__(self, journal: Journal, terms: WatchTerms, lock: int, tell: Listener) -> None:
         self.root = journal.root
         self.terms = terms
         self.journal = journal
         self._lock = lock
         self._tell = tell
         self._patience = Patience(terms.every)
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, Event] = {}
         self._failures: dict[str, list[int]] = {}  # for each try that failed, when what was tried had been saved
         self._due: dict[str, float] = {}  # when those that failed are tried again, by the monotonic clock
         self._waiting: set[str] = set()  # complete, and not handled yet
@@ -158,17 +163,19 @@ class Watcher:
             time.sleep(self.pause())
         for name in sorted(self._waiting):
             self._tell(Event(self.root / name, None, "still being written: left for the next time"))
+        failed = self.those("failed")
         return Watched(
             self.root,
             self.those("handled"),
-            self.those("failed"),
+            failed,
             self.those("missed"),
             tuple(self.root / name for name in sorted(before - self._outcomes.keys())),
+            {path: self._outcomes[path.name].message for path in failed},
         )
 
     def those(self, outcome: Outcome) -> tuple[Path, ...]:
         """Return the checkpoints that this has become of, in the order in which it did."""
-        return tuple(self.root / name for name, found in self._outcomes.items() if found == outcome)
+        return tuple(event.checkpoint for event in self._outcomes.values() if event.outcome == outcome)
 
     def pause(self) -> float:
         """Return the seconds until the next look at the run."""
@@ -258,10 +265,10 @@ class Watcher:
                 if "out" in command.places:
                     make_directories(out.parent, sync=False)
                 self._tell(Event(one.path, None, str(command)))
-                code = command.run(values, self._lock)
-                if code != 0:
+                failure = command.run(values, self._lock, self.terms.timeout)
+                if failure:
                     self.note(one.name, Entry("failed", saved_ns, number))
-                    return f"{command}: {describe(code)}"
+                    return f"{command}: {failure}"
             is_last = number + 1 == len(self.terms.commands)
             entry = Entry("done" if is_last else "waiting", saved_ns, number + 1)
             self.note(one.name, entry)
@@ -302,8 +309,8 @@ class Watcher:
         """Tell what has become of a checkpoint."""
         self._due.pop(name, None)
         self._waiting.discard(name)
-        self._outcomes[name] = outcome
-        self._tell(Event(self.root / name, outcome, message))
+        self._outcomes[name] = Event(self.root / name, outcome, message)
+        self._tell(self._outcomes[name])
 
 
 def identity(path: Path) -> tuple[int, int] | None:
