@@ -87,7 +87,7 @@ def report(done: Pruned) -> None:
     if done.deleted:
         say(f"{verb}d {what}, {freed} freed")
         return
-    say(f"to be {verb}d: {what}, which frees {'about ' if done.demote else ''}{freed}; nothing was {verb}d yet")
+    say(f"to be {verb}d: {what}, which frees {freed}; nothing was {verb}d yet")
     pin = f"; `ckptkit pin {gone[0].path}` would keep one whatever the rules say"
     note(f"hint: the same with --yes does it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
 

@@ -37,7 +37,7 @@ from ckptkit.trainers.steps import is_epoch
 class Entry:
     """A directory of a run: its step, if its name says one; its bytes; why it stays or goes, and the bytes that frees.
 
-    What demoting frees is an estimate until it is done.
+    What demoting will free is known to the byte before it is done.
     """
 
     path: Path
@@ -147,7 +147,7 @@ def judge(saved: Saved, entry: Entry, *, demote: bool) -> Entry:
         return replace(entry, reason="only weights already")
     try:
         freed = entry.nbytes - demoted_bytes(saved.path)
-    except (Mismatch, Unsupported) as error:
+    except (Mismatch, NotACheckpoint, Unsupported, Usage) as error:
         return replace(entry, reason=f"cannot be demoted: {error.message}")
     if freed <= 0:
         return replace(entry, reason="its weights alone are no smaller")
