@@ -13,7 +13,7 @@ from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.file import read_small
 from ckptkit.files.joined import roots_of
 from ckptkit.runs.pins import is_pinned
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from ckptkit.runs.watches import is_held
 from ckptkit.trainers import metrics_files
 from ckptkit.trainers.trackers import trackers_in
@@ -64,7 +64,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint of a run: its directory, its step and what was measured then.
 
     `holds` are reasons to keep it that no rule can overcome. One that `is_weights_only` is no place to go on from.
@@ -81,7 +81,7 @@ class Saved:
 class Verdict:
     """The fate of a checkpoint: it is deleted unless there are `reasons` to keep it."""
 
-    saved: Saved
+    saved: SavedCheckpoint
     reasons: tuple[str, ...]
 
     @property
@@ -89,14 +89,16 @@ class Verdict:
         return bool(self.reasons)
 
 
-def decide(checkpoints: Iterable[Saved], policy: Policy) -> list[Verdict]:
+def decide(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdict]:
     """Return what becomes of each of the checkpoints, newest first. The newest to go on from is always kept."""
     newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
     best = best_of(newest_first, policy.best) if policy.best else []
     return [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
 
 
-def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Saved], policy: Policy) -> Iterator[str]:
+def reasons_for(
+    saved: SavedCheckpoint, newest_first: Sequence[SavedCheckpoint], best: Sequence[SavedCheckpoint], policy: Policy
+) -> Iterator[str]:
     """Return why a checkpoint is kept, given all of them and the best."""
     yield from saved.holds
     steps = list(dict.fromkeys(one.step for one in newest_first))
@@ -113,7 +115,7 @@ def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Save
         yield f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best"
 
 
-def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
+def best_of(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCheckpoint]:
     """Return the best by a metric, and of equal ones the newer. NaN, infinity and no metric at all are never best."""
     measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
@@ -137,10 +139,10 @@ def holds_in(checkpoint: Path) -> Iterator[str]:
         yield "a watch is handling it"
 
 
-def find_saved(run: Run) -> list[Saved]:
+def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
     """Return the complete checkpoints of a run that are its own: under its names, no links, more than weights."""
     return [
-        Saved(found.path, step, read_metrics(found.path), find_holds(found.path))
+        SavedCheckpoint(found.path, step, read_metrics(found.path), find_holds(found.path))
         for found in run.checkpoints()
         if (step := found.own_step) is not None and found.path == run.checkpoint(step)
         if not found.path.is_symlink() and not found.is_weights_only

@@ -9,7 +9,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, latest_in, named_in
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFolder:
     """A training directory."""
 
     root: Path

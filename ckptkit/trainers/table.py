@@ -6,7 +6,7 @@ A trainer is one entry of `TRAINERS`. What takes a function lies in a file of th
 from __future__ import annotations
 
 from ckptkit.trainers.ckptkit import CKPTKIT
-from ckptkit.trainers.trainer import Mark, Trainer, Unread
+from ckptkit.trainers.trainer import Mark, TrainerFacts, Unread
 from ckptkit.trainers.transformers import STATE, TRANSFORMERS
 
 # accelerate/utils/{constants,fsdp_utils}.py, `save_fsdp_model` and `save_fsdp_optimizer`: what models and optimizers
@@ -17,7 +17,7 @@ _ENGINE = r"pytorch_model(?:_[0-9]+)?"
 _ENGINE_BY_RANK = r"(?:zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt"
 _BY_TRAINER = "Accelerate, by transformers' Trainer"
 
-ACCELERATE = Trainer(
+ACCELERATE = TrainerFacts(
     name="accelerate",
     marks=(
         Mark(_BY_TRAINER, files=(_FSDP_BY_RANK, r"trainer_state\.json")),
@@ -35,7 +35,7 @@ ACCELERATE = Trainer(
 
 # lightning/fabric/strategies/{fsdp,model_parallel}.py, lightning/pytorch/callbacks/model_checkpoint.py: a DCP directory
 # with `meta.pt`, or one file, named by values: `epoch=1-step=500.ckpt`.
-LIGHTNING = Trainer(
+LIGHTNING = TrainerFacts(
     name="lightning",
     marks=(
         Mark("Lightning", files=(r"meta\.pt",)),
@@ -48,7 +48,7 @@ LIGHTNING = Trainer(
 
 # `model_checkpoint.py` of NeMo's callbacks: `model--loss=2.5-step=5-consumed_samples=40.0`, with `weights` and
 # `context` in it. What is in `weights` is as Megatron's core saves, which NeMo trains with.
-NEMO = Trainer(
+NEMO = TrainerFacts(
     name="nemo",
     marks=(Mark("NeMo", place="weights", beside="context"),),
     steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:[-.].*)?",),
@@ -59,7 +59,7 @@ NEMO = Trainer(
 _BUCKET = r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*bucket_idx_.*"
 _OPAQUE = "the optimizer does not say of which parameters its states are: they are carried as they are"
 
-MEGATRON = Trainer(
+MEGATRON = TrainerFacts(
     name="megatron",
     marks=(
         Mark("Megatron-Bridge", files=(r"run_config\.yaml|train_state\.pt",)),
@@ -82,7 +82,7 @@ MEGATRON = Trainer(
 
 # composer/utils/checkpoint.py: directories `ep0-ba5`, files `ep0-ba5-rank0.pt`, all under `state`, and the generators
 # of ranks under `rng`. composer/checkpoint/save.py: `model` and `optim` in directories of their own.
-COMPOSER = Trainer(
+COMPOSER = TrainerFacts(
     name="composer",
     marks=(
         Mark("Composer", files=(r"composer_metadata\.json",)),
@@ -96,7 +96,7 @@ COMPOSER = Trainer(
 
 # torchtitan/components/checkpoint.py: DCP directories `step-N`, model names at the top level beside `optimizer.`,
 # `lr_scheduler`, `dataloader` and `train_state`.
-TORCHTITAN = Trainer(
+TORCHTITAN = TrainerFacts(
     name="torchtitan",
     marks=(Mark("torchtitan", keys=("train_state",)),),
     steps=("step-([0-9]{1,18})",),
@@ -104,11 +104,13 @@ TORCHTITAN = Trainer(
 )
 
 # torchtune/training/checkpointing/_checkpointer.py: `epoch_N`, and recipe states with `epochs_run`.
-TORCHTUNE = Trainer(name="torchtune", marks=(Mark("torchtune", keys=("epochs_run",)),), epochs=("epoch_([0-9]{1,18})",))
+TORCHTUNE = TrainerFacts(
+    name="torchtune", marks=(Mark("torchtune", keys=("epochs_run",)),), epochs=("epoch_([0-9]{1,18})",)
+)
 
 # olmo_core/train/checkpoint.py: `stepN` with DCP in `model_and_optim`, the state of each rank in `train`, and
 # `.metadata.json`, without which it is no checkpoint.
-OLMO = Trainer(
+OLMO = TrainerFacts(
     name="olmo",
     marks=(Mark("OLMo-core", place="model_and_optim"),),
     steps=("step([0-9]{1,18})",),
@@ -118,7 +120,7 @@ OLMO = Trainer(
 
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: `global_step_N/{actor,critic}` with a file of torch.save for each
 # rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`.
-VERL = Trainer(
+VERL = TrainerFacts(
     name="verl",
     marks=(Mark("verl", files=(r"model_world_size_[0-9]+_rank_[0-9]+\.pt",)),),
     steps=("global_step_([0-9]{1,18})",),
@@ -133,7 +135,7 @@ VERL = Trainer(
 _ZERO = r"(?:(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_)?mp_rank_[0-9]{2,}_(?:model|optim)_states\.pt|latest_universal"
 _GLOBAL_STEP = "global_step([0-9]{1,18})"
 
-DEEPSPEED = Trainer(
+DEEPSPEED = TrainerFacts(
     name="deepspeed",
     marks=(
         Mark("DeepSpeed, by transformers' Trainer", files=(_ZERO,), beside=STATE),
@@ -146,21 +148,21 @@ DEEPSPEED = Trainer(
 )
 
 # dlrover/python/common/constants.py, `CheckpointConstant.TRACER_FILE_NAME`, of its flash checkpoints.
-DLROVER = Trainer(name="dlrover", trackers=("dlrover_latest.txt",))
+DLROVER = TrainerFacts(name="dlrover", trackers=("dlrover_latest.txt",))
 
 # nanotron/serialize/main.py: directories that are called by their step alone, and `latest.txt` with that step.
-NANOTRON = Trainer(name="nanotron", trackers=("latest.txt",))
+NANOTRON = TrainerFacts(name="nanotron", trackers=("latest.txt",))
 
 # meta-llama/llama-models: `consolidated.NN.pth` for each rank, `params.json` and `tokenizer.model` beside them.
 _CONSOLIDATED = r"consolidated\.([0-9]{2})\.pth"
 
-META_LLAMA = Trainer(
+META_LLAMA = TrainerFacts(
     name="meta_llama", marks=(Mark("Meta, or in its format", files=(_CONSOLIDATED,)),), ranks=(_CONSOLIDATED,)
 )
 
 # karpathy/llm.c, train_gpt2.cu: `model_00001000.bin`, in a format of its own, with the states of the ranks and
 # `DONE_00001000` beside it.
-LLMC = Trainer(
+LLMC = TrainerFacts(
     name="llmc",
     marks=(Mark("llm.c", format="llmc"),),
     steps=("model_([0-9]{8})",),
@@ -168,7 +170,7 @@ LLMC = Trainer(
 )
 
 # nanoGPT/train.py: `ckpt.pt`, with model, optimizer and the counts of its training; only the last one is kept.
-NANOGPT = Trainer(
+NANOGPT = TrainerFacts(
     name="nanogpt",
     marks=(Mark("nanoGPT", keys=("model", "model_args", "iter_num", "best_val_loss")),),
     step_keys=(("", ("iter_num",)),),
@@ -177,7 +179,7 @@ NANOGPT = Trainer(
 # nanochat/checkpoint_manager.py, `save_checkpoint`: files of one directory, told by the step in their names:
 # `model_000500.pt`, a bare state dict; `meta_000500.json`; and of each rank `optim_000500_rank0.pt`, of which the
 # states are a rank's own slices.
-NANOCHAT = Trainer(
+NANOCHAT = TrainerFacts(
     name="nanochat",
     marks=(Mark("nanochat", place=r"model_(\d{6})\.pt", beside=r"meta_\1.json"),),
     steps=(r"model_([0-9]{6,18})",),
@@ -190,7 +192,7 @@ NANOCHAT = Trainer(
 # with the items in directories, in each of them `_METADATA` and, with OCDBT, `manifest.ocdbt` and `ocdbt.process_N`.
 _ORBAX = r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_[0-9]+"
 
-ORBAX = Trainer(
+ORBAX = TrainerFacts(
     name="orbax",
     marks=(Mark("orbax", files=(_ORBAX,)),),
     unread={_ORBAX: Unread("arrays as orbax saves", "load them with orbax, and save the arrays with safetensors")},
@@ -198,7 +200,7 @@ ORBAX = Trainer(
 
 # vllm/model_executor/model_loader/sharded_state_loader.py: `model-rank-R-part-P.safetensors` has what a rank of the
 # engine holds, under its own names of fused tensors, after they were processed. Nothing says how ranks share them.
-VLLM = Trainer(
+VLLM = TrainerFacts(
     name="vllm",
     unread={
         r"model-rank-[0-9]+-part-[0-9]+\.safetensors": Unread(
@@ -210,7 +212,7 @@ VLLM = Trainer(
 
 # Scripts that call torch themselves, and the names that such scripts give. Safetensors are torch's where ranks wrote
 # their shards.
-TORCH = Trainer(
+TORCH = TrainerFacts(
     name="torch",
     marks=(
         Mark("torch.distributed.checkpoint", format="dcp"),
@@ -225,18 +227,18 @@ TORCH = Trainer(
 
 # peft/utils/constants.py: adapters, by their config. A trainer leaves one beside the states of all ranks, in which its
 # parameters have other names.
-PEFT = Trainer(
+PEFT = TrainerFacts(
     name="peft",
     marks=(Mark("PEFT", files=(r"adapter_config\.json",)),),
     exported=(r"adapter_model\.safetensors",),
 )
 
 # diffusers/configuration_utils.py: models, by the version in their config.
-DIFFUSERS = Trainer(name="diffusers", marks=(Mark("Diffusers", json=("config.json", "_diffusers_version")),))
+DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("config.json", "_diffusers_version")),))
 
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
-TRAINERS: tuple[Trainer, ...] = (
+TRAINERS: tuple[TrainerFacts, ...] = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
     *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )

@@ -82,7 +82,7 @@ class MetricsFile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainer:
+class TrainerFacts:
     """A program that saves checkpoints, by the names that it gives. Patterns are of whole names."""
 
     name: str

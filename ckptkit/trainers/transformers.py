@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.trainers.trainer import Mark, MetricsFile, Trainer
+from ckptkit.trainers.trainer import Mark, MetricsFile, TrainerFacts
 
 STATE = "trainer_state.json"
 _OF_SPEED = ("_runtime", "_per_second")
@@ -26,7 +26,7 @@ def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
     return {**numbers, "step": float(state["global_step"])} if numbers else {}
 
 
-TRANSFORMERS = Trainer(
+TRANSFORMERS = TrainerFacts(
     name="transformers",
     marks=(
         Mark("transformers' Trainer", files=(r"trainer_state\.json",)),

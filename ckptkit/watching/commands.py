@@ -28,7 +28,7 @@ _NOT_FOUND = 127  # as shells have it
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class WatchCommand:
     """The words of a command, with places like `{ckpt}` in them; `is_ours` if they are one of ckptkit's."""
 
     words: tuple[str, ...]

@@ -17,8 +17,8 @@ from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import make_directories
 from ckptkit.runs.watches import claiming, clock_of, hold, let_go, require_place
-from ckptkit.watching.commands import Command
-from ckptkit.watching.journal import Entry, Journal
+from ckptkit.watching.commands import WatchCommand
+from ckptkit.watching.journal import Fate, WatchJournal
 from ckptkit.watching.looks import Look, Patience
 
 DAY = 86400.0  # seconds
@@ -90,8 +90,8 @@ def watch(
     `NotACheckpoint` if there is no directory, `Usage` for commands that make no sense, `Occupied` if a watch with the
     same commands is at work.
     """
-    commands = [*(Command.parse(one, is_ours=True) for one in several(do))]
-    commands += [Command.parse(one, is_ours=False) for one in several(exec)]
+    commands = [*(WatchCommand.parse(one, is_ours=True) for one in several(do))]
+    commands += [WatchCommand.parse(one, is_ours=False) for one in several(exec)]
     if not commands:
         raise Usage("nothing says what to do", hint="give --do 'consolidate {ckpt} {out}', or --exec")
     if not (every > 0 and timeout > 0) or tries < 1:
@@ -107,7 +107,7 @@ def watch(
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     with claiming(root, key) as lock:
         terms = WatchTerms(tuple(commands), place, every, tries, timeout)
-        watcher = Watcher(Journal.of(root, key, about), terms, lock, tell or (lambda _event: None))
+        watcher = Watcher(WatchJournal.of(root, key, about), terms, lock, tell or (lambda _event: None))
         return watcher.work_once() if once else watcher.work_on()
 
 
@@ -115,7 +115,7 @@ def watch(
 class WatchTerms:
     """The commands, where their outputs go, seconds between looks, how often one is tried, and seconds that it has."""
 
-    commands: tuple[Command, ...]
+    commands: tuple[WatchCommand, ...]
     place: Path
     every: float
     tries: int
@@ -129,7 +129,7 @@ def several(given: Words | Sequence[Words]) -> list[Words]:
 class Watcher:
     """The state of a watch while it runs: what it has come to in `journal`, whom to tell, and what is due when."""
 
-    def __init__(self, journal: Journal, terms: WatchTerms, lock: int, tell: Listener) -> None:
+    def __init__(self, journal: WatchJournal, terms: WatchTerms, lock: int, tell: Listener) -> None:
         self.root = journal.root
         self.terms = terms
         self.journal = journal
@@ -255,31 +255,31 @@ class Watcher:
         values = {"ckpt": str(one.path), "name": name, "step": str(one.own_step), "out": str(out)}
         entry = self.journal.entries.get(one.name)
         if entry is None or saved_ns != entry.saved_ns:
-            entry = Entry("waiting", saved_ns)
+            entry = Fate("waiting", saved_ns)
         for number, command in enumerate(self.terms.commands):
             if number < entry.commands_done:
                 continue
             if not self.was_made(command, entry, out):
-                entry = Entry("begun", saved_ns, number, identity(out))
+                entry = Fate("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
                 if "out" in command.places:
                     make_directories(out.parent, sync=False)
                 self._tell(Event(one.path, None, str(command)))
                 failure = command.run(values, self._lock, self.terms.timeout)
                 if failure:
-                    self.note(one.name, Entry("failed", saved_ns, number))
+                    self.note(one.name, Fate("failed", saved_ns, number))
                     return f"{command}: {failure}"
             is_last = number + 1 == len(self.terms.commands)
-            entry = Entry("done" if is_last else "waiting", saved_ns, number + 1)
+            entry = Fate("done" if is_last else "waiting", saved_ns, number + 1)
             self.note(one.name, entry)
         return None
 
-    def note(self, name: str, entry: Entry) -> None:
+    def note(self, name: str, entry: Fate) -> None:
         """Note what is true of a checkpoint now, in the run that is watched: never make another in its place."""
         require_place(self._lock, self.root, self.journal.key)
         self.journal.note(name, entry)
 
-    def was_made(self, command: Command, entry: Entry, out: Path) -> bool:
+    def was_made(self, command: WatchCommand, entry: Fate, out: Path) -> bool:
         """Return whether a command that was running when a watch was killed has made its output nonetheless.
 
         What is at `{out}` of one of ours is whole; it is what the command made if it was not there before.
@@ -302,7 +302,7 @@ class Watcher:
     def miss(self, name: str) -> None:
         """Note that a checkpoint was deleted before it was handled."""
         entry = self.journal.entries.get(name)
-        self.note(name, Entry("missed", entry.saved_ns if entry else 0))
+        self.note(name, Fate("missed", entry.saved_ns if entry else 0))
         self.settle(name, "missed", "deleted before it was handled")
 
     def settle(self, name: str, outcome: Outcome, message: str) -> None:
