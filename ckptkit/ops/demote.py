@@ -1,7 +1,7 @@
-"""Demote a checkpoint of a training to its model's weights in bfloat16, under its own name.
+"""Demote a checkpoint of a training to the weights of its model in bfloat16, under its own name.
 
-At every moment all of the old or all of the new is there: the new is made in a hidden sibling, read again, exchanged
-with the old in one step, and only then is the old deleted.
+The old checkpoint or the new one is there, whole, at every moment: demote writes the new one to a hidden sibling, reads
+it again, swaps the two in one step, and only then deletes the old one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Delete the checkpoints of a run that nothing keeps, or all of them but their weights.
+"""Delete the checkpoints of a run that no rule keeps, or demote them to their weights.
 
-What is not whole neither counts nor goes.
+A checkpoint that is not whole is left alone, and does not count as one of those that are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ckptkit.trainers.steps import is_epoch
 
 @dataclass(frozen=True, slots=True)
 class PruneEntry:
-    """A directory of a run: its step, if its name says one; its bytes; why it stays or goes, and the bytes that frees.
+    """A directory of a run: its step, if its name says one; its bytes; why it stays or goes; and the bytes it frees.
 
     What demoting will free is known to the byte before it is done.
     """
@@ -49,9 +49,9 @@ class PruneEntry:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The checkpoints to keep, to delete and to demote, newest first, and what is no complete one and left alone.
+    """The checkpoints to keep, to delete and to demote, newest first, and `other` directories, which are left alone.
 
-    `deleted` says whether the second and the third are what they are to become, or would be.
+    `deleted` says whether prune has deleted and demoted them, or only planned to.
     """
 
     keep: tuple[PruneEntry, ...]
@@ -107,7 +107,7 @@ def prune(
 
 
 def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
-    """Return what becomes of every directory in a run. A checkpoint that somebody is replacing just now stays."""
+    """Return what becomes of every directory in a run. A checkpoint that is being replaced just now stays."""
     paths = [path for path in folders(root) if not path.name.startswith(".")]
     found = {path: examine(path) for path in paths}
     other = [
@@ -130,7 +130,7 @@ def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
 
 
 def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
-    """Raise `Usage` if the best are to stay by a metric that none has: a slip would cost all but the newest."""
+    """Raise `Usage` if no checkpoint has the metric of the best: a typo would cost all but the newest."""
     if policy.best and complete and not best_of(complete, policy.best):
         known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
         hint = f"they have: {', '.join(known)}" if known else "none of them has any"
@@ -155,7 +155,7 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, *, demote: bool) -> PruneEn
 
 
 def carry_out(plan: Pruned, jobs: int | None, progress: Progress | None) -> Pruned:
-    """Do what a plan says, the oldest first; what has come to be held meanwhile stays."""
+    """Do what a plan says, the oldest first. A checkpoint that was pinned or held meanwhile stays."""
     kept: list[PruneEntry] = []
     deleted: list[PruneEntry] = []
     demoted: list[PruneEntry] = []
@@ -183,7 +183,7 @@ def make_smaller(entry: PruneEntry, jobs: int | None, tell: Told | None) -> Prun
 
 
 def examine(path: Path) -> SavedCheckpoint | str:
-    """Return the checkpoint in a directory, or why that is none that counts. Reads no tensor."""
+    """Return the checkpoint in a directory, or why it does not count. Reads no tensor."""
     checkpoint = Checkpoint.at(path)
     step = checkpoint.own_step
     if any(place.is_symlink() for place in roots_of(path)):

@@ -13,10 +13,10 @@ from ckptkit.layout import KeyPath
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The names that a checkpoint shows: of its place and files, and, once that was read, its format and keys.
+    """The names in a checkpoint: of its place and files, and, once its metadata was read, its format and keys.
 
-    `keys` are the first steps of the key paths, `below` the second steps under each. `read_json` gives a small file of
-    the checkpoint, {} where it has none that can be read, `read_source` what its manifest says that it was made of.
+    `keys` are the first steps of the key paths, `below` the second steps under each. `read_json` returns a small JSON
+    file of the checkpoint, {} if it cannot be read. `read_source` returns the source that its manifest names.
     """
 
     place: Path
@@ -40,9 +40,9 @@ class Evidence:
 class Mark(NamedTuple):
     """What only one trainer leaves, and the `title` of the trainer to show for it.
 
-    A checkpoint has the mark if it has everything that is given here: for each pattern in `files` a file, all of the
-    entries `keys`, the format, files of several ranks, a small file of JSON with a key, a place whose name matches the
-    pattern `place`, and something beside that, whose name may refer to groups of the pattern.
+    A checkpoint has the mark if it has everything that is given: for each pattern in `files` a file, all entries in
+    `keys`, the `format`, the world size (`by_ranks`), a small JSON file and a key in it, a place whose name matches the
+    pattern `place`, and a file or directory called `beside` next to that. `beside` may refer to groups of `place`.
     """
 
     title: str
@@ -75,7 +75,7 @@ class Unread(NamedTuple):
 
 
 class MetricsFile(NamedTuple):
-    """A file of metrics: the most bytes that it may have, and how the numbers in its JSON are found."""
+    """A JSON file of metrics: its largest size in bytes, and the function that finds the numbers in it."""
 
     limit: int
     understand: Callable[[Mapping[str, Any]], dict[str, float]]
@@ -83,45 +83,48 @@ class MetricsFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFacts:
-    """A program that saves checkpoints, by the names that it gives. Patterns are of whole names."""
+    """A program that saves checkpoints: the names that it gives. Patterns match whole names."""
 
     name: str
 
-    # who wrote a checkpoint: what only this trainer leaves, the first that is there decides; and a function for what no
-    # mark can say
+    # Who wrote a checkpoint: marks that only this trainer leaves, of which the first that is there decides, and a
+    # function where no mark can say it.
     marks: tuple[Mark, ...] = ()
     wrote: Callable[[Evidence], str | None] = lambda _: None
 
-    # of a run: the directories or files of checkpoints, with a group that is the step or epoch; and the files that say
-    # which of these is meant
+    # Of a run: names of the directories or files of checkpoints, with a group that is the step or the epoch; and of
+    # trackers, the files that say which checkpoint is meant.
     steps: tuple[str, ...] = ()
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
-    # where a name says no step: a small file of JSON, or "" for the checkpoint's own entries, and the keys to it
+    # Where to read the step if no name says it: a small file of JSON, or "" for the checkpoint's own entries, and the
+    # keys in it.
     step_keys: tuple[tuple[str, KeyPath], ...] = ()
 
-    # of a checkpoint, directories: with all of it, but for a config or a copy of its weights beside them; with all but
-    # the model; with config and tokenizer; and those that go along as they are, each known by what it lies beside
+    # Directories of a checkpoint: those with all of it, except for a config or a copy of its weights beside them; those
+    # with all but the model; those with config and tokenizer; and those that are copied unchanged, each with the name
+    # that it has to lie beside.
     wholes: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     kept: Mapping[str, str] = field(default_factory=dict)
 
-    # of a checkpoint, files: of torch.save beside the model that are a part of it, each with the keys that its contents
-    # belong under, "" for none (a group `step` is that of a model that is a file, a group `rank` may be in the keys);
-    # of which each rank has one, or which have its own state, with a group that is the rank; with the weights as they
-    # are to be used, beside a directory with all states; of metrics; and those that ckptkit does not read, by pattern
+    # Files of torch.save that belong to the model beside them, each with the key that its contents get, "" for none.
+    # A group `step` is that of a model that is a file; a group `rank` may be in the key.
     beside: Mapping[str, str] = field(default_factory=dict)
+    # Files of which each rank has one, and files with a rank's own state; a group is the rank.
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
+    # Files with the weights for use, beside a directory with all states; files of metrics; and files that ckptkit does
+    # not read.
     exported: tuple[str, ...] = ()
     metrics: Mapping[str, MetricsFile] = field(default_factory=dict)
     unread: Mapping[str, Unread] = field(default_factory=dict)
 
-    # of entries: where a rank's own state lies, as a pattern for each of the first steps of its key path, with a group
-    # that is the rank (a position N in a list is "[N]"); and, by pattern of names, what tensors are that can only be
-    # carried as they are
+    # Entries with a rank's own state: a pattern for each of the first steps of their key paths, with a group that is
+    # the rank. A position N in a list is "[N]".
     own_keys: tuple[tuple[str, ...], ...] = ()
+    # Tensors that can only be copied unchanged: patterns of their names, and why.
     opaque: Mapping[str, str] = field(default_factory=dict)
 
     def title_on(self, seen: Evidence) -> str | None:

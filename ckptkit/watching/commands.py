@@ -1,4 +1,4 @@
-"""Fill the place of a checkpoint into commands, and run them: one process each, never a shell."""
+"""Fill a checkpoint's path and step into commands, and run each in a process of its own, without a shell."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_FOUND = 127  # as shells have it
 
 @dataclass(frozen=True, slots=True)
 class WatchCommand:
-    """The words of a command, with places like `{ckpt}` in them; `is_ours` if they are one of ckptkit's."""
+    """The words of a command, with placeholders like `{ckpt}`; `is_ours` if it is a command of ckptkit."""
 
     words: tuple[str, ...]
     is_ours: bool
@@ -57,18 +57,18 @@ class WatchCommand:
 
     @property
     def places(self) -> frozenset[str]:
-        """Return the names of the places that are to be filled."""
+        """Return the names of the placeholders."""
         return frozenset(found for word in self.words for found in _PLACE.findall(word))
 
     def __str__(self) -> str:
         return " ".join(self.words)
 
     def run(self, values: Mapping[str, str], lock: int, timeout: float) -> str | None:
-        """Run it for the checkpoint whose places have these values. Return how it failed in words, None if it did not.
+        """Run it with these values in the placeholders. Return in words how it failed, None if it succeeded.
 
-        It is no rank of a torchrun that we are in. It inherits the descriptor `lock`: should it outlive us, what that
-        protects stays protected. When it runs longer than `timeout` seconds, or this is interrupted, it and its
-        children are ended first.
+        It gets none of torchrun's variables, and so is no rank of a job that this process belongs to. It inherits the
+        descriptor `lock`: if it outlives this process, the checkpoint stays protected. If it runs longer than `timeout`
+        seconds, or if this process is interrupted, it and its children are ended first.
         """
         words = [_PLACE.sub(lambda found: values[found[1]], word) for word in self.words]
         start = [sys.executable, "-m", "ckptkit"] if self.is_ours else []
@@ -96,7 +96,7 @@ class WatchCommand:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started: all are asked to, and those that are left after a while are killed."""
+    """End a process and its children: ask all to end, and kill those that still run after a while."""
     with suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGTERM)
         last = time.monotonic() + _GRACE
@@ -108,7 +108,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_running(group: int) -> bool:
-    """Return whether a process of a group runs. One that has ended and waits for its parent does not."""
+    """Return whether any process of a group runs. A zombie, which only waits for its parent, does not run."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):

@@ -1,6 +1,7 @@
-"""Keep on disk, in the run, what has been done with each checkpoint, so that it is done once across restarts.
+"""Keep in the run what a watch has done with each checkpoint, so that a restart does not do it again.
 
-A small file of JSON beside the lock of the watch, replaced whole at each note; that is on disk before work goes on.
+The journal is a small JSON file beside the lock of the watch. Every note replaces it, and is on disk before work goes
+on.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _STATES = ("begun", "done", "failed", "missed")
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """The fate of a checkpoint that was saved at `saved_ns`: of the commands the first `commands_done` are done.
+    """What a watch has done with the checkpoint that was saved at `saved_ns`: the first `commands_done` commands.
 
-    While the next one runs `state` is "begun", and `out_before` says what was at `{out}` when it was: inode and time.
+    While the next command runs, `state` is "begun", and `out_before` is the inode and time of what was at `{out}` when
+    the command began.
     """
 
     state: str
@@ -34,7 +36,7 @@ class Fate:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Fate:
-        """Read one. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        """Return the fate that a JSON object says. Raises `ValueError`, `TypeError` or `KeyError` if it says none."""
         before = found["out_before"]
         numbers = [found["saved_ns"], found["commands_done"], *(before or (0, 0))]
         if found["state"] not in _STATES or not all(isinstance(number, int) for number in numbers):
@@ -45,10 +47,7 @@ class Fate:
 
 @dataclass(frozen=True)
 class WatchJournal:
-    """The notes of the watch `key` in the run at `root`: an entry for each checkpoint by name, and what is done.
-
-    Raises `Corrupt` for a file that holds something else.
-    """
+    """The journal of the watch `key` in the run at `root`: an entry for each checkpoint, by name."""
 
     root: Path
     key: str
@@ -57,7 +56,7 @@ class WatchJournal:
 
     @classmethod
     def of(cls, root: Path, key: str, about: Mapping[str, Any]) -> WatchJournal:
-        """Open the journal of the watch of this key in the run at `root`, be there one or not."""
+        """Open the journal of a watch, empty if there is no file yet. Raises `Corrupt` if the file is no journal."""
         made = cls(root, key, about)
         path = made.path
         if path.exists():
@@ -71,11 +70,11 @@ class WatchJournal:
 
     @property
     def path(self) -> Path:
-        """Return the file that they are in."""
+        """Return the file of the journal."""
         return self.root / FOLDER / f"{self.key}.json"
 
     def note(self, name: str, entry: Fate) -> None:
-        """Note what is true of a checkpoint now."""
+        """Write what has become of a checkpoint to the disk."""
         self.entries[name] = entry
         checkpoints = {name: asdict(entry) for name, entry in self.entries.items()}
         content = json.dumps({**self.about, "checkpoints": checkpoints}, indent=1).encode()
