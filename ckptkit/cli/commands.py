@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from ckptkit.cli.values import Command, Group
+from ckptkit.cli.values import PlainCommand, PlainGroup
 from ckptkit.version import __version__
 
 # In the order of `ckptkit --help`; a command is the function of its name in this module of `ckptkit.cli`.
@@ -43,11 +43,11 @@ COMMANDS = {
 def load(name: str) -> Any:
     """Return a command, made out of its function."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=Command)(getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name))
+    app.command(name, cls=PlainCommand)(getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name))
     return get_command(app)
 
 
-class Commands(Group):
+class Commands(PlainGroup):
     """All commands, of which only the names are known at first."""
 
     def __init__(self, **settings: Any) -> None:

@@ -15,7 +15,7 @@ from ckptkit.files.path import to_local
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.ops.prune import Entry, Pruned
+    from ckptkit.ops.prune import Pruned, PruneEntry
 
 
 def prune(
@@ -87,12 +87,12 @@ def report(done: Pruned) -> None:
     if done.deleted:
         say(f"{verb}d {what}, {freed} freed")
         return
-    say(f"to be {verb}d: {what}, which frees {'about ' if done.demote else ''}{freed}; nothing was {verb}d yet")
+    say(f"to be {verb}d: {what}, which frees {freed}; nothing was {verb}d yet")
     pin = f"; `ckptkit pin {gone[0].path}` would keep one whatever the rules say"
     note(f"hint: the same with --yes does it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
 
 
-def rows(entries: Iterable[Entry], verdict: str) -> list[tuple[object, ...]]:
+def rows(entries: Iterable[PruneEntry], verdict: str) -> list[tuple[object, ...]]:
     """Return rows of the table."""
     return [
         (

@@ -18,7 +18,7 @@ from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings
 
 if TYPE_CHECKING:
     from ckptkit.training.loop import Note
-    from ckptkit.training.metrics import Step
+    from ckptkit.training.metrics import StepMetrics
     from ckptkit.training.smoke.smoke import Check
 
 NPROC = typer.Option("--nproc", min=1, help="Processes to start here; by default one per GPU, or one.")
@@ -80,7 +80,7 @@ class Told:
     last_step: int
     exit_code: int = 0
 
-    def hear(self, message: Step | Note) -> None:
+    def hear(self, message: StepMetrics | Note) -> None:
         """Print a step, or say what happened."""
         from ckptkit.training.loop import Note
 
@@ -93,7 +93,7 @@ class Told:
             note(f"saved {message.checkpoint}")
 
 
-def describe(step: Step, last_step: int) -> str:
+def describe(step: StepMetrics, last_step: int) -> str:
     """Return one line for a step."""
     facts = [
         f"step {step.step}/{last_step}",

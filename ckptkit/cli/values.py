@@ -15,7 +15,7 @@ Parameter = TyperArgument | TyperOption
 _PLAIN = (bool, int, float, str)
 
 
-class Command(TyperCommand):
+class PlainCommand(TyperCommand):
     """A command that reads the plain values of its parameters itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -24,7 +24,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class Group(TyperGroup):
+class PlainGroup(TyperGroup):
     """A group of commands that does so with the options that it has beside them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

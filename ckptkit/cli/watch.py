@@ -36,6 +36,10 @@ def watch(
     ] = None,
     every: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks at the run.")] = 30.0,
     tries: Annotated[int, typer.Option(min=1, metavar="N", help="How often one is tried that fails.")] = 3,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="How long a command may run before it is ended; by default a day."),
+    ] = 86400.0,
     once: Annotated[bool, typer.Option("--once", help="Handle what is there, and end: for cron.")] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
@@ -47,8 +51,8 @@ def watch(
     these in the environment, as CKPTKIT_CKPT and so on.
 
     One counts when it is complete and has not changed for --every seconds; it is not pruned while it is handled. What
-    fails is tried again after growing pauses. `.ckptkit-watch` of the run has what was done: it is not done again after
-    a restart.
+    fails is tried again after growing pauses, and so is a command that ran longer than --timeout and was ended with its
+    children. `.ckptkit-watch` of the run has what was done: it is not done again after a restart.
 
     Example: ckptkit watch run --do 'consolidate {ckpt} {out} --dtype bf16' --exec 'python evaluate.py {out}'
 
@@ -63,7 +67,15 @@ def watch(
         require_command(line)
     reserve_stdout()
     done = run_it(
-        run, do=do or (), exec=execute or (), out=out, every=every, tries=tries, once=once, tell=None if json else tell
+        run,
+        do=do or (),
+        exec=execute or (),
+        out=out,
+        every=every,
+        tries=tries,
+        timeout=timeout,
+        once=once,
+        tell=None if json else tell,
     )
     report(done, json=json)
     if not done.is_ok:
@@ -95,7 +107,10 @@ def tell(event: Event) -> None:
 def report(done: Watched, *, json: bool) -> None:
     """Print what `--once` came to."""
     if json:
-        print_json({"ok": done.is_ok, **pick(done, "root", "handled", "failed", "missed", "before")})
+        reasons = {str(path): reason for path, reason in done.reasons.items()}
+        print_json(
+            {"ok": done.is_ok, **pick(done, "root", "handled", "failed", "missed", "before"), "reasons": reasons}
+        )
         return
     parts = [
         f"handled {count(len(done.handled), 'checkpoint')}",

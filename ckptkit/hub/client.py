@@ -53,7 +53,7 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class HubRepository:
     """A repository at one commit."""
 
     repo_id: str
@@ -81,7 +81,7 @@ def parse_place(place: str, revision: str | None = None) -> tuple[str, str]:
     return repo_id, named or revision or MAIN
 
 
-def find(repo_id: str, revision: str) -> Repository | None:
+def find(repo_id: str, revision: str) -> HubRepository | None:
     """Return a repository as it is now, None if there is no such repository or revision."""
     try:
         return look_up(repo_id, revision)
@@ -89,7 +89,7 @@ def find(repo_id: str, revision: str) -> Repository | None:
         return None
 
 
-def look_up(repo_id: str, revision: str) -> Repository:
+def look_up(repo_id: str, revision: str) -> HubRepository:
     """Return a repository as it is now. Raises `NotACheckpoint` if there is none, or none that we may see."""
     with talking(repo_id, revision):
         found = connect().model_info(repo_id, revision=revision, files_metadata=True)
@@ -100,7 +100,7 @@ def look_up(repo_id: str, revision: str) -> Repository:
         files[file.rfilename] = HubFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
     if found.sha is None:
         raise Corrupt("the Hub does not say which commit this is", path=found.id)
-    return Repository(found.id, found.sha, bool(found.private), files)
+    return HubRepository(found.id, found.sha, bool(found.private), files)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ckptkit.files.file import check_name
 from ckptkit.files.path import to_local
 from ckptkit.files.stores.hub import our_headers
 from ckptkit.formats import detect_format
-from ckptkit.hub.client import HubFile, Repository, look_up, parse_place, silent, talking
+from ckptkit.hub.client import HubFile, HubRepository, look_up, parse_place, silent, talking
 from ckptkit.hub.digests import differences, sum_all
 from ckptkit.hub.transfers import Bars, Follow, for_each, no_bar
 from ckptkit.progress import Told, telling
@@ -97,7 +97,7 @@ def pull(
     return Pulled(name, at, found.commit, dst, is_known, sizes, sum(sizes.values()) - here, seconds)
 
 
-def choose(found: Repository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
+def choose(found: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
     """Return the files to fetch, by name: they match a glob of `include`, if there is one, and none of `exclude`."""
     for name in found.files:
         check_path(name, found.repo_id)
@@ -124,7 +124,7 @@ def check_path(name: str, repo_id: str) -> None:
         raise Unsafe(f"the repository has a file `{name!a}`, a name that is ours", path=repo_id)
 
 
-def make_key(found: Repository, files: Mapping[str, HubFile]) -> bytes:
+def make_key(found: HubRepository, files: Mapping[str, HubFile]) -> bytes:
     """Return the key of an attempt: a later one with the same key continues it."""
     words = {
         "command": "pull",
@@ -151,7 +151,9 @@ def resumable(stage: Stage) -> Iterator[Stage]:
         raise
 
 
-def fetch(found: Repository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, told: Told | None) -> None:
+def fetch(
+    found: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, told: Told | None
+) -> None:
     """Fetch the files that are not here, several at once; of a file that is here in part, the rest."""
 
     def fetch_one(name: str, follow: Follow) -> None:
@@ -179,7 +181,7 @@ def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
         http_get(url, told, resume_size=here, headers=our_headers(), expected_size=nbytes)
 
 
-def fetch_huge(found: Repository, name: str, stage: Stage) -> None:
+def fetch_huge(found: HubRepository, name: str, stage: Stage) -> None:
     """Fetch a file that is too large for plain HTTP by the client's own means, which cannot resume half of it."""
     if not (stage.path / name).exists():
         hf_hub_download(found.repo_id, name, revision=found.commit, local_dir=stage.work)

@@ -18,7 +18,7 @@ from ckptkit.checkpoints.checkpoint import Source, path_of
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
 from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.hub import connect
-from ckptkit.hub.client import MAIN, Repository, find, look_up, page_of, parse_place, silent, talking
+from ckptkit.hub.client import MAIN, HubRepository, find, look_up, page_of, parse_place, silent, talking
 from ckptkit.hub.digests import Content, differences, sum_all
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.selection import Selection, select_files
@@ -122,7 +122,9 @@ def push(
     return replace(done, seconds=time.perf_counter() - began)
 
 
-def make_plan(selection: Selection, repo_id: str, revision: str, basis: Repository | None, *, public: bool) -> Pushed:
+def make_plan(
+    selection: Selection, repo_id: str, revision: str, basis: HubRepository | None, *, public: bool
+) -> Pushed:
     """Return the push that is to be done, given the repository that is there."""
     there = basis.files if basis else {}
     notes = []
@@ -153,7 +155,7 @@ def examine(selection: Selection, jobs: int | None, told: Told | None) -> dict[s
     return sum_all(selection.contents, jobs, told)
 
 
-def create(repo_id: str, *, private: bool) -> Repository:
+def create(repo_id: str, *, private: bool) -> HubRepository:
     """Make a repository. Raises `Unsafe` if the Hub made it public and it was to be private."""
     with talking(repo_id):
         connect().create_repo(repo_id, private=private)
@@ -167,7 +169,7 @@ def send(
     selection: Selection,
     plan: Pushed,
     sums: Mapping[str, str],
-    basis: Repository,
+    basis: HubRepository,
     *,
     has_branch: bool,
     message: str | None,

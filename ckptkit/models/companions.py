@@ -15,7 +15,8 @@ from ckptkit.files.folders import children
 from ckptkit.files.path import to_path
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Spec
-from ckptkit.trainers import companion_folders, step_or_epoch_in
+from ckptkit.trainers import companion_folders
+from ckptkit.trainers.steps import step_of
 
 CONFIG = "config.json"
 FILES = (
@@ -78,7 +79,7 @@ def places_of(checkpoint: Path) -> Iterator[Path]:
     """Return where companions may lie: in the checkpoint, in the run above, in a trainer's folder in each."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     levels = [place, place.parent]
-    if step_or_epoch_in(place.parent.name) is not None:  # a part of a checkpoint: the run is one further up
+    if step_of(place.parent) is not None:  # a part of a checkpoint: the run is one further up
         levels.append(place.parent.parent)
     for level in levels:
         yield level

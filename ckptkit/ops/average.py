@@ -13,7 +13,7 @@ from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
 from ckptkit.ops.convert import carry_out
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 
 _SLACK = 1e-6  # by which given weights may miss 1 before that is said
 
@@ -63,7 +63,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     if len(given) != 1:
         raise Usage(f"--last chooses from one run, {len(given)} paths are given")
     run = path_of(given[0])
-    complete = Run(run).checkpoints()
+    complete = RunFolder(run).checkpoints()
     if not 0 < last <= len(complete):
         hint = "`ckptkit ls` shows the checkpoints of a run"
         raise Usage(f"the run has {len(complete)} complete checkpoints, not {last}", path=run, hint=hint)

@@ -1,7 +1,7 @@
-"""Demote a checkpoint of a training to its model's weights in bfloat16, under its own name.
+"""Demote a checkpoint of a training to the weights of its model in bfloat16, under its own name.
 
-At every moment all of the old or all of the new is there: the new is made in a hidden sibling, read again, exchanged
-with the old in one step, and only then is the old deleted.
+The old checkpoint or the new one is there, whole, at every moment: demote writes the new one to a hidden sibling, reads
+it again, swaps the two in one step, and only then deletes the old one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.sums import replace_manifest, sum_files
+from ckptkit.conversion.options import ConvertOptions
 from ckptkit.destinations.allocation import create_file
 from ckptkit.destinations.staging import Stage
 from ckptkit.files.system import again
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.convert import draft
 from ckptkit.ops.verify import verify_part
 from ckptkit.progress import Told
 from ckptkit.runs.retention import read_metrics, write_metrics
@@ -30,9 +32,19 @@ _MODEL = "model"  # the directory in the hidden one that the model is made in
 
 
 def demoted_bytes(checkpoint: Path) -> int:
-    """Return the bytes of the tensors that would be left. Raises a `CkptError` if the model cannot be told."""
+    """Return the bytes of all files that `demote` would leave, to the byte. Writes nothing.
+
+    Raises a `CkptError` where `demote` would, as far as that is known without reading tensors.
+    """
     weights = Checkpoint.open(checkpoint).weights.layout
-    return sum(spec.numel * (_NARROW if is_wide(spec) else spec.dtype).itemsize for spec in weights.specs.values())
+    options = ConvertOptions.of({"dtype": dtypes_for(weights)}, to="hf")
+    conversion = draft([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
+    files = {name: FileSum(nbytes, 0) for name, nbytes in conversion.file_sizes.items()}
+    if metrics := metrics_file(checkpoint):
+        files[METRICS] = FileSum(len(metrics), 0)
+    (model,) = conversion.drafts
+    manifest = Manifest(files, dict.fromkeys(model.wanted.tensors, 0), model.made_of)
+    return sum(file.nbytes for file in files.values()) + len(manifest.to_bytes())
 
 
 def is_wide(spec: Spec) -> bool:
@@ -81,10 +93,15 @@ def dtypes_for(weights: Layout) -> list[str]:
 
 def keep_metrics(checkpoint: Path, model: Path) -> None:
     """Put what was measured at a checkpoint beside its weights, and into their manifest."""
-    metrics = read_metrics(checkpoint)
+    content = metrics_file(checkpoint)
     manifest = read_manifest(model)
-    if metrics and manifest is not None:
-        content = write_metrics(Checkpoint.at(checkpoint).own_step or 0, metrics)
+    if content and manifest is not None:
         create_file(model / METRICS, len(content), [(0, content)])
         files = {**manifest.files, **sum_files(model, {METRICS}, ())}
         replace_manifest(model, replace(manifest, files=files))
+
+
+def metrics_file(checkpoint: Path) -> bytes:
+    """Return the file that keeps what was measured at a checkpoint; b"" if nothing was."""
+    metrics = read_metrics(checkpoint)
+    return write_metrics(Checkpoint.at(checkpoint).own_step or 0, metrics) if metrics else b""

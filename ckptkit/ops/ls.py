@@ -1,7 +1,7 @@
-"""List every checkpoint of a run, complete or not, with what was measured then, by names, sizes and small files.
+"""List every checkpoint of a run, complete or not, with its metrics, by names, sizes and small files.
 
-No metadata is read: that of a large checkpoint takes seconds. So "complete" means written to its end, by the file that
-is written last; whether every shard is there and undamaged is for `verify` to say.
+ls reads no metadata, which takes seconds for a large checkpoint. So "complete" means that the file that is written last
+is there; `verify` checks whether every shard is there and undamaged.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ckptkit.trainers.trackers import Tracker, trackers_in
 class Listed:
     """A checkpoint of a run. `step`, `format`, `trainer` and `world_size` are None where no name tells them.
 
-    `nbytes` are those of all its files; `saved_at` is the time of the newest, in seconds since 1970; `metrics` is what
-    was measured then. `problem` says in few words what is wrong, if anything is. `named_by` are the tracker files that
-    mean it. One that `is_weights_only` is a model, and no training can go on from it.
+    `nbytes` counts all its files; `saved_at` is the time of the newest file, in seconds since 1970; `metrics` are those
+    that were saved with it. `problem` says in few words what is wrong, None if nothing is. `named_by` are the tracker
+    files that name it. One that `is_weights_only` is a model: no training can resume from it.
     """
 
     path: Path
@@ -47,10 +47,10 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The checkpoints of the run in directory `root`, oldest first; what has no step comes last.
+    """The checkpoints of the run in directory `root`, oldest first; those without a step come last.
 
-    `latest` is the complete one with the highest step, None where only one was asked for; `tracker` is what the tracker
-    files of other trainers say, in words.
+    `latest` is the complete checkpoint with the highest step, None if you asked for a single checkpoint; `tracker` says
+    in words what the tracker files of other trainers mean.
     """
 
     root: Path
@@ -98,7 +98,7 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
 
 
 def look_at(checkpoint: Checkpoint, pins: frozenset[str], trackers: Sequence[Tracker]) -> Listed:
-    """Return what can be told of one checkpoint by the names and sizes of its files, and by small ones."""
+    """Return what the names and sizes of its files, and small files, tell about one checkpoint."""
     fault = fault_of(checkpoint)
     metrics, unreadable = metrics_of(checkpoint.path)
     nbytes, saved_at = measure(checkpoint.path)
@@ -134,7 +134,7 @@ def fault_of(checkpoint: Checkpoint) -> str | None:
 
 
 def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
-    """Return what was measured at a checkpoint, but for its step, and what is wrong if that cannot be read."""
+    """Return the metrics of a checkpoint without its step, and what is wrong if they cannot be read."""
     if not path.is_dir():
         return {}, None
     try:
@@ -145,7 +145,10 @@ def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
 
 
 def measure(path: Path) -> tuple[int, float]:
-    """Return the bytes of all files below a path, and when the newest was changed, manifests apart. Follow no link."""
+    """Return the bytes of all files below a path, and when the newest of them was changed, except manifests.
+
+    Links are not followed.
+    """
     waiting, nbytes, newest = [place.resolve() for place in roots_of(path)], 0, 0.0
     while waiting:
         found = waiting.pop()

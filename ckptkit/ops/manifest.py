@@ -1,4 +1,4 @@
-"""Make the manifest of a checkpoint that has none, once every byte of it was read. It freezes what is there."""
+"""Make the manifest of a checkpoint that has none: read every byte, then record the checksums."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def make_manifest(
 ) -> list[Verified]:
     """Write `ckptkit.json` into each directory of the checkpoint at `source`, or of the latest one of a run.
 
-    Raises `Corrupt` if verifying finds a problem, and `Occupied` if there is a manifest, unless it shall be replaced:
-    then it is not asked what the checkpoint was.
+    Raises `Corrupt` if verifying finds a problem, and `Occupied` if there is a manifest already. With `overwrite` the
+    old manifest is not read, but replaced.
     """
     checkpoint = Checkpoint.open(local_path_of(source))
     if not checkpoint.path.is_dir():

@@ -1,4 +1,4 @@
-"""Tell which files in a directory are a checkpoint's own, and what a manifest knows of them. Compares nothing."""
+"""Tell which files in a directory belong to a checkpoint, and which checksums its manifest has for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptkit.layout import Blob, Chunk, Extent, Layout
 
 @dataclass(frozen=True, slots=True)
 class OwnFiles:
-    """The files of a checkpoint that is verified: where they are, what their format reads there, and their manifest."""
+    """The files of a checkpoint to verify: where they lie, the layout that their format reads, and their manifest."""
 
     reader: Reader
     path: Path
@@ -34,20 +34,20 @@ class OwnFiles:
 
     @property
     def recorded(self) -> Mapping[str, FileSum]:
-        """Return the files that the manifest knows, if a whole directory is verified; else those in use."""
+        """Return the files that the manifest knows: all of a directory, or only those that a single file needs."""
         known = self.manifest.files if self.manifest else {}
         return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed}
 
     @property
     def strangers(self) -> list[str]:
-        """Return the files in the directory that look like parts of such a checkpoint and are not of this one."""
+        """Return the files in the directory that look like parts of this checkpoint but do not belong to it."""
         names = set(names_in(self.root)) if self.path.is_dir() else set()
         known = {name.partition("/")[0] for name in (*self.needed, *self.recorded)}
         unused = sorted(filter(self.reader.owns, names - known))
         return [name for name in unused if (self.root / name).lstat().st_size]
 
     def expected(self, extent: Extent) -> int | None:
-        """Return the CRC-32 that an extent should have: by the manifest if that knows it, or else as recorded."""
+        """Return the CRC-32 that an extent should have: from the manifest, or else from the format."""
         tensor = self.layout.tensors.get(extent.name)
         if self.manifest and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded:
             known = self.manifest.tensors.get(extent.name)
@@ -57,7 +57,7 @@ class OwnFiles:
 
 
 def within(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout with what lies in files of these sizes."""
+    """Return the layout with only the chunks and blobs that lie inside files of these sizes."""
 
     def is_there(place: Chunk | Blob) -> bool:
         return place.offset + place.length <= sizes.get(place.path, -1)

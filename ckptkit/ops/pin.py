@@ -1,4 +1,4 @@
-"""Pin checkpoints, so that they are neither deleted nor demoted whatever the rules say, and let go of them again."""
+"""Pin checkpoints, so that nothing deletes or demotes them whatever the rules say, and unpin them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Delete the checkpoints of a run that nothing keeps, or all of them but their weights.
+"""Delete the checkpoints of a run that no rule keeps, or demote them to their weights.
 
-What is not whole neither counts nor goes.
+A checkpoint that is not whole is left alone, and does not count as one of those that are kept.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ckptkit.ops.ls import measure
 from ckptkit.ops.verify import verify_part
 from ckptkit.progress import Progress, Told, telling
 from ckptkit.runs.deletion import delete, deleting, is_being_written
-from ckptkit.runs.retention import Best, Policy, Saved, best_of, decide, find_holds, read_metrics
+from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, best_of, decide, find_holds, read_metrics
 from ckptkit.trainers.steps import is_epoch
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A directory of a run: its step, if its name says one; its bytes; why it stays or goes, and the bytes that frees.
+class PruneEntry:
+    """A directory of a run: its step, if its name says one; its bytes; why it stays or goes; and the bytes it frees.
 
-    What demoting frees is an estimate until it is done.
+    What demoting will free is known to the byte before it is done.
     """
 
     path: Path
@@ -49,16 +49,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The checkpoints to keep, to delete and to demote, newest first, and what is no complete one and left alone.
+    """The checkpoints to keep, to delete and to demote, newest first, and `other` directories, which are left alone.
 
-    `deleted` says whether the second and the third are what they are to become, or would be.
+    `deleted` says whether prune has deleted and demoted them, or only planned to.
     """
 
-    keep: tuple[Entry, ...]
-    delete: tuple[Entry, ...]
-    other: tuple[Entry, ...]
+    keep: tuple[PruneEntry, ...]
+    delete: tuple[PruneEntry, ...]
+    other: tuple[PruneEntry, ...]
     deleted: bool
-    demote: tuple[Entry, ...] = ()
+    demote: tuple[PruneEntry, ...] = ()
 
     @property
     def freed_bytes(self) -> int:
@@ -107,21 +107,21 @@ def prune(
 
 
 def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
-    """Return what becomes of every directory in a run. A checkpoint that somebody is replacing just now stays."""
+    """Return what becomes of every directory in a run. A checkpoint that is being replaced just now stays."""
     paths = [path for path in folders(root) if not path.name.startswith(".")]
     found = {path: examine(path) for path in paths}
     other = [
-        Entry(path, Checkpoint.at(path).own_step, measure(path)[0], fault)
+        PruneEntry(path, Checkpoint.at(path).own_step, measure(path)[0], fault)
         for path, fault in found.items()
         if isinstance(fault, str)
     ]
-    complete = [saved for saved in found.values() if isinstance(saved, Saved)]
+    complete = [saved for saved in found.values() if isinstance(saved, SavedCheckpoint)]
     check_metric(root, complete, policy)
-    keep: list[Entry] = []
-    go: list[Entry] = []
+    keep: list[PruneEntry] = []
+    go: list[PruneEntry] = []
     for verdict in decide(complete, policy):
         saved = verdict.saved
-        entry = Entry(saved.path, saved.step, measure(saved.path)[0], ", ".join(verdict.reasons))
+        entry = PruneEntry(saved.path, saved.step, measure(saved.path)[0], ", ".join(verdict.reasons))
         if not verdict.is_kept:
             entry = judge(saved, entry, demote=demote)
         (go if entry.freed_bytes else keep).append(entry)
@@ -129,15 +129,15 @@ def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
     return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
 
 
-def check_metric(root: Path, complete: Sequence[Saved], policy: Policy) -> None:
-    """Raise `Usage` if the best are to stay by a metric that none has: a slip would cost all but the newest."""
+def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
+    """Raise `Usage` if no checkpoint has the metric of the best: a typo would cost all but the newest."""
     if policy.best and complete and not best_of(complete, policy.best):
         known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
         hint = f"they have: {', '.join(known)}" if known else "none of them has any"
         raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 
-def judge(saved: Saved, entry: Entry, *, demote: bool) -> Entry:
+def judge(saved: SavedCheckpoint, entry: PruneEntry, *, demote: bool) -> PruneEntry:
     """Return what becomes of a checkpoint that no rule keeps: it stays if there is nothing to free, and says why."""
     if is_being_written(saved.path):
         return replace(entry, reason="being written")
@@ -147,7 +147,7 @@ def judge(saved: Saved, entry: Entry, *, demote: bool) -> Entry:
         return replace(entry, reason="only weights already")
     try:
         freed = entry.nbytes - demoted_bytes(saved.path)
-    except (Mismatch, Unsupported) as error:
+    except (Mismatch, NotACheckpoint, Unsupported, Usage) as error:
         return replace(entry, reason=f"cannot be demoted: {error.message}")
     if freed <= 0:
         return replace(entry, reason="its weights alone are no smaller")
@@ -155,10 +155,10 @@ def judge(saved: Saved, entry: Entry, *, demote: bool) -> Entry:
 
 
 def carry_out(plan: Pruned, jobs: int | None, progress: Progress | None) -> Pruned:
-    """Do what a plan says, the oldest first; what has come to be held meanwhile stays."""
-    kept: list[Entry] = []
-    deleted: list[Entry] = []
-    demoted: list[Entry] = []
+    """Do what a plan says, the oldest first. A checkpoint that was pinned or held meanwhile stays."""
+    kept: list[PruneEntry] = []
+    deleted: list[PruneEntry] = []
+    demoted: list[PruneEntry] = []
     tell = telling(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
     for entry in reversed((*plan.delete, *plan.demote)):
         if held := find_holds(entry.path):
@@ -174,7 +174,7 @@ def carry_out(plan: Pruned, jobs: int | None, progress: Progress | None) -> Prun
     )
 
 
-def make_smaller(entry: Entry, jobs: int | None, tell: Told | None) -> Entry:
+def make_smaller(entry: PruneEntry, jobs: int | None, tell: Told | None) -> PruneEntry:
     """Demote a checkpoint, and say what that freed."""
     nbytes, saved_at = measure(entry.path)
     wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=tell)
@@ -182,8 +182,8 @@ def make_smaller(entry: Entry, jobs: int | None, tell: Told | None) -> Entry:
     return replace(entry, reason=reason, freed_bytes=nbytes - measure(entry.path)[0])
 
 
-def examine(path: Path) -> Saved | str:
-    """Return the checkpoint in a directory, or why that is none that counts. Reads no tensor."""
+def examine(path: Path) -> SavedCheckpoint | str:
+    """Return the checkpoint in a directory, or why it does not count. Reads no tensor."""
     checkpoint = Checkpoint.at(path)
     step = checkpoint.own_step
     if any(place.is_symlink() for place in roots_of(path)):
@@ -196,7 +196,7 @@ def examine(path: Path) -> Saved | str:
     if problems:
         return f"not whole: {describe(problems[0], path)}"
     try:
-        return Saved(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
+        return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
     except (Corrupt, Unsafe) as error:
         return f"not whole: {describe(error, path)}"
 

@@ -18,14 +18,14 @@ _LETTERS = 42
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LayerKind:
     """The tensors of one name in layers that are alike, with a number of each layer."""
 
     name: str
     by_layer: dict[int, float]
 
 
-def draw_layers(title: str, kinds: Sequence[Kind]) -> Markup:
+def draw_layers(title: str, kinds: Sequence[LayerKind]) -> Markup:
     """Draw some kinds, at least one, each with at least one layer; their numbers are finite."""
     numbers = [value for kind in kinds for value in kind.by_layer.values()]
     layers = [layer for kind in kinds for layer in kind.by_layer]
@@ -42,7 +42,7 @@ def draw_layers(title: str, kinds: Sequence[Kind]) -> Markup:
     )
 
 
-def draw_kind(kind: Kind, x: Axis, y: Axis, fill: str) -> Markup:
+def draw_kind(kind: LayerKind, x: Axis, y: Axis, fill: str) -> Markup:
     """Draw the line of a kind, with a dot for each layer that tells its number."""
     places = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
     dots = [
@@ -53,7 +53,7 @@ def draw_kind(kind: Kind, x: Axis, y: Axis, fill: str) -> Markup:
     return element("g", line, dots, fill=fill, class_="kind")
 
 
-def draw_names(kinds: Sequence[Kind], y: Axis) -> Iterator[Markup]:
+def draw_names(kinds: Sequence[LayerKind], y: Axis) -> Iterator[Markup]:
     """Draw the names beside the ends of the lines, moved apart where they would overlap."""
     ends = sorted((y.place(kind.by_layer[max(kind.by_layer)]), i, kind.name) for i, kind in enumerate(kinds))
     wanted = [height for height, _, _ in ends]

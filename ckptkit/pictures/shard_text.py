@@ -17,21 +17,21 @@ _NARROWEST = 3  # columns of a part that has its own place; thinner ones are onl
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TextSpan:
     """Characters of a line that one owner has, by its position; None where several share them."""
 
     text: str
     owner: int | None
 
 
-Line = tuple[Run, ...]
+Line = tuple[TextSpan, ...]
 
 
 def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
     """Draw a tensor as lines of `width` characters: one, or several where it is cut along two axes."""
     rectangles = row.cut.rectangles
     if not rectangles:
-        return [(Run("(empty)".ljust(width), None),)]
+        return [(TextSpan("(empty)".ljust(width), None),)]
     heights = sorted({rectangle.top for rectangle in rectangles})
     bounds = [*heights, 1.0]
     levels = [(a + b) / 2 for a, b in zip(heights, bounds[1:], strict=True)]
@@ -61,7 +61,7 @@ def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], w
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         owner = parts[i][1]
         mark = owners[owner].mark
-        runs.append(Run((mark if len(mark) <= end - start else "").ljust(end - start, _FILLS[i % 2]), owner))
+        runs.append(TextSpan((mark if len(mark) <= end - start else "").ljust(end - start, _FILLS[i % 2]), owner))
     return tuple(runs)
 
 
@@ -83,7 +83,7 @@ def crowd(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width
     for column, character in enumerate(shown):
         while at < len(parts) - 1 and parts[at][0].right <= (column + 0.5) / width:
             at += 1
-        runs.append(Run(character, parts[at][1]))
+        runs.append(TextSpan(character, parts[at][1]))
     return tuple(runs)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.ops.ls import Listed, Listing
 from ckptkit.pictures.curves import draw_curves
-from ckptkit.pictures.layers import Kind, draw_layers
+from ckptkit.pictures.layers import LayerKind, draw_layers
 from ckptkit.pictures.numbers import brief, format_bytes
 from ckptkit.pictures.series import Series
 from ckptkit.pictures.shard_svg import draw_shards
@@ -167,7 +167,7 @@ def norms(found: Norms) -> Chapter | None:
     }
 
 
-def kind_row(kind: Kind) -> list[str]:
+def kind_row(kind: LayerKind) -> list[str]:
     """Return the range of a kind's norms, and in which layers its ends are."""
     ends = [choose(kind.by_layer, key=kind.by_layer.__getitem__) for choose in (min, max)]
     extremes = [f"{brief(kind.by_layer[layer])} (layer {layer})" for layer in ends]

@@ -11,7 +11,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout
 from ckptkit.names.weights import find_weights
-from ckptkit.pictures.layers import Kind
+from ckptkit.pictures.layers import LayerKind
 from ckptkit.pictures.shards import is_number
 from ckptkit.progress import Told
 from ckptkit.tensors.counting import Count
@@ -22,7 +22,7 @@ class Norms:
     """The counts of each tensor's numbers, and the norms of tensors in numbered layers."""
 
     counts: Mapping[str, Count]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerKind, ...]
 
     @property
     def unsound(self) -> list[str]:
@@ -45,7 +45,7 @@ def measure_norms(weights: Layout, *, jobs: int | None = None, progress: Told | 
     return Norms(counts, by_layer({name: found.moments.norm for name, found in counts.items()}))
 
 
-def by_layer(norms: Mapping[str, float]) -> tuple[Kind, ...]:
+def by_layer(norms: Mapping[str, float]) -> tuple[LayerKind, ...]:
     """Return the norms of tensors in numbered layers, by their name without the number; experts of a layer are one."""
     found: dict[str, dict[int, float]] = {}
     for name, norm in norms.items():
@@ -54,4 +54,4 @@ def by_layer(norms: Mapping[str, float]) -> tuple[Kind, ...]:
         if numbers and math.isfinite(norm):
             layers = found.setdefault(".".join("*" if is_number(step) else step for step in steps), {})
             layers[numbers[0]] = math.hypot(layers.get(numbers[0], 0.0), norm)
-    return tuple(Kind(name, layers) for name, layers in found.items())
+    return tuple(LayerKind(name, layers) for name, layers in found.items())

@@ -1,6 +1,6 @@
-"""Delete checkpoints: out of sight in one step and then from the disk, however often that is interrupted.
+"""Delete checkpoints: rename each out of sight first, then remove it from the disk.
 
-Decides nothing: which ones go is said elsewhere.
+A deletion that is interrupted never leaves half a checkpoint under its name; the next deletion finishes it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being dele
 
 @contextmanager
 def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
-    """Let nobody else delete checkpoints in directory `root`; what others began and did not end is ended first.
+    """Be the only process that deletes checkpoints in directory `root`. First finish what a dead process began.
 
-    Several directories that are one are all protected. Raises `Occupied` if somebody else is at it, and still is after
-    `patience` seconds.
+    If several directories are one run, all of them are locked. Raises `Occupied` if another process still holds a lock
+    after `patience` seconds.
     """
     with ExitStack() as locks:
         for place in roots_of(root):
@@ -38,7 +38,7 @@ def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
 
 @contextmanager
 def locking(root: Path, patience: float) -> Iterator[None]:
-    """Hold the lock of those who delete in one directory."""
+    """Hold the lock for deleting in one directory."""
     path = lock_path(root / "prune")
     with translate_os_errors(root):
         try:
@@ -53,9 +53,9 @@ def locking(root: Path, patience: float) -> Iterator[None]:
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint, under the protection of `deleting`; on several disks, from all.
+    """Delete a checkpoint inside a `with deleting(...)`; if it lies on several disks, from all of them.
 
-    Raises `IOFailure` where a file cannot be removed: then it is out of sight, and whoever deletes next goes on.
+    Raises `IOFailure` if a file cannot be removed: the checkpoint is out of sight then, and the next deletion goes on.
     """
     hidden = {place: place.with_name(f".{place.name}{_LEAVING}") for place in roots_of(checkpoint)}
     with translate_os_errors(checkpoint):
@@ -67,7 +67,7 @@ def delete(checkpoint: Path) -> None:
 
 
 def finish_deleting(root: Path) -> None:
-    """Remove what is left of checkpoints that were being deleted when the process was ended."""
+    """Remove what is left of checkpoints whose deletion was interrupted."""
     with translate_os_errors(root):
         for place in roots_of(root):
             for path in filter(is_hidden, children(place)):
@@ -80,6 +80,6 @@ def is_hidden(path: Path) -> bool:
 
 
 def is_being_written(checkpoint: Path) -> bool:
-    """Return whether somebody holds the lock on a checkpoint that is there, to replace it."""
+    """Return whether a process holds the lock on an existing checkpoint in order to replace it."""
     with translate_os_errors(checkpoint):
         return any(is_locked(lock_path(place)) for place in roots_of(checkpoint))

@@ -1,7 +1,7 @@
-"""Pin checkpoints that a user wants kept whatever the rules say: empty files in the run. Deletes nothing.
+"""Pins: marks on checkpoints that are never deleted, whatever the rules of retention say.
 
-A pin is `.pins/NAME` in the run, for the checkpoint of that name: it moves with the run, but not with a checkpoint that
-is copied out of it, and to set one no file has to be read and written again.
+A pin is an empty file `.pins/NAME` in the run, for the checkpoint called NAME. Pins move with the run, but a copy of a
+checkpoint elsewhere has none. Setting a pin rewrites no file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide which checkpoints of a run stay, each for a reason. Goes by steps, never by time; deletes nothing."""
+"""Decide which checkpoints of a run are kept, each for a reason, by their steps and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.file import read_small
 from ckptkit.files.joined import roots_of
 from ckptkit.runs.pins import is_pinned
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from ckptkit.runs.watches import is_held
 from ckptkit.trainers import metrics_files
 from ckptkit.trainers.trackers import trackers_in
@@ -21,7 +21,7 @@ from ckptkit.trainers.trackers import trackers_in
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The `count` checkpoints with the lowest or the highest `metric` are kept."""
+    """The rule that keeps the `count` checkpoints with the lowest `metric`, or with the highest."""
 
     metric: str
     highest: bool = False
@@ -43,9 +43,9 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules by which checkpoints stay beside the newest: the `last` steps, multiples of `every`, and the `best`.
+    """The rules that keep checkpoints beside the newest: the `last` steps, multiples of `every`, and the `best`.
 
-    Where nothing is said, all of them are.
+    A policy without any rule keeps all checkpoints.
     """
 
     last: int | None = None
@@ -64,10 +64,10 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A complete checkpoint of a run: its directory, its step and what was measured then.
+class SavedCheckpoint:
+    """A complete checkpoint of a run: its directory, its step, and the metrics that were saved with it.
 
-    `holds` are reasons to keep it that no rule can overcome. One that `is_weights_only` is no place to go on from.
+    `holds` are reasons to keep it that no rule overrides. A training cannot resume from one that `is_weights_only`.
     """
 
     path: Path
@@ -79,9 +79,9 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The fate of a checkpoint: it is deleted unless there are `reasons` to keep it."""
+    """The decision on a checkpoint: it is deleted unless there are `reasons` to keep it."""
 
-    saved: Saved
+    saved: SavedCheckpoint
     reasons: tuple[str, ...]
 
     @property
@@ -89,15 +89,17 @@ class Verdict:
         return bool(self.reasons)
 
 
-def decide(checkpoints: Iterable[Saved], policy: Policy) -> list[Verdict]:
-    """Return what becomes of each of the checkpoints, newest first. The newest to go on from is always kept."""
+def decide(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdict]:
+    """Return the decision on each checkpoint, newest first. The newest that can be resumed from is always kept."""
     newest_first = sorted(checkpoints, key=lambda saved: (saved.step, saved.path.name), reverse=True)
     best = best_of(newest_first, policy.best) if policy.best else []
     return [Verdict(saved, tuple(reasons_for(saved, newest_first, best, policy))) for saved in newest_first]
 
 
-def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Saved], policy: Policy) -> Iterator[str]:
-    """Return why a checkpoint is kept, given all of them and the best."""
+def reasons_for(
+    saved: SavedCheckpoint, newest_first: Sequence[SavedCheckpoint], best: Sequence[SavedCheckpoint], policy: Policy
+) -> Iterator[str]:
+    """Yield why a checkpoint is kept, given all checkpoints and the best."""
     yield from saved.holds
     steps = list(dict.fromkeys(one.step for one in newest_first))
     whole = [one.step for one in newest_first if not one.is_weights_only]
@@ -113,23 +115,26 @@ def reasons_for(saved: Saved, newest_first: Sequence[Saved], best: Sequence[Save
         yield f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best"
 
 
-def best_of(newest_first: Iterable[Saved], best: Best) -> list[Saved]:
-    """Return the best by a metric, and of equal ones the newer. NaN, infinity and no metric at all are never best."""
+def best_of(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCheckpoint]:
+    """Return the best checkpoints by a metric; of equal ones the newer.
+
+    A checkpoint whose metric is missing, NaN or infinite is never among them.
+    """
     measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
 
 
 def find_holds(checkpoint: Path) -> tuple[str, ...]:
-    """Return what keeps a checkpoint whatever the rules say, as it is now: a pin, a tracker that means it, a watch.
+    """Return what keeps a checkpoint now, whatever the rules say: a pin, a tracker that names it, a watch.
 
-    Of one that lies on several disks, on any of these.
+    If the checkpoint lies on several disks, a reason on any of them counts.
     """
     places = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
     return tuple(dict.fromkeys(hold for place in places for hold in holds_in(place)))
 
 
 def holds_in(checkpoint: Path) -> Iterator[str]:
-    """Yield what keeps a checkpoint of a run in one directory, be it there itself or not."""
+    """Yield what keeps a checkpoint in one directory of a run; the checkpoint itself may lie in another."""
     if is_pinned(checkpoint):
         yield "pinned"
     yield from (f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint))
@@ -137,10 +142,10 @@ def holds_in(checkpoint: Path) -> Iterator[str]:
         yield "a watch is handling it"
 
 
-def find_saved(run: Run) -> list[Saved]:
-    """Return the complete checkpoints of a run that are its own: under its names, no links, more than weights."""
+def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
+    """Return the complete checkpoints that the run saved itself: no links, no other names, not only weights."""
     return [
-        Saved(found.path, step, read_metrics(found.path), find_holds(found.path))
+        SavedCheckpoint(found.path, step, read_metrics(found.path), find_holds(found.path))
         for found in run.checkpoints()
         if (step := found.own_step) is not None and found.path == run.checkpoint(step)
         if not found.path.is_symlink() and not found.is_weights_only
@@ -148,13 +153,13 @@ def find_saved(run: Run) -> list[Saved]:
 
 
 def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Return the file that keeps what was measured at a step beside the checkpoint."""
+    """Return the content of the file that keeps the metrics of a step beside the checkpoint."""
     numbers = {name: float(value) for name, value in metrics.items()}
     return json.dumps({**numbers, "step": step}, indent=1).encode()
 
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:
-    """Return what was measured when a checkpoint was saved, by its trainer; {} if it does not say. Raises `Corrupt`."""
+    """Return the metrics that a trainer saved with a checkpoint, {} if there are none. Raises `Corrupt`."""
     for name, file in metrics_files().items():
         path = checkpoint / name
         if not path.exists():

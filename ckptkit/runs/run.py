@@ -1,4 +1,4 @@
-"""Hold a run: a training directory and the checkpoints in it."""
+"""A run on disk: a training directory and the checkpoints in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, latest_in, named_in
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A training directory."""
+class RunFolder:
+    """The directory of a training, without the training: where its checkpoints lie."""
 
     root: Path
 

@@ -1,7 +1,8 @@
-"""Hold the checkpoint that a watch is handling, so that it is neither deleted nor demoted meanwhile.
+"""Hold the checkpoint that a watch is handling, so that nobody deletes or demotes it meanwhile.
 
-A watch has one file in the run, `.ckptkit-watch/KEY.lock`, locked as long as it lives, or a command that it started and
-that outlived it. The name of the checkpoint that is being handled is in it: a lock that a dead process left holds none.
+A watch has one file in the run, `.ckptkit-watch/KEY.lock`. It is locked as long as the watch lives, or a command that
+the watch started and that outlived it. The file holds the name of the checkpoint that is being handled; without the
+lock, the name means nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _PATIENCE = 2.0  # seconds: whoever prunes looks at a lock for a moment by takin
 
 @contextmanager
 def claiming(root: Path, key: str) -> Iterator[int]:
-    """Be the only watch of this key in the run at `root`. Gives the descriptor of the lock; a child may inherit it.
+    """Be the only watch with this key in the run at `root`. Gives the descriptor of the lock; a child may inherit it.
 
-    Raises `Occupied` if there is another.
+    Raises `Occupied` if another watch has the key.
     """
     folder = root / FOLDER
     path = lock_of(root, key)
@@ -49,7 +50,7 @@ def claiming(root: Path, key: str) -> Iterator[int]:
 
 
 def hold(lock: int, checkpoint: Path) -> None:
-    """Keep a checkpoint from now on, by the lock of a watch. It may have been deleted before.
+    """Protect a checkpoint from now on, by the lock of a watch. It may be gone already.
 
     Raises `Occupied` while another process is deleting checkpoints of the run.
     """
@@ -58,18 +59,18 @@ def hold(lock: int, checkpoint: Path) -> None:
 
 
 def let_go(lock: int) -> None:
-    """Keep nothing more by the lock of a watch."""
+    """Protect no checkpoint any more by the lock of a watch."""
     write_name(lock, "")
 
 
 def clock_of(lock: int) -> int:
-    """Return the time in ns by the clock of the file system that the run is on."""
+    """Return the time in nanoseconds by the clock of the file system that the run lies on."""
     os.utime(lock)
     return os.fstat(lock).st_mtime_ns
 
 
 def require_place(lock: int, root: Path, key: str) -> None:
-    """Raise `NotACheckpoint` if the run has gone from where the watch of this key found it, with the lock in it."""
+    """Raise `NotACheckpoint` if the run is no longer where the watch with this key found it."""
     with translate_os_errors(root):
         is_there = is_same_file(lock, lock_of(root, key))
     if not is_there:
@@ -90,7 +91,7 @@ def is_held(checkpoint: Path) -> bool:
 
 
 def name_in(path: Path) -> bytes | None:
-    """Return the name that the owner of a lock wrote into its file, None if it has no owner any more."""
+    """Return the name in the file of a lock, None if no process holds the lock."""
     with translate_os_errors(path):
         if not is_locked(path):
             return None
@@ -101,6 +102,6 @@ def name_in(path: Path) -> bytes | None:
 
 
 def write_name(lock: int, name: str) -> None:
-    """Write the name of the checkpoint that is being handled into a lock's file, "" for none."""
+    """Write the name of the checkpoint that is being handled into the file of a lock, "" for none."""
     os.ftruncate(lock, 0)
     os.pwrite(lock, os.fsencode(name), 0)

@@ -1,62 +1,21 @@
-"""List the trainers that are known, and answer from their tables what a name means. Each is one file and one line."""
+"""Answer from the table of trainers what a name means, and who wrote a checkpoint."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from typing import TypeVar
 
 from ckptkit.layout import KeyPath
-from ckptkit.trainers.accelerate import ACCELERATE
-from ckptkit.trainers.ckptkit import CKPTKIT
-from ckptkit.trainers.composer import COMPOSER
-from ckptkit.trainers.deepspeed import DEEPSPEED
-from ckptkit.trainers.diffusers import DIFFUSERS
-from ckptkit.trainers.dlrover import DLROVER
-from ckptkit.trainers.lightning import LIGHTNING
-from ckptkit.trainers.llmc import LLMC
-from ckptkit.trainers.megatron import MEGATRON
-from ckptkit.trainers.meta_llama import META_LLAMA
-from ckptkit.trainers.nanochat import NANOCHAT
-from ckptkit.trainers.nanogpt import NANOGPT
-from ckptkit.trainers.nanotron import NANOTRON
-from ckptkit.trainers.nemo import NEMO
-from ckptkit.trainers.olmo import OLMO
-from ckptkit.trainers.orbax import ORBAX
-from ckptkit.trainers.peft import PEFT
-from ckptkit.trainers.plain import PLAIN
-from ckptkit.trainers.torchtitan import TORCHTITAN
-from ckptkit.trainers.torchtune import TORCHTUNE
-from ckptkit.trainers.trainer import Evidence, MetricsFile, Trainer
-from ckptkit.trainers.transformers import TRANSFORMERS
-from ckptkit.trainers.verl import VERL
-from ckptkit.trainers.vllm import VLLM
+from ckptkit.trainers.table import TRAINERS
+from ckptkit.trainers.trainer import Evidence, MetricsFile, Unread
 
-# Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
-# libraries whose files lie beside its own.
-TRAINERS: tuple[Trainer, ...] = (
-    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, PLAIN, PEFT, TRANSFORMERS, DIFFUSERS),
-)
-
-
-def step_in(name: str) -> int | None:
-    """Return the step in the name of a checkpoint's directory or file, None if it says none."""
-    return number_in(name, "steps")
-
-
-def epoch_in(name: str) -> int | None:
-    """Return the epoch in a checkpoint's name, None if it says none. Epochs cannot be compared with steps."""
-    return number_in(name, "epochs")
-
-
-def step_or_epoch_in(name: str) -> int | None:
-    """Return the step in a checkpoint's name, or the epoch if that is all it says; None otherwise."""
-    step = step_in(name)
-    return epoch_in(name) if step is None else step
+Found = TypeVar("Found")
 
 
 def number_in(name: str, table: str) -> int | None:
+    """Return the number that a name says by the patterns of a table such as "steps"; None if it says none."""
     match = next(matches(table, name), None)
     return int(match[1]) if match else None
 
@@ -72,8 +31,26 @@ def owner_of_file(name: str) -> int | None:
 
 def owner_of_key(key: KeyPath) -> int | None:
     """Return the rank whose own state lies at a key path, None for what all ranks share."""
-    owners = (trainer.rank_of_key(key) for trainer in TRAINERS)
-    return next((rank for rank in owners if rank is not None), None)
+    ranks = (rank_at(key, patterns) for patterns in own_keys())
+    return next((rank for rank in ranks if rank is not None), None)
+
+
+def rank_at(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
+    """Return the rank that the first steps of a key path say if all match, each a pattern; None otherwise."""
+    if len(key) < len(patterns):
+        return None
+    rank = None
+    for pattern, step in zip(patterns, key, strict=False):
+        match = pattern.fullmatch(f"[{step}]" if isinstance(step, int) else step)
+        if match is None:
+            return None
+        rank = int(match[1]) if match.groups() else rank
+    return rank
+
+
+@cache
+def own_keys() -> tuple[tuple[re.Pattern[str], ...], ...]:
+    return tuple(tuple(map(re.compile, patterns)) for trainer in TRAINERS for patterns in trainer.own_keys)
 
 
 def is_whole(name: str) -> bool:
@@ -143,27 +120,34 @@ def metrics_files() -> dict[str, MetricsFile]:
 
 def say_unread(names: Iterable[str]) -> str | None:
     """Return what files of these names are, if some trainer's that ckptkit does not read is among them."""
-    return look_up("unread", sorted(names))
+    found = find_unread(names)
+    return found.what if found else None
 
 
 def hint_on_unread(names: Iterable[str]) -> str | None:
     """Return what to do about files of these names that ckptkit does not read, None if there is nothing to say."""
-    return look_up("hints", sorted(names))
+    found = find_unread(names)
+    return found.hint if found else None
+
+
+def find_unread(names: Iterable[str]) -> Unread | None:
+    return look_up([trainer.unread for trainer in TRAINERS], sorted(names))
 
 
 def say_opaque(names: Iterable[str]) -> str | None:
     """Return what tensors among these names are that can only be carried as they are, None if there are none."""
-    return look_up("opaque", names)
+    return look_up([trainer.opaque for trainer in TRAINERS], names)
 
 
-def look_up(table: str, names: Iterable[str]) -> str | None:
-    known = [(re.compile(key), words) for trainer in TRAINERS for key, words in getattr(trainer, table).items()]
-    return next((words for name in names for pattern, words in known if pattern.fullmatch(name)), None)
+def look_up(tables: Iterable[Mapping[str, Found]], names: Iterable[str]) -> Found | None:
+    """Return what the tables have for the first name that matches one of their patterns."""
+    known = [(re.compile(pattern), found) for table in tables for pattern, found in table.items()]
+    return next((found for name in names for pattern, found in known if pattern.fullmatch(name)), None)
 
 
 def who_wrote(seen: Evidence) -> str | None:
     """Return the name of who wrote a checkpoint, None if nothing tells. Nothing is guessed."""
-    return next((name for trainer in TRAINERS if (name := trainer.wrote(seen))), None)
+    return next((title for trainer in TRAINERS if (title := trainer.title_on(seen))), None)
 
 
 def matches(table: str, name: str) -> Iterator[re.Match[str]]:

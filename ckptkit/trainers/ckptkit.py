@@ -1,11 +1,11 @@
-"""Know the checkpoints of `ckptkit train`, and of conversions, by their manifest."""
+"""The checkpoints of `ckptkit train`, and of conversions, which their manifest tells."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.trainers.trainer import Evidence, MetricsFile, Trainer
+from ckptkit.trainers.trainer import Evidence, MetricsFile, TrainerFacts
 
 METRICS = "metrics.json"
 TRAINING = "training"  # beside a model in Hugging Face's format: the rest of its checkpoint
@@ -25,7 +25,7 @@ def to_numbers(found: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in found.items()}
 
 
-CKPTKIT = Trainer(
+CKPTKIT = TrainerFacts(
     name="ckptkit",
     wrote=wrote,
     steps=("ckpt-([0-9]{1,18})",),

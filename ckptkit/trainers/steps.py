@@ -1,11 +1,11 @@
-"""Tell the step of a checkpoint by the name of its directory or file. Opens nothing."""
+"""Tell the step of a checkpoint by the name of its directory or file."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from ckptkit import trainers
+from ckptkit.trainers import number_in
 
 NUMBER = re.compile(r"[0-9]{1,18}")
 ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")  # how the name of a checkpoint that is a file may end
@@ -13,12 +13,13 @@ ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")  # how the name of a
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint's directory, or the epoch if that is all it says; None otherwise."""
-    return trainers.step_or_epoch_in(path.name)
+    step = number_in(path.name, "steps")
+    return number_in(path.name, "epochs") if step is None else step
 
 
 def is_epoch(path: Path) -> bool:
     """Return whether a checkpoint's name says an epoch only, which cannot be compared with steps."""
-    return trainers.step_in(path.name) is None and trainers.epoch_in(path.name) is not None
+    return number_in(path.name, "steps") is None and number_in(path.name, "epochs") is not None
 
 
 def step_of_place(path: Path) -> int | None:

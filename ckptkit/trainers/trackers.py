@@ -1,7 +1,7 @@
-"""Read trackers: files and links of trainers that say which checkpoint of a run is meant. Follow none out of the run.
+"""Read trackers: files and links of trainers that say which checkpoint of a run is meant.
 
-A file holds the name of a checkpoint or its step; a link, whatever its name, means the checkpoint that it leads to or
-into.
+A file holds the name of a checkpoint or its step. A link, whatever its name, means the checkpoint that it leads to or
+into; a link that leads out of the run means none.
 """
 
 from __future__ import annotations

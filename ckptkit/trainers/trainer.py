@@ -1,4 +1,4 @@
-"""Describe a trainer by what it leaves on disk: tables of names. Opens nothing."""
+"""What is known of a trainer: the names that it leaves on disk, as one record."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ckptkit.layout import KeyPath
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The names that a checkpoint shows: of its place and files, and, once that was read, its format and keys.
+    """The names in a checkpoint: of its place and files, and, once its metadata was read, its format and keys.
 
-    `keys` are the first steps of the key paths, `below` the second steps under each. `read_json` gives a small file of
-    the checkpoint, {} where it has none that can be read, `read_source` what its manifest says that it was made of.
+    `keys` are the first steps of the key paths, `below` the second steps under each. `read_json` returns a small JSON
+    file of the checkpoint, {} if it cannot be read. `read_source` returns the source that its manifest names.
     """
 
     place: Path
@@ -29,53 +29,104 @@ class Evidence:
     read_source: Callable[[], Mapping[str, str] | None] = lambda: None
 
     def has_file(self, pattern: str) -> bool:
-        return any(re.fullmatch(pattern, name) for name in self.files)
+        return any(map(re.compile(pattern).fullmatch, self.files))
+
+    def has_key(self, key: str) -> bool:
+        """Return whether there is an entry `a`, or `a/b` for an entry below another."""
+        first, _, second = key.partition("/")
+        return first in self.keys and (not second or second in self.below[first])
+
+
+class Mark(NamedTuple):
+    """What only one trainer leaves, and the `title` of the trainer to show for it.
+
+    A checkpoint has the mark if it has everything that is given: for each pattern in `files` a file, all entries in
+    `keys`, the `format`, the world size (`by_ranks`), a small JSON file and a key in it, a place whose name matches the
+    pattern `place`, and a file or directory called `beside` next to that. `beside` may refer to groups of `place`.
+    """
+
+    title: str
+    files: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    format: str | None = None
+    by_ranks: bool = False
+    json: tuple[str, str] | None = None
+    place: str = ".*"
+    beside: str = ""
+
+    def is_on(self, seen: Evidence) -> bool:
+        place = re.fullmatch(self.place, seen.place.name, re.DOTALL)
+        return (
+            place is not None
+            and self.format in (None, seen.format)
+            and not (self.by_ranks and seen.world_size is None)
+            and all(map(seen.has_key, self.keys))
+            and all(map(seen.has_file, self.files))
+            and (not self.beside or (seen.place.parent / place.expand(self.beside)).exists())
+            and (self.json is None or self.json[1] in seen.read_json(self.json[0]))
+        )
+
+
+class Unread(NamedTuple):
+    """Files that ckptkit does not read: what they are, and what to do about it."""
+
+    what: str
+    hint: str
 
 
 class MetricsFile(NamedTuple):
-    """A file of metrics: the most bytes that it may have, and how the numbers in its JSON are found."""
+    """A JSON file of metrics: its largest size in bytes, and the function that finds the numbers in it."""
 
     limit: int
     understand: Callable[[Mapping[str, Any]], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainer:
-    """A program that saves checkpoints, as tables of the names that it gives. Patterns are of whole names."""
+class TrainerFacts:
+    """A program that saves checkpoints: the names that it gives. Patterns match whole names."""
 
     name: str
-    # says the name to show, or None, by what only this trainer leaves: a name in a listing, or a key in the metadata
+
+    # Who wrote a checkpoint: marks that only this trainer leaves, of which the first that is there decides, and a
+    # function where no mark can say it.
+    marks: tuple[Mark, ...] = ()
     wrote: Callable[[Evidence], str | None] = lambda _: None
 
-    # of a run: the directories or files of checkpoints, with a group that is the step or epoch; and the files that say
-    # which of these is meant
+    # Of a run: names of the directories or files of checkpoints, with a group that is the step or the epoch; and of
+    # trackers, the files that say which checkpoint is meant.
     steps: tuple[str, ...] = ()
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
-    # where a name says no step: a small file of JSON, or "" for the checkpoint's own entries, and the keys to it
+    # Where to read the step if no name says it: a small file of JSON, or "" for the checkpoint's own entries, and the
+    # keys in it.
     step_keys: tuple[tuple[str, KeyPath], ...] = ()
 
-    # of a checkpoint, directories: with all of it, but for a config or a copy of its weights beside them; with all but
-    # the model; with config and tokenizer; and those that go along as they are, each known by what it lies beside
+    # Directories of a checkpoint: those with all of it, except for a config or a copy of its weights beside them; those
+    # with all but the model; those with config and tokenizer; and those that are copied unchanged, each with the name
+    # that it has to lie beside.
     wholes: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     kept: Mapping[str, str] = field(default_factory=dict)
 
-    # of a checkpoint, files: of torch.save beside the model that are a part of it, each with the keys that its contents
-    # belong under, "" for none (a group `step` is that of a model that is a file, a group `rank` may be in the keys);
-    # of which each rank has one, or which have its own state, with a group that is the rank; with the weights as they
-    # are to be used, beside a directory with all states; and of metrics
+    # Files of torch.save that belong to the model beside them, each with the key that its contents get, "" for none.
+    # A group `step` is that of a model that is a file; a group `rank` may be in the key.
     beside: Mapping[str, str] = field(default_factory=dict)
+    # Files of which each rank has one, and files with a rank's own state; a group is the rank.
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
+    # Files with the weights for use, beside a directory with all states; files of metrics; and files that ckptkit does
+    # not read.
     exported: tuple[str, ...] = ()
     metrics: Mapping[str, MetricsFile] = field(default_factory=dict)
-    # what files and directories are that ckptkit does not read, and by the same patterns what to do about it
-    unread: Mapping[str, str] = field(default_factory=dict)
-    hints: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, Unread] = field(default_factory=dict)
 
-    # of entries: the rank whose own state lies at a key path; by pattern of names, what tensors are that can only be
-    # carried as they are
-    rank_of_key: Callable[[KeyPath], int | None] = lambda _: None
+    # Entries with a rank's own state: a pattern for each of the first steps of their key paths, with a group that is
+    # the rank. A position N in a list is "[N]".
+    own_keys: tuple[tuple[str, ...], ...] = ()
+    # Tensors that can only be copied unchanged: patterns of their names, and why.
     opaque: Mapping[str, str] = field(default_factory=dict)
+
+    def title_on(self, seen: Evidence) -> str | None:
+        """Return the name to show if this trainer wrote a checkpoint, None if nothing tells."""
+        return self.wrote(seen) or next((mark.title for mark in self.marks if mark.is_on(seen)), None)

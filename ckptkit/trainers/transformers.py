@@ -1,4 +1,4 @@
-"""Know the checkpoints of transformers' Trainer, and models that transformers saved.
+"""The checkpoints of transformers' Trainer, and models that transformers saved.
 
 Source: transformers/trainer.py, trainer_callback.py (`TrainerState`), modeling_utils.py (`save_pretrained`).
 """
@@ -8,17 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.trainers.trainer import Evidence, MetricsFile, Trainer
+from ckptkit.trainers.trainer import Mark, MetricsFile, TrainerFacts
 
 STATE = "trainer_state.json"
 _OF_SPEED = ("_runtime", "_per_second")
-
-
-def wrote(seen: Evidence) -> str | None:
-    """Return the name by the Trainer's state, or by the version that config.json has."""
-    if STATE in seen.files:
-        return "transformers' Trainer"
-    return "transformers" if "transformers_version" in seen.read_json("config.json") else None
 
 
 def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
@@ -33,9 +26,12 @@ def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
     return {**numbers, "step": float(state["global_step"])} if numbers else {}
 
 
-TRANSFORMERS = Trainer(
+TRANSFORMERS = TrainerFacts(
     name="transformers",
-    wrote=wrote,
+    marks=(
+        Mark("transformers' Trainer", files=(r"trainer_state\.json",)),
+        Mark("transformers", json=("config.json", "transformers_version")),
+    ),
     steps=("checkpoint-([0-9]{1,18})",),
     beside={r"optimizer\.pt": "optimizer"},
     step_keys=((STATE, ("global_step",)),),

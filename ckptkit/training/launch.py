@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ckptkit.errors import CkptError, Usage
-from ckptkit.training.parallel.ranks import Place
+from ckptkit.training.parallel.ranks import RankPlace
 
 Report = Callable[[Any], None]
-Work = Callable[[Place, Report], None]
+Work = Callable[[RankPlace, Report], None]
 Ranks = dict[Connection, BaseProcess]  # processes of ours, by the pipes over which they report
 
 
@@ -38,20 +38,20 @@ def launch(work: Work, nproc: int | None, report: Report) -> None:
         raise Usage("`--nproc` under torchrun", hint="torchrun starts the processes: leave `--nproc` out")
 
 
-def torchrun_place() -> Place | None:
+def torchrun_place() -> RankPlace | None:
     """Return the place that torchrun gave this process in its environment, None without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not all(name in os.environ for name in names):
         return None
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
-    return Place(rank, world_size, local_rank, local_world_size, rendezvous="env://")
+    return RankPlace(rank, world_size, local_rank, local_world_size, rendezvous="env://")
 
 
 def launch_here(work: Work, nproc: int, report: Report) -> None:
     """Start `nproc` processes that meet in a file of a new temporary directory, and wait until all are done."""
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
         rendezvous = (Path(room) / "rendezvous").as_uri()
-        ranks = dict(start(work, Place(number, nproc, number, nproc, rendezvous)) for number in range(nproc))
+        ranks = dict(start(work, RankPlace(number, nproc, number, nproc, rendezvous)) for number in range(nproc))
         try:
             with forwarding(signal.SIGTERM, ranks):
                 follow(ranks, report)
@@ -78,7 +78,7 @@ def forwarding(number: signal.Signals, ranks: Ranks) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def start(work: Work, place: Place) -> tuple[Connection, BaseProcess]:
+def start(work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
     """Start the process of one rank. Spawned, not forked: torch's threads and CUDA do not survive a fork."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -88,7 +88,7 @@ def start(work: Work, place: Place) -> tuple[Connection, BaseProcess]:
     return ours, process
 
 
-def run_rank(work: Work, place: Place, pipe: Connection) -> None:
+def run_rank(work: Work, place: RankPlace, pipe: Connection) -> None:
     """Work as the process of a rank: report our errors over the pipe, and exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     os.dup2(2, 1)  # results go through the pipe; what libraries print, as torch 2.10's gloo does, is none

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report
-from ckptkit.training.metrics import Log, Step
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.metrics import Log, StepMetrics
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
 from ckptkit.training.start import start
 from ckptkit.training.trainer import Trainer
@@ -26,8 +26,8 @@ class Note:
     ended_early: bool = False
 
 
-def train(config: TrainConfig, place: Place, report: Report) -> None:
-    """Train as one of the ranks; rank 0 reports each `Step`, and a `Note` now and then."""
+def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
+    """Train as one of the ranks; rank 0 reports the `StepMetrics` of each step, and a `Note` now and then."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
         asked = Asked(signal.SIGTERM)
         trainer, run = start(config, mesh)
@@ -43,7 +43,7 @@ def train(config: TrainConfig, place: Place, report: Report) -> None:
             tell(Note("asked to end, and saved: go on with `--resume auto`", ended_early=True))
 
 
-def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> Iterator[Step]:
+def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> Iterator[StepMetrics]:
     """Take step after step to the last, or until a rank is asked to end; save a checkpoint where one is due."""
     stop = False
     while trainer.progress.step < config.steps and not stop:

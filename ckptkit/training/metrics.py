@@ -24,7 +24,7 @@ PEAKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepMetrics:
     """One step: mean loss per token over all ranks, and on this one; gradient norm before clipping.
 
     `tokens` count since the run began. `mfu` is the share of the GPUs' peak that the model's own operations make up,
@@ -82,7 +82,7 @@ class Log(AbstractContextManager["Log"]):
         if self._board is not None:
             self._board.close()
 
-    def write(self, step: Step) -> None:
+    def write(self, step: StepMetrics) -> None:
         """Add a step."""
         numbers = asdict(step)
         if self._path is not None:

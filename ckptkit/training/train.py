@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from ckptkit.training import loop
 from ckptkit.training.config import TrainConfig, find_settings, read_settings
 from ckptkit.training.launch import launch
 from ckptkit.training.loop import Note
-from ckptkit.training.metrics import Step
+from ckptkit.training.metrics import StepMetrics
 
 
 def train(
@@ -22,7 +22,7 @@ def train(
     resume: str | None = None,
     config: str | Path | None = None,
     nproc: int | None = None,
-    report: Callable[[Step | Note], None] | None = None,
+    report: Callable[[StepMetrics | Note], None] | None = None,
     **settings: Any,
 ) -> Checkpoint | None:
     """Train a causal language model with FSDP, and return the latest complete checkpoint of the run, if it has one.
@@ -35,4 +35,4 @@ def train(
     found = find_settings(Path(run), resume) if config is None else read_settings(Path(config))
     chosen = TrainConfig(run=Path(run), resume=resume, **{**found, **settings})
     launch(partial(loop.train, chosen), nproc, report or (lambda _: None))
-    return Run(chosen.run).latest()
+    return RunFolder(chosen.run).latest()

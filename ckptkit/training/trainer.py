@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.data.corpus import Batch, Corpus, share
-from ckptkit.training.metrics import Step, flops_per_token, peak_flops, peak_memory
+from ckptkit.training.metrics import StepMetrics, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.shard import Sharded, shard
+from ckptkit.training.parallel.shard import ShardedModel, shard
 from ckptkit.training.saving.run import Run
 from ckptkit.training.seeds import derive
 
@@ -83,7 +83,7 @@ class Trainer:
             frozen=self.sharded.frozen,
         )
 
-    def step(self) -> Step:
+    def step(self) -> StepMetrics:
         """Take one step. Raises `CkptError`, and changes no weight, where the loss or the norm is not finite."""
         started = time.perf_counter()
         progress = self.progress
@@ -105,7 +105,7 @@ class Trainer:
         progress.tokens += tokens
         allocated, reserved = peak_memory(self.device.type)
         per_second = tokens / (time.perf_counter() - started)
-        return Step(
+        return StepMetrics(
             step=progress.step,
             loss=loss,
             local_loss=local_loss,
@@ -191,7 +191,7 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
 
-def make_optimizer(config: TrainConfig, sharded: Sharded) -> AdamW:
+def make_optimizer(config: TrainConfig, sharded: ShardedModel) -> AdamW:
     """Return AdamW on the fp32 shards; matrices decay, norms and biases do not."""
     groups = [
         {"params": sharded.parameters(matrices=True), "weight_decay": config.weight_decay},

@@ -18,13 +18,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ckptkit import storage
 from ckptkit.adapters.names import read_entry
 from ckptkit.errors import Mismatch
-from ckptkit.training.parallel.shard import Sharded
+from ckptkit.training.parallel.shard import ShardedModel
 
 _COMPUTED = ".rotary_emb.inv_freq"  # buffers that older checkpoints hold, and every model computes
 _PRIME = 2**31 - 1
 
 
-def load_weights(sharded: Sharded, path: Path, config: Mapping[str, Any] | None = None) -> int:
+def load_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | None = None) -> int:
     """Load into a model the weights of the checkpoint, or of the latest one of the run, at `path`, whatever its dtype.
 
     If they have the names of another family, the config.json beside them or else `config` says what they become.

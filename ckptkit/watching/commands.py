@@ -1,4 +1,4 @@
-"""Fill the place of a checkpoint into commands, and run them: one process each, never a shell."""
+"""Fill a checkpoint's path and step into commands, and run each in a process of its own, without a shell."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import Usage
@@ -19,12 +22,14 @@ PLACES = ("ckpt", "name", "step", "out")  # what is filled in, and by CKPTKIT_CK
 _PLACE = re.compile(r"(?<!\$)\{([a-z]+)\}")  # but not a shell's ${name}
 _OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 _GRACE = 30.0  # seconds that a command has to end when it is asked to
+_LOOK = 0.05  # seconds between two looks at whether it has
+_ENDED = ("Z", "X")  # states of processes in /proc
 _NOT_FOUND = 127  # as shells have it
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """The words of a command, with places like `{ckpt}` in them; `is_ours` if they are one of ckptkit's."""
+class WatchCommand:
+    """The words of a command, with placeholders like `{ckpt}`; `is_ours` if it is a command of ckptkit."""
 
     words: tuple[str, ...]
     is_ours: bool
@@ -52,17 +57,18 @@ class Command:
 
     @property
     def places(self) -> frozenset[str]:
-        """Return the names of the places that are to be filled."""
+        """Return the names of the placeholders."""
         return frozenset(found for word in self.words for found in _PLACE.findall(word))
 
     def __str__(self) -> str:
         return " ".join(self.words)
 
-    def run(self, values: Mapping[str, str], lock: int) -> int:
-        """Run it for the checkpoint whose places have these values, and return its exit code, -9 for SIGKILL.
+    def run(self, values: Mapping[str, str], lock: int, timeout: float) -> str | None:
+        """Run it with these values in the placeholders. Return in words how it failed, None if it succeeded.
 
-        It is no rank of a torchrun that we are in. It inherits the descriptor `lock`: should it outlive us, what that
-        protects stays protected. When this is interrupted, it and its children are ended first.
+        It gets none of torchrun's variables, and so is no rank of a job that this process belongs to. It inherits the
+        descriptor `lock`: if it outlives this process, the checkpoint stays protected. If it runs longer than `timeout`
+        seconds, or if this process is interrupted, it and its children are ended first.
         """
         words = [_PLACE.sub(lambda found: values[found[1]], word) for word in self.words]
         start = [sys.executable, "-m", "ckptkit"] if self.is_ours else []
@@ -77,25 +83,42 @@ class Command:
                 start_new_session=True,  # Ctrl-C is for us, who end it
             )
         except OSError:
-            return _NOT_FOUND
+            return describe(_NOT_FOUND)
         try:
-            return process.wait()
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            end(process)
+            return f"ran longer than {timeout:g} s, the timeout, and was ended with its children"
         except BaseException:
             end(process)
             raise
+        return describe(code) if code else None
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started: it is asked to, and after a while made to."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(_GRACE)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
-        return
+    """End a process and its children: ask all to end, and kill those that still run after a while."""
+    with suppress(ProcessLookupError):  # all have ended
+        os.killpg(process.pid, signal.SIGTERM)
+        last = time.monotonic() + _GRACE
+        while (process.poll() is None or is_running(process.pid)) and time.monotonic() < last:
+            time.sleep(_LOOK)
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # a process that waits for a dead file server cannot be killed
+        process.wait(_GRACE)
+
+
+def is_running(group: int) -> bool:
+    """Return whether any process of a group runs. A zombie, which only waits for its parent, does not run."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    states = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _parent, found = place.read_text().rpartition(")")[2].split()[:3]
+            states += [state] if int(found) == group else []
+    return not states or any(state not in _ENDED for state in states)  # none are found on a system without /proc
 
 
 def describe(code: int) -> str:

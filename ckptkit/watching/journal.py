@@ -1,6 +1,7 @@
-"""Keep on disk, in the run, what has been done with each checkpoint, so that it is done once across restarts.
+"""Keep in the run what a watch has done with each checkpoint, so that a restart does not do it again.
 
-A small file of JSON beside the lock of the watch, replaced whole at each note; that is on disk before work goes on.
+The journal is a small JSON file beside the lock of the watch. Every note replaces it, and is on disk before work goes
+on.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ _STATES = ("begun", "done", "failed", "missed")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """The fate of a checkpoint that was saved at `saved_ns`: of the commands the first `commands_done` are done.
+class Fate:
+    """What a watch has done with the checkpoint that was saved at `saved_ns`: the first `commands_done` commands.
 
-    While the next one runs `state` is "begun", and `out_before` says what was at `{out}` when it was: inode and time.
+    While the next command runs, `state` is "begun", and `out_before` is the inode and time of what was at `{out}` when
+    the command began.
     """
 
     state: str
@@ -33,8 +35,8 @@ class Entry:
     out_before: tuple[int, int] | None = None
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Entry:
-        """Read one. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+    def from_json(cls, found: Mapping[str, Any]) -> Fate:
+        """Return the fate that a JSON object says. Raises `ValueError`, `TypeError` or `KeyError` if it says none."""
         before = found["out_before"]
         numbers = [found["saved_ns"], found["commands_done"], *(before or (0, 0))]
         if found["state"] not in _STATES or not all(isinstance(number, int) for number in numbers):
@@ -44,26 +46,23 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Journal:
-    """The notes of the watch `key` in the run at `root`: an entry for each checkpoint by name, and what is done.
-
-    Raises `Corrupt` for a file that holds something else.
-    """
+class WatchJournal:
+    """The journal of the watch `key` in the run at `root`: an entry for each checkpoint, by name."""
 
     root: Path
     key: str
     about: Mapping[str, Any]
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, Fate] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, root: Path, key: str, about: Mapping[str, Any]) -> Journal:
-        """Open the journal of the watch of this key in the run at `root`, be there one or not."""
+    def of(cls, root: Path, key: str, about: Mapping[str, Any]) -> WatchJournal:
+        """Open the journal of a watch, empty if there is no file yet. Raises `Corrupt` if the file is no journal."""
         made = cls(root, key, about)
         path = made.path
         if path.exists():
             try:
                 found = json.loads(read_small(path, _LIMIT))["checkpoints"]
-                made.entries.update({str(name): Entry.from_json(one) for name, one in found.items()})
+                made.entries.update({str(name): Fate.from_json(one) for name, one in found.items()})
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 hint = "remove the file: then every checkpoint is handled again"
                 raise Corrupt("not the journal of a watch", path=path, hint=hint) from error
@@ -71,11 +70,11 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """Return the file that they are in."""
+        """Return the file of the journal."""
         return self.root / FOLDER / f"{self.key}.json"
 
-    def note(self, name: str, entry: Entry) -> None:
-        """Note what is true of a checkpoint now."""
+    def note(self, name: str, entry: Fate) -> None:
+        """Write what has become of a checkpoint to the disk."""
         self.entries[name] = entry
         checkpoints = {name: asdict(entry) for name, entry in self.entries.items()}
         content = json.dumps({**self.about, "checkpoints": checkpoints}, indent=1).encode()

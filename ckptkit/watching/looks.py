@@ -1,4 +1,4 @@
-"""Look at the files of a checkpoint, to know whether they are still being written, and whether they are others now."""
+"""Look at the files of a checkpoint: are they still being written, and have they been replaced?"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckptkit.errors import translate_os_errors
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The files of a checkpoint as they were at a moment: path inside it, bytes, time of the last change in ns."""
+    """The files of a checkpoint at one moment: path inside it, bytes, time of the last change in nanoseconds."""
 
     files: tuple[tuple[str, int, int], ...]
 
     @classmethod
     def at(cls, path: Path) -> Look | None:
-        """Look at the checkpoint at `path`, a directory or a file; None if something of it goes meanwhile."""
+        """Look at the checkpoint at `path`, a directory or a file; None if a part of it disappears meanwhile."""
         with translate_os_errors(path):
             try:
                 return cls(tuple(sorted(_walk(path, ""))))
@@ -28,12 +28,12 @@ class Look:
 
     @property
     def changed_ns(self) -> int:
-        """Return when the newest of its files was changed."""
+        """Return when the newest file was changed."""
         return max((changed for _, _, changed in self.files), default=0)
 
     @property
     def saved_ns(self) -> int:
-        """Return when its largest file was changed: what is put beside the tensors later does not count."""
+        """Return when the largest file was changed. Small files that are added later do not count."""
         return max(((size, changed) for _, size, changed in self.files), default=(0, 0))[1]
 
 
@@ -46,18 +46,19 @@ def _walk(path: Path, name: str) -> list[tuple[str, int, int]]:
 
 @dataclass
 class Patience:
-    """The looks at checkpoints that are not known to be at rest: nothing of one may change for `pause` seconds.
+    """Wait until no file of a checkpoint has changed for `pause` seconds.
 
-    Complete is not enough: of some trainers the model is written before the rest, and looks like all.
+    It is not enough that a checkpoint is complete: some trainers write the model before the rest, and the model alone
+    looks like a whole checkpoint.
     """
 
     pause: float
     _last: dict[str, tuple[Look, float]] = field(default_factory=dict)
 
     def is_at_rest(self, name: str, look: Look | None, now_ns: int) -> bool:
-        """Return whether a checkpoint has stayed the same long enough, by its files' times or by two looks at it.
+        """Return whether a checkpoint has not changed for long enough, by the times of its files or by two looks.
 
-        `now_ns` is the time by the clock that these times are of, which a file server's is, and not that of this host.
+        `now_ns` is the time by the clock that dates the files: that of the file server, not of this host.
         """
         if look is None:
             self._last.pop(name, None)

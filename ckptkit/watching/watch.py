@@ -1,4 +1,4 @@
-"""Watch a run, and handle each of its checkpoints once, as soon as it is complete, beside training and prune."""
+"""Watch a run, and handle each checkpoint once, as soon as it is complete, while training and prune go on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -17,10 +17,11 @@ from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import make_directories
 from ckptkit.runs.watches import claiming, clock_of, hold, let_go, require_place
-from ckptkit.watching.commands import Command, describe
-from ckptkit.watching.journal import Entry, Journal
+from ckptkit.watching.commands import WatchCommand
+from ckptkit.watching.journal import Fate, WatchJournal
 from ckptkit.watching.looks import Look, Patience
 
+DAY = 86400.0  # seconds
 _OUT = "exported"  # the directory in the run that outputs go to
 
 Outcome = Literal["handled", "failed", "missed"]
@@ -29,7 +30,7 @@ Words = str | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step of a watch, for whoever listens: what a checkpoint has come to, or None while that is open, in words."""
+    """A step of a watch, in words: the outcome of a checkpoint, or None while it is still being handled."""
 
     checkpoint: Path
     outcome: Outcome | None
@@ -43,7 +44,7 @@ Listener = Callable[[Event], None]
 class Watched:
     """The checkpoints of the run `root` that a watch handled, those that it gave up, and those deleted before.
 
-    `before` were handled by an earlier one.
+    An earlier watch handled those in `before`. `reasons` say for each of the `failed` which command failed and how.
     """
 
     root: Path
@@ -51,6 +52,7 @@ class Watched:
     failed: tuple[Path, ...]
     missed: tuple[Path, ...]
     before: tuple[Path, ...]
+    reasons: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def is_ok(self) -> bool:
@@ -66,32 +68,34 @@ def watch(
     out: str | Path | None = None,
     every: float = 30.0,
     tries: int = 3,
+    timeout: float = DAY,
     once: bool = False,
     tell: Listener | None = None,
 ) -> Watched:
-    """Handle every checkpoint of the run at `run` once, the oldest first: now, and as they become complete.
+    """Handle every checkpoint of the run at `run` once, the oldest first: those that are there, and those that come.
 
-    `do` are commands of ckptkit and `exec` other programs, one or several, each a line that is split as a shell would,
-    or a list of words; they run one after the other in processes of their own, without a shell. `{ckpt}`, `{name}`,
-    `{step}` and `{out}` in them become the checkpoint's path, its name, its step, and a path for what is made of it:
-    its name in directory `out`, or in `exported` of the run.
+    `do` are commands of ckptkit and `exec` other programs, one or several, each a line that is split as a shell splits
+    it, or a list of words. They run one after the other, in processes of their own and without a shell. The
+    placeholders `{ckpt}`, `{name}`, `{step}` and `{out}` become the checkpoint's path, its name, its step, and a path
+    for the output: the checkpoint's name in directory `out`, or in `exported` of the run.
 
-    A checkpoint counts when it is complete and nothing of it has changed for `every` seconds, which also lie between
-    two looks at the run. No prune and no `Run` deletes it while it is handled. A command that fails is run again, after
-    pauses of `every` seconds and then twice as long each time, until `tries` have failed. What was done is noted in
-    `.ckptkit-watch` of the run; one that failed is tried anew by the next watch, and one that was saved again is
-    another.
+    A checkpoint counts when it is complete and nothing of it has changed for `every` seconds; the watch looks at the
+    run as often. No prune and no `Run` deletes a checkpoint while it is handled. A command that runs longer than
+    `timeout` seconds is ended with its children, and has failed; pass `math.inf` for no limit. A command that fails is
+    run again, after a pause of `every` seconds that doubles each time, until `tries` have failed. The journal in
+    `.ckptkit-watch` of the run has what was done. The next watch tries a checkpoint that failed again, and handles a
+    checkpoint that was saved again as a new one.
 
-    Returns with `once` when all that are there have been handled or given up, and otherwise never. Raises
+    Returns with `once` when all checkpoints that are there have been handled or given up, and otherwise never. Raises
     `NotACheckpoint` if there is no directory, `Usage` for commands that make no sense, `Occupied` if a watch with the
     same commands is at work.
     """
-    commands = [*(Command.parse(one, is_ours=True) for one in several(do))]
-    commands += [Command.parse(one, is_ours=False) for one in several(exec)]
+    commands = [*(WatchCommand.parse(one, is_ours=True) for one in several(do))]
+    commands += [WatchCommand.parse(one, is_ours=False) for one in several(exec)]
     if not commands:
         raise Usage("nothing says what to do", hint="give --do 'consolidate {ckpt} {out}', or --exec")
-    if not every > 0 or tries < 1:
-        raise Usage("`every` must be more than 0, and `tries` at least 1")
+    if not (every > 0 and timeout > 0) or tries < 1:
+        raise Usage("`every` and `timeout` must be more than 0, and `tries` at least 1")
     root = local_path_of(run).absolute()
     with translate_os_errors(root):
         if not root.is_dir():
@@ -102,19 +106,20 @@ def watch(
     about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     with claiming(root, key) as lock:
-        terms = Terms(tuple(commands), place, every, tries)
-        watcher = Watcher(Journal.of(root, key, about), terms, lock, tell or (lambda _event: None))
+        terms = WatchTerms(tuple(commands), place, every, tries, timeout)
+        watcher = Watcher(WatchJournal.of(root, key, about), terms, lock, tell or (lambda _event: None))
         return watcher.work_once() if once else watcher.work_on()
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The commands, where their outputs go, the seconds between looks, and how often one is tried."""
+class WatchTerms:
+    """The commands, where their outputs go, seconds between looks, how often one is tried, and seconds that it has."""
 
-    commands: tuple[Command, ...]
+    commands: tuple[WatchCommand, ...]
     place: Path
     every: float
     tries: int
+    timeout: float
 
 
 def several(given: Words | Sequence[Words]) -> list[Words]:
@@ -122,22 +127,22 @@ def several(given: Words | Sequence[Words]) -> list[Words]:
 
 
 class Watcher:
-    """The state of a watch while it runs: what it has come to in `journal`, whom to tell, and what is due when."""
+    """The state of a watch while it runs: its journal, its listener, and which checkpoints are due when."""
 
-    def __init__(self, journal: Journal, terms: Terms, lock: int, tell: Listener) -> None:
+    def __init__(self, journal: WatchJournal, terms: WatchTerms, lock: int, tell: Listener) -> None:
         self.root = journal.root
         self.terms = terms
         self.journal = journal
         self._lock = lock
         self._tell = tell
         self._patience = Patience(terms.every)
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, Event] = {}
         self._failures: dict[str, list[int]] = {}  # for each try that failed, when what was tried had been saved
         self._due: dict[str, float] = {}  # when those that failed are tried again, by the monotonic clock
         self._waiting: set[str] = set()  # complete, and not handled yet
 
     def work_on(self) -> NoReturn:
-        """Handle what is there and what comes, until a signal."""
+        """Handle the checkpoints that are there and those that come, until a signal ends it."""
         while True:
             try:
                 self.look_round()
@@ -146,7 +151,7 @@ class Watcher:
             time.sleep(self.pause())
 
     def work_once(self) -> Watched:
-        """Handle what is there; what was complete and still being written is looked at twice."""
+        """Handle the checkpoints that are there. Look twice at those that are complete and may still be written."""
         there = {path.name for path in candidates_in(self.root)}
         before = {name for name in there if (entry := self.journal.entries.get(name)) and entry.state == "done"}
         looks = 0
@@ -158,17 +163,19 @@ class Watcher:
             time.sleep(self.pause())
         for name in sorted(self._waiting):
             self._tell(Event(self.root / name, None, "still being written: left for the next time"))
+        failed = self.those("failed")
         return Watched(
             self.root,
             self.those("handled"),
-            self.those("failed"),
+            failed,
             self.those("missed"),
             tuple(self.root / name for name in sorted(before - self._outcomes.keys())),
+            {path: self._outcomes[path.name].message for path in failed},
         )
 
     def those(self, outcome: Outcome) -> tuple[Path, ...]:
-        """Return the checkpoints that this has become of, in the order in which it did."""
-        return tuple(self.root / name for name, found in self._outcomes.items() if found == outcome)
+        """Return the checkpoints with this outcome, in the order in which they had it."""
+        return tuple(event.checkpoint for event in self._outcomes.values() if event.outcome == outcome)
 
     def pause(self) -> float:
         """Return the seconds until the next look at the run."""
@@ -209,7 +216,7 @@ class Watcher:
         return is_restless
 
     def is_settled(self, one: Checkpoint, look: Look) -> bool:
-        """Return whether nothing more is to be done with a checkpoint, as it was saved last."""
+        """Return whether nothing is left to do with a checkpoint since it was last saved."""
         if self._failures.get(one.name, []).count(look.saved_ns) >= self.terms.tries:
             return True
         entry = self.journal.entries.get(one.name)
@@ -218,7 +225,7 @@ class Watcher:
         return look.saved_ns == entry.saved_ns or one.is_weights_only  # those of one that was demoted
 
     def handle(self, one: Checkpoint, look: Look) -> bool:
-        """Handle a checkpoint, which is kept meanwhile, and note what came of it; False if it has changed by now."""
+        """Handle a checkpoint, protect it meanwhile, and note the outcome. Return False if it has changed by now."""
         self._due.pop(one.name, None)
         try:
             hold(self._lock, one.path)
@@ -242,46 +249,46 @@ class Watcher:
         return True
 
     def carry_out(self, one: Checkpoint, saved_ns: int) -> str | None:
-        """Run the commands that are left to run for a checkpoint; return what failed, None if nothing did."""
+        """Run the commands that are left for a checkpoint. Return what failed, None if nothing did."""
         name = one.path.stem if one.path.is_file() else one.name
         out = self.terms.place / name
         values = {"ckpt": str(one.path), "name": name, "step": str(one.own_step), "out": str(out)}
         entry = self.journal.entries.get(one.name)
         if entry is None or saved_ns != entry.saved_ns:
-            entry = Entry("waiting", saved_ns)
+            entry = Fate("waiting", saved_ns)
         for number, command in enumerate(self.terms.commands):
             if number < entry.commands_done:
                 continue
             if not self.was_made(command, entry, out):
-                entry = Entry("begun", saved_ns, number, identity(out))
+                entry = Fate("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
                 if "out" in command.places:
                     make_directories(out.parent, sync=False)
                 self._tell(Event(one.path, None, str(command)))
-                code = command.run(values, self._lock)
-                if code != 0:
-                    self.note(one.name, Entry("failed", saved_ns, number))
-                    return f"{command}: {describe(code)}"
+                failure = command.run(values, self._lock, self.terms.timeout)
+                if failure:
+                    self.note(one.name, Fate("failed", saved_ns, number))
+                    return f"{command}: {failure}"
             is_last = number + 1 == len(self.terms.commands)
-            entry = Entry("done" if is_last else "waiting", saved_ns, number + 1)
+            entry = Fate("done" if is_last else "waiting", saved_ns, number + 1)
             self.note(one.name, entry)
         return None
 
-    def note(self, name: str, entry: Entry) -> None:
-        """Note what is true of a checkpoint now, in the run that is watched: never make another in its place."""
+    def note(self, name: str, entry: Fate) -> None:
+        """Write to the journal, unless the run has been moved: a new run is never made in its place."""
         require_place(self._lock, self.root, self.journal.key)
         self.journal.note(name, entry)
 
-    def was_made(self, command: Command, entry: Entry, out: Path) -> bool:
-        """Return whether a command that was running when a watch was killed has made its output nonetheless.
+    def was_made(self, command: WatchCommand, entry: Fate, out: Path) -> bool:
+        """Return whether a command that ran when a watch was killed has made its output nevertheless.
 
-        What is at `{out}` of one of ours is whole; it is what the command made if it was not there before.
+        A command of ckptkit leaves a whole output or none, so what was not at `{out}` before is its output.
         """
         is_whole = command.is_ours and "out" in command.places
         return entry.state == "begun" and is_whole and identity(out) not in (None, entry.out_before)
 
     def fail(self, name: str, saved_ns: int, failure: str) -> None:
-        """Note that a try failed: there will be another, or this was the last."""
+        """Note that a try failed, and plan the next try or give up."""
         failures = self._failures.setdefault(name, [])
         failures.append(saved_ns)
         count = failures.count(saved_ns)
@@ -295,19 +302,22 @@ class Watcher:
     def miss(self, name: str) -> None:
         """Note that a checkpoint was deleted before it was handled."""
         entry = self.journal.entries.get(name)
-        self.note(name, Entry("missed", entry.saved_ns if entry else 0))
+        self.note(name, Fate("missed", entry.saved_ns if entry else 0))
         self.settle(name, "missed", "deleted before it was handled")
 
     def settle(self, name: str, outcome: Outcome, message: str) -> None:
-        """Tell what has become of a checkpoint."""
+        """Note and tell the outcome of a checkpoint."""
         self._due.pop(name, None)
         self._waiting.discard(name)
-        self._outcomes[name] = outcome
-        self._tell(Event(self.root / name, outcome, message))
+        self._outcomes[name] = Event(self.root / name, outcome, message)
+        self._tell(self._outcomes[name])
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file or directory from another that was there before: inode and time. None for nothing."""
+    """Return inode and time of the last change of a file or directory, None if there is nothing.
+
+    A file or directory that replaces another has a different pair.
+    """
     with translate_os_errors(path):
         try:
             state = path.lstat()

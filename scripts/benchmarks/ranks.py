@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit import storage
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from scripts.benchmarks.inputs import make_model, make_training
 
 READ_BYTES = 1 << 19
@@ -131,7 +131,7 @@ def timed(work: Callable[[], None]) -> float:
 WORKS = {"load": load, "save": save, "reshard": reshard}
 
 
-def work(options: argparse.Namespace, place: Place, report: Report) -> None:
+def work(options: argparse.Namespace, place: RankPlace, report: Report) -> None:
     """Do the work of one rank; rank 0 reports its seconds, and the memory of all ranks together in MiB."""
     with process_group(place, "cpu") as mesh:
         seconds = WORKS[options.what](mesh, options)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from ckptkit.trainers.steps import is_epoch, step_of
 from tests import producers
 from tests.conftest import Produce
@@ -32,15 +32,15 @@ def run(produce: Produce, tmp_path: Path) -> Path:
 
 
 def test_only_complete_checkpoints_count(run: Path) -> None:
-    assert [ckpt.step for ckpt in Run(run).checkpoints()] == [5, 9, 10]
-    latest = Run(run).latest()
+    assert [ckpt.step for ckpt in RunFolder(run).checkpoints()] == [5, 9, 10]
+    latest = RunFolder(run).latest()
     assert latest is not None
-    assert latest.path == run / "ckpt-10" == Run(run).checkpoint(10)
+    assert latest.path == run / "ckpt-10" == RunFolder(run).checkpoint(10)
 
 
 def test_a_run_that_is_not_there_has_none(tmp_path: Path) -> None:
-    assert Run(tmp_path / "absent").checkpoints() == []
-    assert Run(tmp_path).latest() is None
+    assert RunFolder(tmp_path / "absent").checkpoints() == []
+    assert RunFolder(tmp_path).latest() is None
 
 
 def test_a_path_means_the_checkpoint_or_the_latest_of_the_run(run: Path) -> None:
@@ -67,13 +67,13 @@ def test_a_model_and_the_rest_of_its_training_are_one_checkpoint(produce: Produc
     assert Checkpoint.open(tmp_path / "run").model_part.path == checkpoint
     assert [part.path for part in Checkpoint.at(checkpoint).parts] == [checkpoint, checkpoint / "training"]
     (checkpoint / "training" / ".metadata").unlink()
-    assert Run(tmp_path / "run").latest() is None
+    assert RunFolder(tmp_path / "run").latest() is None
 
 
 def test_an_unfinished_part_makes_the_whole_incomplete(produce: Produce, tmp_path: Path) -> None:
     shutil.copytree(produce(producers.accelerate).root, tmp_path / "run" / "checkpoint-7")
     (tmp_path / "run" / "checkpoint-7" / "optimizer_0" / ".metadata").unlink()
-    assert Run(tmp_path / "run").latest() is None
+    assert RunFolder(tmp_path / "run").latest() is None
 
 
 def test_nothing_to_be_found(run: Path, tmp_path: Path) -> None:

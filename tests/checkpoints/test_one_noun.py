@@ -23,7 +23,7 @@ import ckptkit
 from ckptkit import storage
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, IOFailure, Unsupported
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from tests.producers import Oddments, save_alone, spawn
 
 
@@ -50,7 +50,7 @@ def test_all_take_the_highest_step(run: Path, tmp_path: Path) -> None:
     assert ckptkit.open(run).path == latest
     assert ckptkit.open_layout(run).root == latest
     assert ckptkit.consolidate(run, tmp_path / "out").source == latest
-    found = Run(run).latest()
+    found = RunFolder(run).latest()
     assert found is not None
     assert (found.path, found.step) == (latest, 500)
     assert Checkpoint.open(run).step == ckptkit.inspect(latest).step == 500

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from ckptkit.cli.values import Command
+from ckptkit.cli.values import PlainCommand
 from tests.cli.test_commands import ckptkit
 
 
@@ -55,7 +55,7 @@ def every_kind(
 )
 def test_values_are_those_that_typer_reads(line: str) -> None:
     read = []
-    for kind in (None, Command):
+    for kind in (None, PlainCommand):
         app = typer.Typer(add_completion=False)
         app.command(cls=kind)(every_kind)
         read.append(get_command(app).main(line.split(), standalone_mode=False))

@@ -41,6 +41,18 @@ def test_in_json(run: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["ok"], found["missed"], found["before"]) == (False, [], [])
     assert (found["handled"], found["failed"]) == ([str(run / "ckpt-2")], [str(run / "ckpt-1")])
+    assert found["reasons"] == {str(run / "ckpt-1"): "given up after 1 try: test {step} = 2: exit code 1"}
+
+
+def test_a_command_that_hangs_is_said_with_its_limit(run: Path) -> None:
+    given = ("--every", "0.05", "--tries", "1", "--timeout", "0.5", "--once")
+    done = watch(run, "--exec", "sleep 1000", *given, "--json")
+    assert done.returncode == 1
+    words = "given up after 1 try: sleep 1000: ran longer than 0.5 s, the timeout, and was ended with its children"
+    assert set(json.loads(done.stdout)["reasons"].values()) == {words}
+    assert f"ckpt-1: {words}\n" in watch(run, "--exec", "sleep 1000", *given).stdout
+    refused = watch(run, "--exec", "true", "--timeout", "0", "--once")
+    assert (refused.returncode, refused.stdout) == (2, "")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
 from ckptkit.training.parallel.fsdp2 import prefetch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.recompute import recompute
 from tests.models.test_fit import FAMILIES, SIZES
 
@@ -256,7 +256,7 @@ def shard(model: Llama, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, resha
 UNEVEN = ModelConfig(hidden_size=40, intermediate_size=67, head_dim=10, vocab_size=257, num_hidden_layers=3)
 
 
-def hold_states(path: Path, place: Place, report: Report) -> None:
+def hold_states(path: Path, place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         for tied in (True, False):
             model = Llama(replace(UNEVEN, tie_word_embeddings=tied))
@@ -318,7 +318,7 @@ TRACKED_SETUPS = [
 ]
 
 
-def track_peaks(place: Place, report: Report) -> None:
+def track_peaks(place: RankPlace, report: Report) -> None:
     """The most bytes that torch counts while it makes believe to train: no memory, no computing, no other ranks."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from ckptkit.runs.run import Run as Directory
+from ckptkit.runs.run import RunFolder
 from ckptkit.training.saving.run import Run
 from tests.faults.cases import Seen
 from tests.faults.verdicts import Verdict
@@ -93,7 +93,7 @@ def try_killing(root: Path, times: int) -> Iterator[Seen]:
         for process in ranks:
             process.kill()
             process.communicate()
-        latest = Directory(root / "run").latest()
+        latest = RunFolder(root / "run").latest()
         readers = start("check", root / "run", root / "meeting")
         told = [process.communicate(timeout=_PATIENCE)[1] for process in readers]
         is_right = all(process.returncode == 0 for process in readers)

@@ -89,16 +89,16 @@ def test_the_weights_are_left_and_all_that_goes_with_them(tmp_path: Path, form: 
     assert done.freed_bytes == sum(entry.freed_bytes for entry in done.demote) == freed
 
 
-def test_it_is_said_before_it_is_done(tmp_path: Path) -> None:
-    make_run(tmp_path, "sharded")
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_said_before_it_is_done(tmp_path: Path, form: str) -> None:
+    make_run(tmp_path, form)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     plan = prune(tmp_path, keep_last=1, demote=True)
     assert [entry.step for entry in plan.demote] == [2, 1]
     assert (plan.delete, plan.deleted, plan.freed_bytes) == ((), False, 0)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
     done = demote(tmp_path)
-    for planned, real in zip(plan.demote, done.demote, strict=True):
-        assert planned.freed_bytes == pytest.approx(real.freed_bytes, abs=4000)  # config and manifest are not counted
+    assert [entry.freed_bytes for entry in plan.demote] == [entry.freed_bytes for entry in done.demote]
 
 
 def test_once_is_enough_and_pins_hold(tmp_path: Path) -> None:

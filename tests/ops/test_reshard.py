@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ckptkit import reshard
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from tests import producers
 from tests.conftest import Produce
 from tests.ops.judges import (
@@ -211,7 +211,7 @@ def test_the_latest_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir("ckpt-10")
     assert reshard(to=4).output == run / "ckpt-10-to4"
     assert load_dcp(run / "ckpt-10-to4")["model"]["w"].tolist() == [10, 11, 12, 13]
-    assert [ckpt.step for ckpt in Run(run).checkpoints()] == [2, 10], "what was resharded is not of the run"
+    assert [ckpt.step for ckpt in RunFolder(run).checkpoints()] == [2, 10], "what was resharded is not of the run"
 
 
 def test_one_file_as_the_source(produce: Produce, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.pictures.curves import draw_curves
-from ckptkit.pictures.layers import Kind, draw_layers, spread
+from ckptkit.pictures.layers import LayerKind, draw_layers, spread
 from ckptkit.pictures.markup import Markup
 from ckptkit.pictures.series import Series
 from ckptkit.pictures.shard_svg import draw_shards, shorten, standalone
@@ -157,10 +157,10 @@ def test_a_time_line_of_very_many_shows_the_newest() -> None:
 
 
 def test_layers() -> None:
-    kinds = [Kind(f"layers.*.{i}", {layer: 10.0**i + layer for layer in range(5)}) for i in range(12)]
+    kinds = [LayerKind(f"layers.*.{i}", {layer: 10.0**i + layer for layer in range(5)}) for i in range(12)]
     root = parse(draw_layers("Norms", kinds))
     assert "layers.*.3, layer 2: 1.002k" in titles(root)
-    parse(Markup(draw_layers("Norms", [Kind("a.*.b", {7: 0.0})])))
+    parse(Markup(draw_layers("Norms", [LayerKind("a.*.b", {7: 0.0})])))
 
 
 def test_names_beside_lines_do_not_lie_on_each_other() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckptkit
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests.ops.test_verify import flip, one
 from tests.producers import counted
 from tests.test_matrix import load_dcp, load_hf, load_pt
@@ -34,7 +34,7 @@ def state() -> dict[str, Any]:
     return {"model": weights, "step": 7, "note": ["a", 1.5]}
 
 
-def save(root: Path, place: Place, report: Report) -> None:
+def save(root: Path, place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu"):
         mesh = init_device_mesh("cpu", (RANKS,))
         sharded = {"w": distribute_tensor(state()["model"]["w"], mesh, [Shard(0)], src_data_rank=None)}

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.runs.retention import Best, Policy, Saved, decide, find_saved, read_metrics, write_metrics
-from ckptkit.runs.run import Run
+from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, decide, find_saved, read_metrics, write_metrics
+from ckptkit.runs.run import RunFolder
 from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
 from tests.conftest import Produce
@@ -21,11 +21,11 @@ from tests.conftest import Produce
 NAN = float("nan")
 
 
-def saved(step: int, **metrics: float) -> Saved:
-    return Saved(Path(f"ckpt-{step}"), step, metrics)
+def saved(step: int, **metrics: float) -> SavedCheckpoint:
+    return SavedCheckpoint(Path(f"ckpt-{step}"), step, metrics)
 
 
-def kept(checkpoints: list[Saved], policy: Policy) -> list[int]:
+def kept(checkpoints: list[SavedCheckpoint], policy: Policy) -> list[int]:
     return [verdict.saved.step for verdict in decide(checkpoints, policy) if verdict.is_kept]
 
 
@@ -72,7 +72,11 @@ def test_each_that_stays_has_its_reasons() -> None:
 
 
 def test_what_is_held_stays_and_says_why_first() -> None:
-    held = [Saved(Path("ckpt-1"), 1, {}, ("pinned",)), saved(2), Saved(Path("ckpt-3"), 3, {}, ("`latest` names it",))]
+    held = [
+        SavedCheckpoint(Path("ckpt-1"), 1, {}, ("pinned",)),
+        saved(2),
+        SavedCheckpoint(Path("ckpt-3"), 3, {}, ("`latest` names it",)),
+    ]
     assert [verdict.reasons for verdict in decide(held, Policy(1))] == [
         ("`latest` names it", "one of the last 1"),
         (),
@@ -81,7 +85,11 @@ def test_what_is_held_stays_and_says_why_first() -> None:
 
 
 def test_the_newest_to_go_on_from_stays_beside_newer_weights() -> None:
-    found = [saved(1), saved(2), *(Saved(Path(f"ckpt-{step}"), step, {}, is_weights_only=True) for step in (3, 4))]
+    found = [
+        saved(1),
+        saved(2),
+        *(SavedCheckpoint(Path(f"ckpt-{step}"), step, {}, is_weights_only=True) for step in (3, 4)),
+    ]
     assert kept(found, Policy(1)) == kept(found, Policy(every=99)) == [4, 2]
     reasons = {verdict.saved.step: verdict.reasons for verdict in decide(found, Policy(every=99))}
     assert (reasons[4], reasons[2]) == (("the newest",), ("the newest to go on from",))
@@ -90,7 +98,7 @@ def test_the_newest_to_go_on_from_stays_beside_newer_weights() -> None:
 
 def test_steps_count_not_directories() -> None:
     """Two checkpoints of one step, by the names of two trainers, stay or go together."""
-    twins = [Saved(Path(f"{name}{step}"), step, {}) for step in (1, 2, 3) for name in ("ckpt-", "step-")]
+    twins = [SavedCheckpoint(Path(f"{name}{step}"), step, {}) for step in (1, 2, 3) for name in ("ckpt-", "step-")]
     assert kept(twins, Policy(2)) == [3, 3, 2, 2]
     assert kept(twins, Policy(every=2)) == [3, 3, 2, 2]
 
@@ -146,7 +154,7 @@ def test_only_complete_checkpoints_that_the_run_made_are_looked_at(produce: Prod
         place(produce, tmp_path / name)
     (tmp_path / "ckpt-3" / ".metadata").unlink()
     (tmp_path / "ckpt-6").symlink_to(tmp_path / "elsewhere")
-    found = find_saved(Run(tmp_path))
+    found = find_saved(RunFolder(tmp_path))
     assert [one.step for one in found] == [1, 2]
     assert found[0].metrics["loss"] == 2.0
     assert found[1].metrics == {}

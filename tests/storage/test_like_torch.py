@@ -29,7 +29,7 @@ from ckptkit.errors import Usage
 from ckptkit.ops.verify import verify_part
 from ckptkit.storage import Reader, Writer
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests.producers import counted
 from tests.train.saving.networks import Trainee, differing, whole
 
@@ -206,7 +206,7 @@ def give_back(trainee: Trainee, state: dict[str, Any]) -> None:
     trainee.scheduler.load_state_dict(state["scheduler"])
 
 
-def train_and_swap(root: Path, wrappers: tuple[str, ...], place: Place, report: Report) -> None:
+def train_and_swap(root: Path, wrappers: tuple[str, ...], place: RankPlace, report: Report) -> None:
     """Save model and optimizer by each writer, and load them by each reader that is its fellow."""
     warnings.simplefilter("ignore")
     with process_group(place, "cpu"):
@@ -244,7 +244,7 @@ def load_into(path: Path, reader: Load, wrapper: str, expected: Trainee, report:
     report((path.name, state["step"], expected.compare(other)))
 
 
-def load_elsewhere(root: Path, place: Place, report: Report) -> None:
+def load_elsewhere(root: Path, place: RankPlace, report: Report) -> None:
     """Load at another number of ranks what was saved."""
     warnings.simplefilter("ignore")
     with process_group(place, "cpu"):
@@ -267,7 +267,7 @@ def test_model_and_optimizer_under_every_wrapper(tmp_path: Path) -> None:
     assert len(heard) == 3 * len(wrappers) * 6
 
 
-def parallel_states(root: Path, place: Place, report: Report) -> None:
+def parallel_states(root: Path, place: RankPlace, report: Report) -> None:
     """Tensor parallel with FSDP2, states of single ranks, ranks alone, and tensors of some of the ranks only."""
     warnings.simplefilter("ignore")
     with process_group(place, "cpu"):

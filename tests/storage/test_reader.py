@@ -26,7 +26,7 @@ from ckptkit.storage import LayoutReader, Reader, find_cause
 from ckptkit.storage.reader import share_of
 from ckptkit.tensors.box import Box
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted
@@ -192,7 +192,7 @@ WRAPPERS = {
 }
 
 
-def load_under_wrappers(paths: dict[str, Path], place: Place, report: Report) -> None:
+def load_under_wrappers(paths: dict[str, Path], place: RankPlace, report: Report) -> None:
     """Load the same weights from each path into a model under each wrapper, and compare them whole."""
     warnings.simplefilter("ignore")  # of FSDP1
     with process_group(place, "cpu"):

@@ -21,7 +21,7 @@ from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsuppo
 from ckptkit.names.weights import find_weights
 from ckptkit.storage import LayoutReader, load_weights
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted
@@ -150,7 +150,7 @@ def test_tensors_on_a_gpu(tmp_path: Path) -> None:
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
-def load_on_ranks(sources: list[tuple[Path, Path]], shape: tuple[int, ...], place: Place, report: Report) -> None:
+def load_on_ranks(sources: list[tuple[Path, Path]], shape: tuple[int, ...], place: RankPlace, report: Report) -> None:
     """Load each checkpoint into tensors spread over a mesh in every way, and compare this rank's part."""
     with process_group(place, "cpu"):
         mesh = init_device_mesh("cpu", shape)
@@ -191,7 +191,7 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().partition("rchar:")[2].split()[0])
 
 
-def read_a_part(paths: list[Path], place: Place, report: Report) -> None:
+def read_a_part(paths: list[Path], place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         tensors = {f"{i}": distribute_tensor(torch.ones(1000, 500), mesh, [Shard(0)]) for i in range(4)}
         load_weights(paths[0], dict(tensors))  # whatever is read once per process is read
@@ -212,7 +212,7 @@ def test_a_rank_reads_its_part_only(tmp_path: Path) -> None:
     assert all(share < nbytes < 1.02 * share for nbytes in heard), heard
 
 
-def fail_together(damaged: Path, sound: Path, place: Place, report: Report) -> None:
+def fail_together(damaged: Path, sound: Path, place: RankPlace, report: Report) -> None:
     """Every rank hears of what only one of them met, as the error that it is, and can go on."""
     with process_group(place, "cpu") as mesh:
         last = place.rank == place.world_size - 1

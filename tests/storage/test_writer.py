@@ -30,7 +30,7 @@ from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.writer import plan_layout
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests.formats.contract import raw_bytes
 from tests.producers import counted
 from tests.storage.states import LARGE, assert_same_bits, blank, every_kind, local, spread
@@ -225,7 +225,7 @@ def test_tensors_on_a_gpu(to: str, tmp_path: Path) -> None:
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
-def save_on_ranks(room: Path, shape: tuple[int, ...], place: Place, report: Report) -> None:
+def save_on_ranks(room: Path, shape: tuple[int, ...], place: RankPlace, report: Report) -> None:
     """Save tensors spread over a mesh in every way, at once and behind; rank 0 compares."""
     with process_group(place, "cpu"):
         mesh = init_device_mesh("cpu", shape)
@@ -256,7 +256,7 @@ def test_every_rank_writes_its_part(shape: tuple[int, ...], tmp_path: Path) -> N
     assert len(heard) == 7 * len(FORMATS)
 
 
-def fail_on_ranks(room: Path, place: Place, report: Report) -> None:
+def fail_on_ranks(room: Path, place: RankPlace, report: Report) -> None:
     """What goes wrong on one rank, or between them, leaves nothing; and they can go on."""
     with process_group(place, "cpu") as mesh:
         last = place.rank == place.world_size - 1

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from ckptkit.training.config import settings
 from ckptkit.training.smoke.checks import CHECKS
 
@@ -39,7 +39,7 @@ def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path
     assert second.returncode == 0, second.stderr
     assert [line.split()[1] for line in second.stdout.splitlines()] == ["3/3"]
     assert "going on: run is at step 2 of 3" in second.stderr
-    assert [checkpoint.step for checkpoint in Run(tmp_path / "run").checkpoints()] == [2, 3]
+    assert [checkpoint.step for checkpoint in RunFolder(tmp_path / "run").checkpoints()] == [2, 3]
     third = ckptkit(tmp_path, "train", "--resume", "auto", "--nproc", "1")
     assert (third.returncode, third.stdout) == (0, "")
     assert "nothing to do" in third.stderr
@@ -101,7 +101,7 @@ def test_an_interrupted_train_ends_its_ranks(tmp_path: Path, number: signal.Sign
         _, errors = process.communicate()
     assert process.returncode == code, errors
     assert "Traceback" not in errors
-    assert len(Run(tmp_path / "run").checkpoints()) == left
+    assert len(RunFolder(tmp_path / "run").checkpoints()) == left
 
 
 def test_smoke_exits_with_1_when_a_check_fails(tmp_path: Path) -> None:

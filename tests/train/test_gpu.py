@@ -12,7 +12,7 @@ import torch
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import launch
 from ckptkit.training.loop import train
-from ckptkit.training.metrics import Step
+from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.smoke.smoke import smoke
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def test_every_option_trains_in_bf16_to_about_the_same_losses(tmp_path: Path, wa
 def losses(config: TrainConfig) -> list[float]:
     heard: list[Any] = []
     launch(partial(train, config), torch.cuda.device_count(), heard.append)
-    steps = [step for step in heard if isinstance(step, Step)]
+    steps = [step for step in heard if isinstance(step, StepMetrics)]
     assert all(step.memory_allocated and step.memory_reserved for step in steps)
     assert all(step.mfu is None or math.isfinite(step.mfu) for step in steps)
     return [step.loss for step in steps]

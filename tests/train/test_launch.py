@@ -6,29 +6,29 @@ import pytest
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place
+from ckptkit.training.parallel.ranks import RankPlace
 
 
-def refuse_on_rank_1(place: Place, report: Report) -> None:
+def refuse_on_rank_1(place: RankPlace, report: Report) -> None:
     report("started")
     if place.rank == 1:
         raise Mismatch("two ranks do not fit", tensor="a.weight", hint="use one")
     time.sleep(600)
 
 
-def die_on_rank_1(place: Place, report: Report) -> None:
+def die_on_rank_1(place: RankPlace, report: Report) -> None:
     report(os.getpid())
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 
 
-def chatter(place: Place, report: Report) -> None:
+def chatter(place: RankPlace, report: Report) -> None:
     os.write(1, b"noise")
     report("result")
 
 
-def leave_early(place: Place, report: Report) -> None:
+def leave_early(place: RankPlace, report: Report) -> None:
     os._exit(7)
 
 

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.ops.consolidate import consolidate
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from ckptkit.training.config import TrainConfig, read_settings
 from ckptkit.training.data.corpus import Corpus, open_corpus
 from ckptkit.training.data.tokenizer import Bytes
 from ckptkit.training.data.tokens import prepare_tokens
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.loop import train
-from ckptkit.training.metrics import METRICS, Step
+from ckptkit.training.metrics import METRICS, StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.parallel.initial import initialise
-from ckptkit.training.parallel.ranks import Place
+from ckptkit.training.parallel.ranks import RankPlace
 from ckptkit.training.smoke.runs import read_tensors
 from ckptkit.training.trainer import make_scheduler
 
@@ -47,29 +47,31 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def steps(config: TrainConfig) -> list[Step]:
+def steps(config: TrainConfig) -> list[StepMetrics]:
     """What the run on two ranks reported."""
     return go(config, 2)
 
 
-def go(config: TrainConfig, nproc: int) -> list[Step]:
+def go(config: TrainConfig, nproc: int) -> list[StepMetrics]:
     """Train, and give the steps that were reported."""
     (steps,) = go_each([config], nproc)
     return steps
 
 
-def go_each(configs: Sequence[TrainConfig], nproc: int) -> list[list[Step]]:
+def go_each(configs: Sequence[TrainConfig], nproc: int) -> list[list[StepMetrics]]:
     """Train one run after the other on the same processes, whose start takes longer than the training."""
     heard: list[Any] = []
     launch(partial(train_each, configs), nproc, heard.append)
-    return [[step for number, step in heard if number == i and isinstance(step, Step)] for i in range(len(configs))]
+    return [
+        [step for number, step in heard if number == i and isinstance(step, StepMetrics)] for i in range(len(configs))
+    ]
 
 
 def tell(report: Report, number: int, message: object) -> None:
     report((number, message))
 
 
-def train_each(configs: Sequence[TrainConfig], place: Place, report: Report) -> None:
+def train_each(configs: Sequence[TrainConfig], place: RankPlace, report: Report) -> None:
     for i, config in enumerate(configs):
         train(config, replace(place, rendezvous=f"{place.rendezvous}-{i}"), partial(tell, report, i))
 
@@ -79,20 +81,22 @@ def corpus_of(config: TrainConfig, room: Path) -> Corpus:
     return open_corpus(tokens, length=config.sequence_length, seed=config.seed)
 
 
-def test_a_run_leaves_settings_config_metrics_and_complete_checkpoints(config: TrainConfig, steps: list[Step]) -> None:
+def test_a_run_leaves_settings_config_metrics_and_complete_checkpoints(
+    config: TrainConfig, steps: list[StepMetrics]
+) -> None:
     assert [step.step for step in steps] == list(range(1, STEPS + 1))
-    assert [checkpoint.step for checkpoint in Run(config.run).checkpoints()] == [SAVED, STEPS]
+    assert [checkpoint.step for checkpoint in RunFolder(config.run).checkpoints()] == [SAVED, STEPS]
     assert [step.checkpoint for step in steps if step.checkpoint] == [str(config.run / f"ckpt-{n}") for n in (3, 6)]
     for root in (config.run, config.run / "ckpt-3", config.run / "ckpt-6"):
         assert ModelConfig.read(root / "config.json") == ModelConfig.sized("tiny")
     lines = [json.loads(line) for line in (config.run / METRICS).read_text().splitlines()]
-    assert [Step(**line) for line in lines] == steps
+    assert [StepMetrics(**line) for line in lines] == steps
     assert TrainConfig(run=config.run, **read_settings(config.run / "train.toml")) == config
     assert json.loads((config.run / "ckpt-3/metrics.json").read_text()) == {"loss": steps[2].loss, "step": 3}
 
 
 def test_losses_are_those_of_a_plain_loop_over_whole_batches(
-    config: TrainConfig, steps: list[Step], tmp_path: Path
+    config: TrainConfig, steps: list[StepMetrics], tmp_path: Path
 ) -> None:
     corpus = corpus_of(config, tmp_path)
     blueprint = LlamaBlueprint(ModelConfig.sized("tiny"))
@@ -145,7 +149,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config: TrainConfig,
         require_equal_tensors(one.run / "ckpt-6", other.run / "ckpt-6")
 
 
-def numbers(step: Step) -> tuple[float, ...]:
+def numbers(step: StepMetrics) -> tuple[float, ...]:
     return (step.step, step.loss, step.grad_norm, step.lr, step.tokens)
 
 
@@ -162,7 +166,7 @@ def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
     return load_file(checkpoint / "model.safetensors") | read_tensors(checkpoint / "training")
 
 
-def test_what_changes_the_way_changes_no_number(config: TrainConfig, steps: list[Step], tmp_path: Path) -> None:
+def test_what_changes_the_way_changes_no_number(config: TrainConfig, steps: list[StepMetrics], tmp_path: Path) -> None:
     """Seven sequences on two ranks: with one at a time, a rank has a micro-batch of nothing."""
     ways: list[dict[str, Any]] = [
         {"micro_batch_size": 1},
@@ -175,14 +179,14 @@ def test_what_changes_the_way_changes_no_number(config: TrainConfig, steps: list
         require_close(found, steps)
 
 
-def require_close(found: list[Step], expected: list[Step]) -> None:
+def require_close(found: list[StepMetrics], expected: list[StepMetrics]) -> None:
     assert [step.tokens for step in found] == [step.tokens for step in expected]
     assert [step.loss for step in found] == pytest.approx([step.loss for step in expected], rel=1e-4)
     assert [step.grad_norm for step in found] == pytest.approx([step.grad_norm for step in expected], rel=1e-3)
 
 
 def test_a_run_goes_on_from_two_to_four_to_three_ranks_with_the_same_batches(
-    config: TrainConfig, steps: list[Step], tmp_path: Path
+    config: TrainConfig, steps: list[StepMetrics], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     first = go(replace(config, run=run, resume=str(config.run / "ckpt-3"), state_dict="hf", steps=4), 4)
@@ -195,7 +199,7 @@ def test_a_run_goes_on_from_two_to_four_to_three_ranks_with_the_same_batches(
 
 
 def test_a_resumed_run_learns_at_the_rates_asked_for_now(
-    config: TrainConfig, steps: list[Step], tmp_path: Path
+    config: TrainConfig, steps: list[StepMetrics], tmp_path: Path
 ) -> None:
     slower = replace(config, run=tmp_path / "run", resume=str(config.run / "ckpt-3"), lr=config.lr / 2)
     assert [step.lr for step in go(slower, 1)] == pytest.approx([step.lr / 2 for step in steps[SAVED:]])
@@ -236,31 +240,31 @@ def test_no_weight_is_left_out_in_silence(config: TrainConfig, tmp_path: Path) -
             assert raised.value.tensor == next(iter(more))
 
 
-def test_old_checkpoints_go_and_the_best_stays(config: TrainConfig, steps: list[Step], tmp_path: Path) -> None:
+def test_old_checkpoints_go_and_the_best_stays(config: TrainConfig, steps: list[StepMetrics], tmp_path: Path) -> None:
     kept = replace(config, run=tmp_path / "run", save_every=1, keep_last=1, keep_best="loss", background=True)
     found = go(kept, 1)
     best = min(found, key=lambda step: step.loss).step
-    assert [checkpoint.step for checkpoint in Run(kept.run).checkpoints()] == sorted({best, STEPS})
+    assert [checkpoint.step for checkpoint in RunFolder(kept.run).checkpoints()] == sorted({best, STEPS})
 
 
-def terminate_after_two(config: TrainConfig, place: Place, report: Report) -> None:
+def terminate_after_two(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """As a scheduler does that wants its machines back, on one rank only: the others must hear of it."""
 
     def hear(message: object) -> None:
         report(message)
-        if isinstance(message, Step) and message.step == 2:
+        if isinstance(message, StepMetrics) and message.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     train(config, place, hear)
 
 
-def test_a_run_that_is_asked_to_end_saves_first(config: TrainConfig, steps: list[Step], tmp_path: Path) -> None:
+def test_a_run_that_is_asked_to_end_saves_first(config: TrainConfig, steps: list[StepMetrics], tmp_path: Path) -> None:
     heard: list[Any] = []
     ended = replace(config, run=tmp_path / "run", background=True)
     launch(partial(terminate_after_two, ended), 2, heard.append)
-    assert [message.step for message in heard if isinstance(message, Step)] == [1, 2, 3]
+    assert [message.step for message in heard if isinstance(message, StepMetrics)] == [1, 2, 3]
     assert heard[-1].ended_early
-    assert [checkpoint.step for checkpoint in Run(ended.run).checkpoints()] == [3]
+    assert [checkpoint.step for checkpoint in RunFolder(ended.run).checkpoints()] == [3]
     found = go(replace(ended, resume="auto"), 2)
     assert list(map(numbers, found)) == list(map(numbers, steps[SAVED:]))
 
@@ -272,14 +276,14 @@ def test_metrics_of_steps_taken_again_are_forgotten(config: TrainConfig, tmp_pat
         file.write(json.dumps({"step": 3, "loss": 0.0}) + '\n{"step": 4')
     after = go(replace(first, steps=3, resume="auto"), 1)
     lines = [json.loads(line) for line in (first.run / METRICS).read_text().splitlines()]
-    assert [Step(**line) for line in lines] == before + after
+    assert [StepMetrics(**line) for line in lines] == before + after
     assert go(replace(first, steps=3, resume="auto"), 1) == []
     (first.run / METRICS).write_text('{"loss": 1}\n')
     with pytest.raises(Corrupt, match="not the metrics of a step"):
         go(replace(first, steps=4, resume="auto"), 1)
 
 
-def refuse(cases: list[tuple[TrainConfig, type[CkptError], str]], place: Place, report: Report) -> None:
+def refuse(cases: list[tuple[TrainConfig, type[CkptError], str]], place: RankPlace, report: Report) -> None:
     for i, (config, kind, said) in enumerate(cases):
         with pytest.raises(CkptError) as raised:
             train(config, replace(place, rendezvous=f"{place.rendezvous}-{i}"), report)
@@ -313,7 +317,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(config: Tra
     wild = replace(config, run=tmp_path / "run", lr=1e30, warmup=0, save_every=1, clip=1e30)
     with pytest.raises(CkptError, match=r"step 2: .* gradient norm nan"):
         go(wild, 1)
-    assert [checkpoint.step for checkpoint in Run(wild.run).checkpoints()] == [1]
+    assert [checkpoint.step for checkpoint in RunFolder(wild.run).checkpoints()] == [1]
 
 
 def test_metrics_go_to_tensorboard_too(config: TrainConfig, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.merge import merge
 from ckptkit.training.config import TrainConfig, find_settings
 from ckptkit.training.launch import launch
-from ckptkit.training.metrics import Step
+from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
 from ckptkit.training.smoke.runs import read_tensors
@@ -62,7 +62,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def ran(base: TrainConfig, lora: TrainConfig) -> dict[Path, list[Step]]:
+def ran(base: TrainConfig, lora: TrainConfig) -> dict[Path, list[StepMetrics]]:
     """What runs in all of these ways reported, again from the middle, and on a model without a base, by the run."""
     runs = [replace(lora, **{"run": lora.run.with_name(f"lora-{i}"), **way}) for i, way in enumerate(WAYS)]
     again = [
@@ -74,14 +74,14 @@ def ran(base: TrainConfig, lora: TrainConfig) -> dict[Path, list[Step]]:
 
 
 @pytest.fixture(scope="module")
-def trained(lora: TrainConfig, ran: Mapping[Path, list[Step]]) -> list[TrainConfig]:
+def trained(lora: TrainConfig, ran: Mapping[Path, list[StepMetrics]]) -> list[TrainConfig]:
     """The runs in all of these ways, the first of which is the plain one."""
     assert ran
     return [replace(lora, **{"run": lora.run.with_name(f"lora-{i}"), **way}) for i, way in enumerate(WAYS)]
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    ran: Mapping[Path, list[Step]], trained: list[TrainConfig]
+    ran: Mapping[Path, list[StepMetrics]], trained: list[TrainConfig]
 ) -> None:
     for one in trained:
         again = one.run.with_name(f"{one.run.name}-again")
@@ -138,7 +138,7 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 def test_three_ranks_go_on_where_two_were(
-    ran: Mapping[Path, list[Step]], trained: list[TrainConfig], tmp_path: Path
+    ran: Mapping[Path, list[StepMetrics]], trained: list[TrainConfig], tmp_path: Path
 ) -> None:
     first = trained[0]
     more = replace(first, run=tmp_path / "more", resume=str(first.run / "ckpt-2"))
@@ -146,7 +146,7 @@ def test_three_ranks_go_on_where_two_were(
 
 
 def test_on_a_fresh_model_the_base_is_saved_too(
-    ran: Mapping[Path, list[Step]], lora: TrainConfig, tmp_path: Path
+    ran: Mapping[Path, list[StepMetrics]], lora: TrainConfig, tmp_path: Path
 ) -> None:
     run = lora.run.with_name("fresh")
     assert len(ran[run]) == 2

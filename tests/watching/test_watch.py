@@ -104,6 +104,36 @@ def test_what_fails_is_tried_again_and_then_reported_while_others_go_on(run: Pat
     assert pauses == ["tried again in 0.02 s", "tried again in 0.04 s"]
 
 
+def test_a_command_that_hangs_is_ended_with_its_children_and_tried_again(run: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = f'test $CKPTKIT_STEP = 10 || {{ sleep 1000 & echo $! >> "{log}"; wait; }}'
+    told: list[Event] = []
+    done = watch(run, exec=[shell(script)], every=SOON, tries=2, timeout=1, once=True, tell=told.append)
+    assert (done.handled, done.failed) == ((run / "ckpt-10",), (run / "ckpt-9",))
+    reason = (
+        f"given up after 2 tries: sh -c {script}: ran longer than 1 s, the timeout, and was ended with its children"
+    )
+    assert done.reasons == {run / "ckpt-9": reason}
+    assert [event.message for event in told if event.outcome == "failed"] == [reason]
+    assert sum("the timeout, and was ended with its children; tried again in" in event.message for event in told) == 1
+    sleeping = log.read_text().split()
+    assert len(sleeping) == 2
+    wait_until_ended(sleeping)
+    assert not is_held(run / "ckpt-9")
+
+
+@pytest.mark.parametrize("leader", ["trap '' TERM; ", ""], ids=["none ends", "only the first ends"])
+def test_what_does_not_end_when_it_is_asked_to_is_killed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leader: str
+) -> None:
+    monkeypatch.setattr("ckptkit.watching.commands._GRACE", 0.5)
+    log = tmp_path / "log"
+    child = f'sh -c \'trap "" TERM; echo $$ >> "{log}"; while :; do sleep 0.1; done\''
+    done = watch(run, exec=[shell(f"{leader}{child} & wait; wait")], every=SOON, tries=1, timeout=0.5, once=True)
+    assert [path.name for path in done.failed] == ["ckpt-9", "ckpt-10"]
+    wait_until_ended(log.read_text().split())
+
+
 def test_one_that_failed_is_tried_anew_by_the_next_watch(run: Path, tmp_path: Path) -> None:
     mended = tmp_path / "mended"
     command = [shell(f'test -e "{mended}"')]
@@ -249,13 +279,13 @@ def test_two_of_the_same_do_not_run_together_and_two_others_do(run: Path, tmp_pa
 
 KILLED = """
 import os, sys, ckptkit
-from ckptkit.ops.watching.journal import Journal
-note = Journal.note
+from ckptkit.watching.journal import WatchJournal
+note = WatchJournal.note
 def die(self, name, entry):
     if entry.state == sys.argv[2]:
         os.kill(os.getpid(), 9)
     note(self, name, entry)
-Journal.note = die
+WatchJournal.note = die
 ckptkit.watch(sys.argv[1], do="consolidate {ckpt} {out} --quiet", every=0.02, once=True)
 """
 
@@ -306,6 +336,13 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_ended(pids: list[str]) -> None:
+    last = time.monotonic() + 10
+    while any(is_alive(int(pid)) for pid in pids):
+        assert time.monotonic() < last
+        time.sleep(0.02)
 
 
 def test_a_command_that_outlives_a_killed_watch_keeps_its_checkpoint(run: Path, tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ class Lora:
     seed: int = 0
 
 
-class Matrix(nn.Linear):
+class LoraMatrix(nn.Linear):
     """A matrix of an adapter. A class by itself, since FSDP1 makes a unit of it: of another dtype than its block's."""
 
 
-class Adapted(nn.Linear):
+class LoraLinear(nn.Linear):
     """A linear layer with an adapter. It gives `x W' + scaling * (x A') B'`; its own weight keeps its name."""
 
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
@@ -48,8 +48,8 @@ class Adapted(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         for name in ("weight", "bias"):
             self.register_parameter(name, linear._parameters[name])
-        self.lora_A = nn.ModuleDict({DEFAULT: Matrix(self.in_features, lora.rank, bias=False)})
-        self.lora_B = nn.ModuleDict({DEFAULT: Matrix(lora.rank, self.out_features, bias=False)})
+        self.lora_A = nn.ModuleDict({DEFAULT: LoraMatrix(self.in_features, lora.rank, bias=False)})
+        self.lora_B = nn.ModuleDict({DEFAULT: LoraMatrix(lora.rank, self.out_features, bias=False)})
         self.scaling = lora.alpha / lora.rank
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class LoraBlueprint:
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(self._dtype)
         for name, linear in list(find_linear(model, self.targets)):
-            model.set_submodule(name, Adapted(linear, self._lora))
+            model.set_submodule(name, LoraLinear(linear, self._lora))
         return model
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -87,7 +87,7 @@ class LoraBlueprint:
 
     def initialise(self, name: str, module: nn.Module) -> None:
         """Initialise `module` as the model would; of an adapter, A as torch initialises a linear layer, and B to 0."""
-        if not isinstance(module, Matrix):
+        if not isinstance(module, LoraMatrix):
             self._base.initialise(name, module)
         elif name.endswith(f"lora_B.{DEFAULT}"):
             nn.init.zeros_(module.weight)

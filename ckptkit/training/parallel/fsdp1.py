@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.models.blueprint import Blueprint
-from ckptkit.training.models.lora import Matrix
+from ckptkit.training.models.lora import LoraMatrix
 from ckptkit.training.parallel.initial import has_own_values, initialise_module
 from ckptkit.training.parallel.precision import param_dtype, reduce_dtype
 from ckptkit.training.saving.scatter import scatter
@@ -90,7 +90,7 @@ class Fsdp1:
 
     def _units(self, blueprint: Blueprint, model: nn.Module) -> Any:
         if self.config.wrap == "block":
-            return ModuleWrapPolicy({Matrix, *map(type, blueprint.blocks(model))})
+            return ModuleWrapPolicy({LoraMatrix, *map(type, blueprint.blocks(model))})
         if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
             raise Usage("wrapping by size may part tied weights", hint="use `--wrap block`, or an untied model")
         return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
@@ -113,7 +113,9 @@ def require_trained(blueprint: Blueprint, model: nn.Module) -> None:
 
     Its parameters are mere tensors then, and the second step fails.
     """
-    apart = {parameter for module in model.modules() if isinstance(module, Matrix) for parameter in module.parameters()}
+    apart = {
+        parameter for module in model.modules() if isinstance(module, LoraMatrix) for parameter in module.parameters()
+    }
     blocks = [set(block.parameters()) - apart for block in blueprint.blocks(model)]
     units = [*blocks, set(model.parameters()).difference(apart, *blocks)]
     if not all(any(parameter.requires_grad for parameter in unit) for unit in units):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.training.models.blueprint import Blueprint
-from ckptkit.training.models.lora import Matrix
+from ckptkit.training.models.lora import LoraMatrix
 from ckptkit.training.saving.scatter import scatter
 from ckptkit.training.seeds import derive
 
@@ -58,4 +58,4 @@ def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 def has_own_values(module: nn.Module) -> bool:
     """Return True if the module itself has what no model's weights bring: buffers, or an adapter's matrix."""
-    return isinstance(module, Matrix) or any(True for _ in module.buffers(recurse=False))
+    return isinstance(module, LoraMatrix) or any(True for _ in module.buffers(recurse=False))

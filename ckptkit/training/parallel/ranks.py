@@ -15,7 +15,7 @@ from ckptkit.errors import Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """A rank's number among all, its number on this machine, and the URL at which they meet (torch's `init_method`)."""
 
     rank: int
@@ -26,7 +26,7 @@ class Place:
 
 
 @contextmanager
-def process_group(place: Place, device: str, *, deterministic: bool = False) -> Iterator[DeviceMesh]:
+def process_group(place: RankPlace, device: str, *, deterministic: bool = False) -> Iterator[DeviceMesh]:
     """Join the other ranks; yield a mesh of one dimension on the device of choice, and leave the group at the end.
 
     `deterministic` asks a GPU for the same bits each time: its attention else adds up gradients in any order.
@@ -52,7 +52,7 @@ def process_group(place: Place, device: str, *, deterministic: bool = False) -> 
             dist.destroy_process_group()
 
 
-def choose_device(device: str, place: Place) -> torch.device:
+def choose_device(device: str, place: RankPlace) -> torch.device:
     """Return the device of a rank: by `auto` a GPU of its own if this machine has one for each rank, else the CPU."""
     gpus = torch.cuda.device_count()
     enough = gpus >= place.local_world_size

@@ -19,7 +19,7 @@ from ckptkit.training.parallel.recompute import compile_blocks, recompute
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardedModel:
     """A model spread over the ranks, and facts from before: which parameters were matrices, which tied.
 
     `first_names` gives for each name of the state dict the first one of the same tensor.
@@ -43,7 +43,7 @@ class Sharded:
         ]
 
 
-def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int | None) -> Sharded:
+def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int | None) -> ShardedModel:
     """Build a model of `blueprint` on the mesh of all ranks, as `config` says, with the weights of `seed`.
 
     None: its weights will be loaded; until then they are garbage.
@@ -60,7 +60,7 @@ def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int
     arranged = arrange(config, mesh)
     sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, arranged, seed)
     multiplied, frozen = count_multiplied(model)
-    return Sharded(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
+    return ShardedModel(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
 
 
 def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:

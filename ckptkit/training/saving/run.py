@@ -26,12 +26,12 @@ from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import check_name
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
-from ckptkit.runs.run import Run as Directory
+from ckptkit.runs.run import RunFolder
 from ckptkit.storage.ranks import Ranks
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.quiet import quiet, silence
-from ckptkit.training.saving.save import ADAPTER, FORMATS, Held, Saver
+from ckptkit.training.saving.save import ADAPTER, FORMATS, HeldState, Saver
 from ckptkit.training.saving.state import Training
 
 
@@ -83,15 +83,15 @@ class Run:
 
     def checkpoint(self, step: int) -> Path:
         """Return where the checkpoint of `step` lies or will lie."""
-        return Directory(self.root).checkpoint(step)
+        return RunFolder(self.root).checkpoint(step)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
-        return Directory(self.root).checkpoints()
+        return RunFolder(self.root).checkpoints()
 
     def latest(self) -> Checkpoint | None:
         """Return the complete checkpoint with the highest step, or None."""
-        return Directory(self.root).latest()
+        return RunFolder(self.root).latest()
 
     @quiet()
     def save(
@@ -129,7 +129,7 @@ class Run:
             self._saving = self._thread.submit(finish)
         return self.checkpoint(step)
 
-    def _finish(self, stage: Stage, room: Path, held: Held, files: Mapping[str, bytes]) -> None:
+    def _finish(self, stage: Stage, room: Path, held: HeldState, files: Mapping[str, bytes]) -> None:
         """Write what is held, show it, and delete what need not stay beside it; perhaps in a thread."""
         try:
             self._saver.write(room, held, files)
@@ -143,7 +143,7 @@ class Run:
         try:
             with translate_os_errors(self.root), deleting(self.root):
                 clear_dead(self.root)
-                found = [] if self._policy.keeps_all else find_saved(Directory(self.root))
+                found = [] if self._policy.keeps_all else find_saved(RunFolder(self.root))
                 for verdict in decide(found, self._policy):
                     path = verdict.saved.path
                     # what was saved just now is not the newest where a run was resumed from an older checkpoint;

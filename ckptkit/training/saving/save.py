@@ -42,7 +42,7 @@ IN_PARTS = (MODEL, "optim")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldState:
     """A state as it will be written; `tied` has tensors left out of it, and the names of others that are the same."""
 
     state: Tree
@@ -69,7 +69,7 @@ class Saver:
             )
         )
 
-    def hold(self, state: Tree, *, copy: bool) -> Held:
+    def hold(self, state: Tree, *, copy: bool) -> HeldState:
         """Return the state as it will be written; with `copy` in memory on the CPU that the training never touches."""
         tied: dict[KeyPath, str] = {}
         if self._drops_head:
@@ -85,7 +85,7 @@ class Saver:
             parts = map_tensors(self._copy, parts)
         if self._ranks.rank == 0:
             parts |= {name: wrap(part) for name, part in state.items() if name not in IN_PARTS}
-        return Held(parts, tied)
+        return HeldState(parts, tied)
 
     def _copy(self, tensor: Tensor) -> Any:
         if isinstance(tensor, ShardedTensor):  # of FSDP1 without a device mesh: the stager does not know it
@@ -95,7 +95,7 @@ class Saver:
         assert isinstance(staged, dict)
         return staged[""]
 
-    def write(self, room: Path, held: Held, files: Mapping[str, bytes]) -> None:
+    def write(self, room: Path, held: HeldState, files: Mapping[str, bytes]) -> None:
         """Write what `hold` gave, and files beside it, every rank its own shards; an error on any is raised on all."""
         writer = RoomWriter(room, self._format, files=files, tied=held.tied)
         planner = PlainPlanner() if self._format == "pt" else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from ckptkit.estimates.estimate import estimate
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
 from ckptkit.training.smoke.adapter_checks import ADAPTER_CHECKS
@@ -22,7 +22,7 @@ from ckptkit.training.smoke.runs import SAVED, SIZES, STEPS, Failed, SmokeRuns
 def trains(runs: SmokeRuns) -> str:
     """Check that the run ends with both of its checkpoints complete."""
     taken = sum(len(account.steps) for account in runs.first)
-    steps = [checkpoint.step for checkpoint in Run(runs.config.run).checkpoints()]
+    steps = [checkpoint.step for checkpoint in RunFolder(runs.config.run).checkpoints()]
     if steps != [SAVED, STEPS]:
         raise Failed(f"checkpoints of steps {steps}, not {[SAVED, STEPS]}")
     return f"{taken // runs.nproc} steps on {runs.nproc} ranks, checkpoints at {SAVED} and {STEPS}"

@@ -15,16 +15,16 @@ from torch import Tensor
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report
 from ckptkit.training.loop import Asked, advance
-from ckptkit.training.metrics import Log, Step
+from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.scatter import local_parts
 from ckptkit.training.start import start
 from ckptkit.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class RankAccount:
     """The account that a rank gives of a run: its steps, and what it held at the end.
 
     `states` are those of the scheduler and of the place in the data, by step: where it began, and at each checkpoint.
@@ -32,7 +32,7 @@ class Account:
     """
 
     rank: int
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StepMetrics, ...] = ()
     states: Mapping[int, tuple[dict[str, Any], dict[str, int]]] = field(default_factory=dict)
     parameters: int = 0
     optimizer: int = 0
@@ -41,7 +41,7 @@ class Account:
     crc32: int = 0
 
 
-def train_and_report(config: TrainConfig, place: Place, report: Report) -> None:
+def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """Train a run to its end, as `ckptkit.training.loop` does, and give an account of it."""
     with process_group(place, config.device, deterministic=True) as mesh:
         trainer, run = start(config, mesh)
@@ -55,7 +55,7 @@ def train_and_report(config: TrainConfig, place: Place, report: Report) -> None:
                     states[step.step] = state_of(trainer)
         moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         report(
-            Account(
+            RankAccount(
                 place.rank,
                 tuple(steps),
                 states,
@@ -68,7 +68,7 @@ def train_and_report(config: TrainConfig, place: Place, report: Report) -> None:
         )
 
 
-def load_and_save(config: TrainConfig, place: Place, _report: Report) -> None:
+def load_and_save(config: TrainConfig, place: RankPlace, _report: Report) -> None:
     """Load the checkpoint that the configuration resumes from, and save it unchanged, as one of its own run."""
     with process_group(place, config.device) as mesh:
         trainer, run = start(config, mesh)
@@ -76,11 +76,11 @@ def load_and_save(config: TrainConfig, place: Place, _report: Report) -> None:
             trainer.save(run)
 
 
-def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: Place, report: Report) -> None:
+def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: RankPlace, report: Report) -> None:
     """Resume each of some checkpoints for one step. Saves nothing."""
     with process_group(place, config.device, deterministic=True) as mesh:
         trainers = (start(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints)
-        report(Account(place.rank, tuple(trainer.step() for trainer in trainers)))
+        report(RankAccount(place.rank, tuple(trainer.step() for trainer in trainers)))
 
 
 def state_of(trainer: Trainer) -> tuple[dict[str, Any], dict[str, int]]:

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptkit.ops.reshard import reshard
-from ckptkit.runs.run import Run
+from ckptkit.runs.run import RunFolder
 from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.launch import launch
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.smoke.rank_tasks import Account, load_and_save, step_from_each, train_and_report
+from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, step_from_each, train_and_report
 
 STEPS, SAVED = 8, 4
 ADAPTED = 4  # steps of the training of adapters, which is saved in the middle and at the end
@@ -43,15 +43,15 @@ class SmokeRuns:
     scratch: Path
 
     @cached_property
-    def first(self) -> list[Account]:
+    def first(self) -> list[RankAccount]:
         return run_ranks(partial(train_and_report, self.config), self.nproc)
 
     @cached_property
-    def resumed(self) -> list[Account]:
+    def resumed(self) -> list[RankAccount]:
         return run_ranks(partial(train_and_report, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
 
     @cached_property
-    def replicated(self) -> list[Account]:
+    def replicated(self) -> list[RankAccount]:
         config = replace(self.config, run=self.scratch / "ddp", strategy="ddp", steps=2)
         return run_ranks(partial(train_and_report, config), self.nproc)
 
@@ -60,14 +60,14 @@ class SmokeRuns:
         """Return the last checkpoint, loaded by one rank more and saved by it as one file."""
         config = replace(self._go_on("other", self.config.run, STEPS), state_dict="full", device=self._any_device)
         run_ranks(partial(load_and_save, config), self.nproc + 1)
-        return Run(config.run).checkpoint(STEPS)
+        return RunFolder(config.run).checkpoint(STEPS)
 
     @cached_property
     def from_full(self) -> Path:
         """Return that file, loaded and saved as shards again."""
         config = self._go_on("back", self.at_another_size.parent, STEPS)
         run_ranks(partial(load_and_save, config), self.nproc)
-        return Run(config.run).checkpoint(STEPS)
+        return RunFolder(config.run).checkpoint(STEPS)
 
     @cached_property
     def resharded(self) -> list[Path]:
@@ -78,9 +78,9 @@ class SmokeRuns:
         return made[1:]
 
     @cached_property
-    def stepped(self) -> list[Account]:
+    def stepped(self) -> list[RankAccount]:
         """Return the accounts of one rank more of the step after the first checkpoint: from it, and resharded."""
-        original = Run(self.config.run).checkpoint(SAVED)
+        original = RunFolder(self.config.run).checkpoint(SAVED)
         size = self.nproc + 1
         resharded = reshard(original, self.scratch / "resharded", to=size).output
         config = replace(self.config, run=self.scratch / "stepped", device=self._any_device)
@@ -91,12 +91,12 @@ class SmokeRuns:
         return "auto" if self.config.device == "cuda" else self.config.device  # there may be no GPU more
 
     def _go_on(self, name: str, run: Path, step: int) -> TrainConfig:
-        return replace(self.config, run=self.scratch / name, resume=str(Run(run).checkpoint(step)))
+        return replace(self.config, run=self.scratch / name, resume=str(RunFolder(run).checkpoint(step)))
 
     @property
     def checkpoint(self) -> Path:
         """Return the last checkpoint of the run."""
-        latest = Run(self.config.run).latest()
+        latest = RunFolder(self.config.run).latest()
         if latest is None:
             raise Failed(f"no checkpoint in {self.config.run}")
         return latest.path
@@ -117,19 +117,19 @@ class SmokeRuns:
         )  # fmt: skip
 
     @cached_property
-    def adapted(self) -> list[Account]:
+    def adapted(self) -> list[RankAccount]:
         return run_ranks(partial(train_and_report, self._lora), self.nproc)
 
     @cached_property
-    def adapted_again(self) -> list[Account]:
+    def adapted_again(self) -> list[RankAccount]:
         """Return the ranks' accounts of one that resumes it in the middle."""
-        middle = Run(self._lora.run).checkpoint(ADAPTED // 2)
+        middle = RunFolder(self._lora.run).checkpoint(ADAPTED // 2)
         config = replace(self._lora, run=self.scratch / "adapters-again", resume=str(middle))
         return run_ranks(partial(train_and_report, config), self.nproc)
 
     @property
     def adapters(self) -> Path:
-        return Run(self._lora.run).checkpoint(self.adapted[0].steps[-1].step)
+        return RunFolder(self._lora.run).checkpoint(self.adapted[0].steps[-1].step)
 
     @cached_property
     def with_adapters(self) -> nn.Module:
@@ -159,9 +159,9 @@ class SmokeRuns:
         return torch.randint(self.trained.config.vocab_size, (4, self.config.sequence_length), generator=generator)
 
 
-def run_ranks(task: Callable[..., None], nproc: int) -> list[Account]:
+def run_ranks(task: Callable[..., None], nproc: int) -> list[RankAccount]:
     """Do a task on `nproc` ranks, and return the accounts that they give, in the order of ranks."""
-    heard: list[Account] = []
+    heard: list[RankAccount] = []
     launch(task, nproc, heard.append)
     return sorted(heard, key=lambda account: account.rank)
 

@@ -27,7 +27,7 @@ from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memo
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
 from ckptkit.training.parallel.initial import initialise
 from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.recompute import compile_blocks
 from ckptkit.training.parallel.shard import count_multiplied
 from ckptkit.training.start import start
@@ -68,7 +68,7 @@ def describe(config: TrainConfig, blueprint: Blueprint, model: nn.Module) -> dic
     }
 
 
-def ours(home: Path, config: TrainConfig, place: Place, _: Report) -> None:
+def ours(home: Path, config: TrainConfig, place: RankPlace, _: Report) -> None:
     """Train as `ckptkit train` does, a rank each, up to the step that would save a checkpoint."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
         watch = Watch()

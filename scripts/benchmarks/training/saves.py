@@ -14,7 +14,7 @@ from statistics import median
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import TrainConfig, read_settings
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
 from ckptkit.training.start import make_run, start
 from ckptkit.training.trainer import Trainer
@@ -35,7 +35,7 @@ class Saved:
     nbytes: int
 
 
-def saves(home: Path, config: TrainConfig, runs: int, place: Place, _: Report) -> None:
+def saves(home: Path, config: TrainConfig, runs: int, place: RankPlace, _: Report) -> None:
     """Measure steps without a save, then `runs` saves of each kind; rank 0 leaves the report."""
     with process_group(place, config.device) as mesh:
         trainer, _run = start(config, mesh)

@@ -289,7 +289,9 @@ def test_a_demoted_checkpoint_keeps_them_too(tmp_path: Path) -> None:
     model = make_model("deepseek_v3")
     run = save_run(model, tmp_path / "run")
     save_alone({"model": model.state_dict()}, run / "ckpt-2")
+    plan = prune(run, keep_last=1, demote=True)
     done = prune(run, keep_last=1, demote=True, yes=True)
+    assert [entry.freed_bytes for entry in plan.demote] == [entry.freed_bytes for entry in done.demote]
     assert [entry.reason.rpartition("; ")[2] for entry in done.demote] == ["tensors that stayed in fp32: 1"]
     wide = {name for name, one in load_file(run / "ckpt-1" / WEIGHTS).items() if one.dtype == torch.float32}
     assert wide == {"model.layers.1.mlp.gate.e_score_correction_bias"}

@@ -157,4 +157,4 @@ def test_a_blueprint_tells_the_shape() -> None:
     assert (blueprint.vocab_size, blueprint.max_length, blueprint.layers) == (300, 128, 2)
     assert blueprint.attention_width == 128
     assert blueprint.weights is None
-    assert [type(block).__name__ for block in blueprint.blocks(blueprint.build())] == ["Block"] * 2
+    assert [type(block).__name__ for block in blueprint.blocks(blueprint.build())] == ["LlamaBlock"] * 2

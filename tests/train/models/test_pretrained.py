@@ -20,7 +20,7 @@ from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resol
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.parallel.initial import initialise
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.shard import shard
 from tests.train.data.hugging_face import save_tokenizer
 from tests.train.models.test_llama import draw_tokens, pack
@@ -224,7 +224,7 @@ def loss_of(blueprint: Blueprint, model: nn.Module, rows: slice) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[rows, 1:].flatten())
 
 
-def learn(roots: dict[str, Path], place: Place, report: Report) -> None:
+def learn(roots: dict[str, Path], place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         for name, root in roots.items():
             for way, config in SHARDINGS.items():

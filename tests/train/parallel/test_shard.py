@@ -21,8 +21,8 @@ from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.parallel.initial import initialise
-from ckptkit.training.parallel.ranks import Place, process_group
-from ckptkit.training.parallel.shard import Sharded, shard
+from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.parallel.shard import ShardedModel, shard
 from ckptkit.training.start import with_adapters
 
 # so that nothing divides evenly by two, three or four
@@ -72,7 +72,7 @@ def blueprint_of(config: TrainConfig, shape: ModelConfig) -> Blueprint:
     return llama if config.lora_rank is None else with_adapters(config, config.lora_rank, llama, "cpu")
 
 
-def learn(config: TrainConfig, sharded: Sharded, place: Place) -> Iterator[tuple[float, float]]:
+def learn(config: TrainConfig, sharded: ShardedModel, place: RankPlace) -> Iterator[tuple[float, float]]:
     """Loss on this rank and norm of all gradients, step by step."""
     model = sharded.model
     optimizer = torch.optim.SGD([*sharded.parameters(matrices=True), *sharded.parameters(matrices=False)], lr=0.1)
@@ -107,7 +107,7 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def describe(variants: dict[str, TrainConfig], shape: ModelConfig, place: Place, report: Report) -> None:
+def describe(variants: dict[str, TrainConfig], shape: ModelConfig, place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         for name, config in variants.items():
             sharded = shard(config, blueprint_of(config, shape), mesh, config.seed)
@@ -188,7 +188,7 @@ def test_compiled_blocks_train_the_same() -> None:
             torch.testing.assert_close(torch.from_numpy(trained[key]), tensor, msg=f"{name}: {key}")
 
 
-def refuse(place: Place, report: Report) -> None:
+def refuse(place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         for wrong, said in [
             (replace(RUN, strategy="hybrid_shard", replicas=3), "3 replicas on 2 ranks"),

@@ -18,9 +18,9 @@ from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.pins import set_pin
-from ckptkit.runs.run import Run as Directory
+from ckptkit.runs.run import RunFolder
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
 from tests.train.saving.networks import Trainee, differing
 
@@ -40,7 +40,7 @@ def trained(wrapper: str, **options: Any) -> Trainee:
     return trainee
 
 
-def save_and_load(root: Path, wrappers: tuple[str, ...], place: Place, report: Report) -> None:
+def save_and_load(root: Path, wrappers: tuple[str, ...], place: RankPlace, report: Report) -> None:
     """Save under each wrapper in both forms, load into one of another seed, and go on with both."""
     warnings.simplefilter("error")
     with process_group(place, "cpu"):
@@ -56,7 +56,7 @@ def save_and_load(root: Path, wrappers: tuple[str, ...], place: Place, report: R
                 assert other.learn(2) == ours.learn(2)
 
 
-def load_across(root: Path, wrappers: tuple[str, ...], place: Place, report: Report) -> None:
+def load_across(root: Path, wrappers: tuple[str, ...], place: RankPlace, report: Report) -> None:
     """Load what these wrappers saved below `root` under each of them."""
     warnings.simplefilter("error")
     with process_group(place, "cpu"):
@@ -115,7 +115,7 @@ def test_four_ranks_and_one(tmp_path: Path) -> None:
 def test_others_open_the_checkpoints(saved_by_two: tuple[Path, Heard], tmp_path: Path) -> None:
     plain = trained("plain").model
     for run in saved_by_two[0].iterdir():
-        assert [found.step for found in Directory(run).checkpoints()] == [STEPS]
+        assert [found.step for found in RunFolder(run).checkpoints()] == [STEPS]
         consolidate(run, tmp_path / run.name)
         exported = load_file(tmp_path / run.name / "model.safetensors")
         missing = plain.state_dict().keys() - exported.keys()
@@ -128,7 +128,7 @@ def test_others_open_the_checkpoints(saved_by_two: tuple[Path, Heard], tmp_path:
     assert whole["step"] == STEPS
 
 
-def save_behind(root: Path, place: Place, report: Report) -> None:
+def save_behind(root: Path, place: RankPlace, report: Report) -> None:
     """Save in the background, and change everything before a byte is written."""
     warnings.simplefilter("error")
     with process_group(place, "cpu"):

@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.formats import locate
-from ckptkit.runs.run import Run as Found
+from ckptkit.runs.run import RunFolder
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import Place, process_group
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
 from tests.train.saving.networks import Network, Trainee, differing
 from tests.train.saving.test_run import FORMS, hold_back
@@ -43,7 +43,7 @@ class Failing:
         raise NotImplementedError
 
 
-def fail_in_turn(root: Path, place: Place, report: Report) -> None:
+def fail_in_turn(root: Path, place: RankPlace, report: Report) -> None:
     """Saves that fail on one rank; every rank reports the error, and rank 0 what there is to be seen."""
     warnings.simplefilter("error")
     with process_group(place, "cpu"):
@@ -78,7 +78,7 @@ def limit_file_size(nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
-def die_while_saving(root: Path, victim: int, place: Place, report: Report) -> None:
+def die_while_saving(root: Path, victim: int, place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu"):
         trainee = Trainee.make("fsdp2", seed=0)
         trainee.learn(1)
@@ -113,7 +113,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path:
 def test_a_rank_that_dies_leaves_the_older_checkpoint(tmp_path: Path, victim: int) -> None:
     with pytest.raises(CkptError, match="rank"):
         launch(partial(die_while_saving, tmp_path, victim), 2, lambda _: None)
-    assert [checkpoint.step for checkpoint in Found(tmp_path).checkpoints()] == [1]
+    assert [checkpoint.step for checkpoint in RunFolder(tmp_path).checkpoints()] == [1]
     if victim == 0:
         assert ".ckpt-2.ckptkit.tmp" in [path.name for path in tmp_path.iterdir()]
     trainee = Trainee.make("plain", seed=0)
@@ -169,7 +169,7 @@ def test_optimizers_come_back_as_they_were(tmp_path: Path, build: Build, steps: 
     assert moments(other, optimizers[1]) == moments(unsaved, optimizers[2]) == moments(model, optimizers[0])
 
 
-def save_odd_states(root: Path, place: Place, report: Report) -> None:
+def save_odd_states(root: Path, place: RankPlace, report: Report) -> None:
     """Optimizers that have no state yet, or none of some parameters, go from each wrapper to each."""
     warnings.simplefilter("error")
     wrappers = ("fsdp2", "fsdp1 FULL_SHARD")

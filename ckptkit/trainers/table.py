@@ -1,0 +1,244 @@
+"""The trainers that are known: what each leaves on disk, and the source that says so.
+
+A trainer is one entry of `TRAINERS`. What takes a function lies in a file of the trainer's name.
+"""
+
+from __future__ import annotations
+
+from ckptkit.trainers.ckptkit import CKPTKIT
+from ckptkit.trainers.trainer import Mark, TrainerFacts, Unread
+from ckptkit.trainers.transformers import STATE, TRANSFORMERS
+
+# accelerate/utils/{constants,fsdp_utils}.py, `save_fsdp_model` and `save_fsdp_optimizer`: what models and optimizers
+# are called, and the tag that `save_state` gives to an engine's checkpoint. A Trainer leaves its state beside them.
+_FSDP = r"(?:pytorch_model_fsdp|optimizer)_[0-9]+|pytorch_model_fsdp(?:_[0-9]+)?\.bin"
+_FSDP_BY_RANK = r"pytorch_model_fsdp(?:_[0-9]+)?_rank[0-9]+\.bin"
+_ENGINE = r"pytorch_model(?:_[0-9]+)?"
+_ENGINE_BY_RANK = r"(?:zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt"
+_BY_TRAINER = "Accelerate, by transformers' Trainer"
+
+ACCELERATE = TrainerFacts(
+    name="accelerate",
+    marks=(
+        Mark(_BY_TRAINER, files=(_FSDP_BY_RANK, r"trainer_state\.json")),
+        Mark("Accelerate", files=(_FSDP_BY_RANK,)),
+        Mark(_BY_TRAINER, place=_ENGINE, files=(_ENGINE_BY_RANK,), beside=STATE),
+        Mark("Accelerate", place=_ENGINE, files=(_ENGINE_BY_RANK,)),
+        Mark(_BY_TRAINER, place=_FSDP, beside=STATE),
+        Mark("Accelerate", place=_FSDP),
+    ),
+    others=("optimizer_[0-9]+",),
+    beside={r"optimizer\.bin": "optimizer"},  # of `save_state` without shards
+    ranks=(r"(?:pytorch_model_fsdp|optimizer)(?:_[0-9]+)?_rank([0-9]+)\.bin",),
+    own_state=(r"random_states_([0-9]+)\.pkl",),
+)
+
+# lightning/fabric/strategies/{fsdp,model_parallel}.py, lightning/pytorch/callbacks/model_checkpoint.py: a DCP directory
+# with `meta.pt`, or one file, named by values: `epoch=1-step=500.ckpt`.
+LIGHTNING = TrainerFacts(
+    name="lightning",
+    marks=(
+        Mark("Lightning", files=(r"meta\.pt",)),
+        Mark("Lightning", keys=("pytorch-lightning_version",)),
+    ),
+    steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:\.ckpt)?",),
+    beside={r"meta\.pt": ""},
+    epochs=(r"epoch=([0-9]{1,18})(?:\.ckpt)?",),
+)
+
+# `model_checkpoint.py` of NeMo's callbacks: `model--loss=2.5-step=5-consumed_samples=40.0`, with `weights` and
+# `context` in it. What is in `weights` is as Megatron's core saves, which NeMo trains with.
+NEMO = TrainerFacts(
+    name="nemo",
+    marks=(Mark("NeMo", place="weights", beside="context"),),
+    steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:[-.].*)?",),
+)
+
+# megatron/training/checkpointing.py, megatron/core/dist_checkpointing: `iter_0000500` with metadata.json, which says
+# how the shards are stored, and DCP in it, or a directory `mp_rank_TT_PPP` for each rank of tensors and pipeline.
+_BUCKET = r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*bucket_idx_.*"
+_OPAQUE = "the optimizer does not say of which parameters its states are: they are carried as they are"
+
+MEGATRON = TrainerFacts(
+    name="megatron",
+    marks=(
+        Mark("Megatron-Bridge", files=(r"run_config\.yaml|train_state\.pt",)),
+        Mark("Megatron", files=("mp_rank_[0-9]{2}(?:_[0-9]{3})*",)),
+        Mark("Megatron", json=("metadata.json", "sharded_backend")),
+    ),
+    steps=("iter_([0-9]{1,18})",),
+    trackers=("latest_checkpointed_iteration.txt",),
+    unread={
+        r"\.zarray": Unread(
+            "arrays of zarr, as Megatron saved before `torch_dist`",
+            "load and save it with a Megatron-LM that has both, such as core 0.12",
+        )
+    },
+    opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
+    beside={r"common\.pt": ""},
+    step_keys=(("", ("iteration",)),),
+    own_keys=(("rank_state", r"\[([0-9]+)\]"),),  # as the legacy format is read
+)
+
+# composer/utils/checkpoint.py: directories `ep0-ba5`, files `ep0-ba5-rank0.pt`, all under `state`, and the generators
+# of ranks under `rng`. composer/checkpoint/save.py: `model` and `optim` in directories of their own.
+COMPOSER = TrainerFacts(
+    name="composer",
+    marks=(
+        Mark("Composer", files=(r"composer_metadata\.json",)),
+        Mark("Composer", beside="composer_metadata.json"),
+        Mark("Composer", keys=("rng", "state/model")),
+    ),
+    trackers=("latest-rank0.symlink", "latest-rank0.pt.symlink"),  # text: the object's name in a store
+    steps=(r"ep[0-9]+-ba([0-9]{1,18})(?:-rank[0-9]+)?",),
+    own_keys=(("rng", r"\[([0-9]+)\]"),),
+)
+
+# torchtitan/components/checkpoint.py: DCP directories `step-N`, model names at the top level beside `optimizer.`,
+# `lr_scheduler`, `dataloader` and `train_state`.
+TORCHTITAN = TrainerFacts(
+    name="torchtitan",
+    marks=(Mark("torchtitan", keys=("train_state",)),),
+    steps=("step-([0-9]{1,18})",),
+    own_keys=(("dataloader", r"dp_rank_(\d+).*"),),
+)
+
+# torchtune/training/checkpointing/_checkpointer.py: `epoch_N`, and recipe states with `epochs_run`.
+TORCHTUNE = TrainerFacts(
+    name="torchtune", marks=(Mark("torchtune", keys=("epochs_run",)),), epochs=("epoch_([0-9]{1,18})",)
+)
+
+# olmo_core/train/checkpoint.py: `stepN` with DCP in `model_and_optim`, the state of each rank in `train`, and
+# `.metadata.json`, without which it is no checkpoint.
+OLMO = TrainerFacts(
+    name="olmo",
+    marks=(Mark("OLMo-core", place="model_and_optim"),),
+    steps=("step([0-9]{1,18})",),
+    # a rank without a file of its own takes that of rank 0
+    kept={"train": "model_and_optim", ".metadata.json": "model_and_optim"},
+)
+
+# verl/utils/checkpoint/fsdp_checkpoint_manager.py: `global_step_N/{actor,critic}` with a file of torch.save for each
+# rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`.
+VERL = TrainerFacts(
+    name="verl",
+    marks=(Mark("verl", files=(r"model_world_size_[0-9]+_rank_[0-9]+\.pt",)),),
+    steps=("global_step_([0-9]{1,18})",),
+    trackers=("latest_checkpointed_iteration.txt",),
+    companions=("huggingface", "lora_adapter"),
+    own_keys=((".*", r"rank_(\d+)", ".*"),),  # random states and others: `rng.rank_3`
+    ranks=(r"(?:model|optim|extra_state)_world_size_[0-9]+_rank_([0-9]+)\.pt",),
+)
+
+# deepspeed/runtime/engine.py: `global_stepN` with the states of models and optimizers by rank, and `latest`, a file
+# with the name of the directory that is meant. transformers' Trainer puts both into its own `checkpoint-N`.
+_ZERO = r"(?:(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_)?mp_rank_[0-9]{2,}_(?:model|optim)_states\.pt|latest_universal"
+_GLOBAL_STEP = "global_step([0-9]{1,18})"
+
+DEEPSPEED = TrainerFacts(
+    name="deepspeed",
+    marks=(
+        Mark("DeepSpeed, by transformers' Trainer", files=(_ZERO,), beside=STATE),
+        Mark("DeepSpeed", files=(_ZERO,)),
+    ),
+    steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
+    wholes=(_GLOBAL_STEP,),
+    trackers=("latest",),
+    ranks=(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
+)
+
+# dlrover/python/common/constants.py, `CheckpointConstant.TRACER_FILE_NAME`, of its flash checkpoints.
+DLROVER = TrainerFacts(name="dlrover", trackers=("dlrover_latest.txt",))
+
+# nanotron/serialize/main.py: directories that are called by their step alone, and `latest.txt` with that step.
+NANOTRON = TrainerFacts(name="nanotron", trackers=("latest.txt",))
+
+# meta-llama/llama-models: `consolidated.NN.pth` for each rank, `params.json` and `tokenizer.model` beside them.
+_CONSOLIDATED = r"consolidated\.([0-9]{2})\.pth"
+
+META_LLAMA = TrainerFacts(
+    name="meta_llama", marks=(Mark("Meta, or in its format", files=(_CONSOLIDATED,)),), ranks=(_CONSOLIDATED,)
+)
+
+# karpathy/llm.c, train_gpt2.cu: `model_00001000.bin`, in a format of its own, with the states of the ranks and
+# `DONE_00001000` beside it.
+LLMC = TrainerFacts(
+    name="llmc",
+    marks=(Mark("llm.c", format="llmc"),),
+    steps=("model_([0-9]{8})",),
+    own_state=(r"state_[0-9]{8}_([0-9]{5})\.bin",),
+)
+
+# nanoGPT/train.py: `ckpt.pt`, with model, optimizer and the counts of its training; only the last one is kept.
+NANOGPT = TrainerFacts(
+    name="nanogpt",
+    marks=(Mark("nanoGPT", keys=("model", "model_args", "iter_num", "best_val_loss")),),
+    step_keys=(("", ("iter_num",)),),
+)
+
+# nanochat/checkpoint_manager.py, `save_checkpoint`: files of one directory, told by the step in their names:
+# `model_000500.pt`, a bare state dict; `meta_000500.json`; and of each rank `optim_000500_rank0.pt`, of which the
+# states are a rank's own slices.
+NANOCHAT = TrainerFacts(
+    name="nanochat",
+    marks=(Mark("nanochat", place=r"model_(\d{6})\.pt", beside=r"meta_\1.json"),),
+    steps=(r"model_([0-9]{6,18})",),
+    beside={r"optim_(?P<step>[0-9]{6,18})_rank(?P<rank>[0-9]{1,9})\.pt": "optimizer_of_rank.{rank}"},
+    ranks=(r"optim_[0-9]{6,18}_rank([0-9]{1,9})\.pt",),
+    own_keys=(("optimizer_of_rank", "([0-9]+)"),),
+)
+
+# google/orbax, which JAX programs save with, arrays of zarr, as a rule in a key-value store: `_CHECKPOINT_METADATA`
+# with the items in directories, in each of them `_METADATA` and, with OCDBT, `manifest.ocdbt` and `ocdbt.process_N`.
+_ORBAX = r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_[0-9]+"
+
+ORBAX = TrainerFacts(
+    name="orbax",
+    marks=(Mark("orbax", files=(_ORBAX,)),),
+    unread={_ORBAX: Unread("arrays as orbax saves", "load them with orbax, and save the arrays with safetensors")},
+)
+
+# vllm/model_executor/model_loader/sharded_state_loader.py: `model-rank-R-part-P.safetensors` has what a rank of the
+# engine holds, under its own names of fused tensors, after they were processed. Nothing says how ranks share them.
+VLLM = TrainerFacts(
+    name="vllm",
+    unread={
+        r"model-rank-[0-9]+-part-[0-9]+\.safetensors": Unread(
+            "a sharded_state of vLLM, in which nothing says how its ranks share a tensor",
+            "take the model that it was made of",
+        )
+    },
+)
+
+# Scripts that call torch themselves, and the names that such scripts give. Safetensors are torch's where ranks wrote
+# their shards.
+TORCH = TrainerFacts(
+    name="torch",
+    marks=(
+        Mark("torch.distributed.checkpoint", format="dcp"),
+        Mark("torch.save", format="pt"),
+        Mark("torch.distributed.checkpoint, as safetensors", format="hf", by_ranks=True),
+    ),
+    steps=(r"(?:ep(?:och)?[-_]?[0-9]+[-_])?(?:ckpt|checkpoint|step|global_step|iter|ba)[-_]?([0-9]{1,18})(?:_ckp)?",),
+    epochs=(r"epoch(?:[-_]?|=)([0-9]{1,18})(?:\.ckpt)?",),
+    step_keys=(("", ("step",)), ("", ("global_step",))),
+    trackers=("latest", "latest.txt", "LATEST", "LOWEST_VAL"),
+)
+
+# peft/utils/constants.py: adapters, by their config. A trainer leaves one beside the states of all ranks, in which its
+# parameters have other names.
+PEFT = TrainerFacts(
+    name="peft",
+    marks=(Mark("PEFT", files=(r"adapter_config\.json",)),),
+    exported=(r"adapter_model\.safetensors",),
+)
+
+# diffusers/configuration_utils.py: models, by the version in their config.
+DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("config.json", "_diffusers_version")),))
+
+# Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
+# libraries whose files lie beside its own.
+TRAINERS: tuple[TrainerFacts, ...] = (
+    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
+    *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
+)
