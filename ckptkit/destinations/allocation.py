@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.errors import NoRoom, translate_os_errors
 from ckptkit.files.file import Opened
 from ckptkit.files.local import LocalFile
-from ckptkit.files.system import NOT_HERE
+from ckptkit.files.system import NOT_HERE, again
 
 
 def check_room(path: Path, nbytes: int) -> None:
@@ -61,6 +61,17 @@ def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, an
                 file.write_at(memoryview(content), offset)
         finally:
             file.close()
+
+
+def write_file(path: Path, content: bytes, *, anew: bool = True) -> None:
+    """Create a file of these bytes; with `anew` false it may be there already."""
+    create_file(path, len(content), [(0, content)], anew=anew)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, and those that it lies in, unless they are there."""
+    with translate_os_errors(path):
+        again(path.mkdir, parents=True, exist_ok=True)
 
 
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.destinations.allocation import create_file
+from ckptkit.destinations.allocation import write_file
 from ckptkit.destinations.staging import Stage
 
 
@@ -15,7 +15,7 @@ def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
     """
     stage = Stage(dst, overwrite=overwrite, is_file=True)
     try:
-        create_file(stage.open().path / dst.name, len(content), [(0, content)])
+        write_file(stage.open().path / dst.name, content)
         stage.commit()
     except BaseException:
         stage.discard()

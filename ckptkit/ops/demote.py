@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checkpoints.sums import replace_manifest, sum_files
-from ckptkit.destinations.allocation import create_file
+from ckptkit.destinations.allocation import write_file
 from ckptkit.destinations.staging import Stage
 from ckptkit.files.system import again
 from ckptkit.layout import Layout, Spec
@@ -85,6 +85,6 @@ def keep_metrics(checkpoint: Path, model: Path) -> None:
     manifest = read_manifest(model)
     if metrics and manifest is not None:
         content = write_metrics(Checkpoint.at(checkpoint).own_step or 0, metrics)
-        create_file(model / METRICS, len(content), [(0, content)])
+        write_file(model / METRICS, content)
         files = {**manifest.files, **sum_files(model, {METRICS}, ())}
         replace_manifest(model, replace(manifest, files=files))
