@@ -1,6 +1,6 @@
 """Carry out a conversion: every command that writes a checkpoint is a preset of this.
 
-draft -> stage -> create -> plan -> copy -> settle -> seal -> manifest -> commit
+draft -> stage -> create -> plan -> copy -> check_complete -> seal -> manifest -> commit
 
 Up to `copy` it is the same for each of several processes that share the work; one of them does the rest.
 """
@@ -28,7 +28,7 @@ from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.torchrun import rank_and_ranks, wait_for_ranks
 from ckptkit.destinations.allocation import check_room, missing_bytes
 from ckptkit.destinations.staging import Stage, check_destination
-from ckptkit.engine.copy import copy, settle
+from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import WHOLE, Share
@@ -244,7 +244,7 @@ def copy_share(
 def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage) -> Written:
     """Check that all was done, write what had to wait for the data, and let the destination appear."""
     jobs = conversion.options.jobs
-    copied = [settle(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
+    copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     seal(conversion, plans, copied, stage.path)
     for origin in conversion.origins:
         origin.check()

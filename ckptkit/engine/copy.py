@@ -38,15 +38,6 @@ class Copied:
     unchecked_bytes: int
 
 
-def execute(plan: Plan, *, jobs: int | None = None, progress: Progress | None = None) -> Copied:
-    """Fill every chunk of the plan's destination, which is allocated already, with `jobs` threads.
-
-    Each source chunk is compared with the CRC-32 recorded for it; `Corrupt` names tensor, file and offset of one that
-    differs. `progress` is told of bytes written, by one thread at a time.
-    """
-    return settle(plan, copy(plan, jobs=jobs, progress=progress), jobs=jobs)
-
-
 def copy(
     plan: Plan,
     share: Share = WHOLE,
@@ -168,7 +159,7 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
     return {unit: ledger for unit, ledger in journal.units.items() if there[unit]}
 
 
-def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
+def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     """Check that all of a plan was done, in whatever shares, and that every source chunk is what its CRC-32 says."""
     sources = Sources(plan, ledger)
     scrub(sources, jobs)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, Scaled, Step
-from ckptkit.engine.copy import execute
 from ckptkit.engine.low_rank import Experts, Linear, Product, Transposed
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.plan import Operand, Region, make_plan, same
 from ckptkit.tensors.box import Box, whole
 from ckptkit.tensors.dtypes import DTYPES
+from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings
 

@@ -10,7 +10,6 @@ import pytest
 
 from ckptkit.destinations.allocation import create_file
 from ckptkit.engine.compare import compare, fingerprints
-from ckptkit.engine.copy import execute
 from ckptkit.engine.mean import means
 from ckptkit.engine.read import read
 from ckptkit.engine.survey import survey
@@ -19,6 +18,7 @@ from ckptkit.formats import find_format, get_writer, locate
 from ckptkit.layout import Blob, Layout, Options
 from ckptkit.layout.plan import make_plan
 from tests.conftest import Produce
+from tests.execute import execute
 from tests.producers import fsdp2
 
 Way = Callable[[Layout, Layout], object]  # into the engine, of a layout that has been located and one that has not

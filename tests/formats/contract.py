@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.destinations.allocation import create_file, write_parts
-from ckptkit.engine.copy import execute
 from ckptkit.errors import CkptError
 from ckptkit.formats import detect_format, get_writer, locate
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES as OURS
+from tests.execute import execute
 from tests.producers import DTYPES, bits, counted
 from tests.raw import Files, contents
 

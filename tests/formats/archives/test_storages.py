@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from ckptkit import storage
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.destinations.allocation import create_file, write_parts
-from ckptkit.engine.copy import execute
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import get_writer, locate
 from ckptkit.formats.pickles.inert_pickle import PersistentId
@@ -33,6 +32,7 @@ from ckptkit.layout import Blob, Layout, NewFile, Options, edits
 from ckptkit.layout.plan import make_plan
 from tests import producers
 from tests.conftest import Produce
+from tests.execute import execute
 from tests.formats.contract import assert_holds, raw_bytes
 from tests.producers import counted, flatten
 
