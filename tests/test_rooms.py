@@ -134,7 +134,6 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
-    "engine.low_rank": {"peft"},
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
     "ops.merge": {"peft"},
