@@ -15,7 +15,7 @@ from ckptkit.checkpoints.sums import sum_files
 from ckptkit.destinations.allocation import create_file, make_folder, write_file, write_parts
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, translate_os_errors
-from ckptkit.formats import Writer
+from ckptkit.formats import FormatWriter
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Place, edits
 
 
@@ -30,7 +30,7 @@ def create_files(root: Path, files: Iterable[NewFile], *, anew: bool) -> None:
         create_file(root / file.name, file.nbytes, file.parts, anew=anew)
 
 
-def read_made(writer: Writer, root: Path, tensors: Collection[str], entries: Collection[str] = ()) -> Layout:
+def read_made(writer: FormatWriter, root: Path, tensors: Collection[str], entries: Collection[str] = ()) -> Layout:
     """Return where the bytes of tensors, and of other entries, belong in directory `root`, as the format's reader says.
 
     The chunks are not located yet. Raises `Mismatch` if the format has lost a tensor.
@@ -44,7 +44,7 @@ def read_made(writer: Writer, root: Path, tensors: Collection[str], entries: Col
     return made
 
 
-def seal(writer: Writer, made: Layout, checksums: Mapping[Place, int]) -> None:
+def seal(writer: FormatWriter, made: Layout, checksums: Mapping[Place, int]) -> None:
     """Write the bytes that had to wait for the data, such as checksums in headers.
 
     `checksums` has the CRC-32 of every chunk of `made`. Raises `Corrupt` if the format's own library reads something

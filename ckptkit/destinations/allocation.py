@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
-from ckptkit.files.file import Opened
+from ckptkit.files.file import OpenFiles
 from ckptkit.files.local import LocalFile
 from ckptkit.files.system import NOT_HERE, again
 
@@ -76,7 +76,7 @@ def make_folder(path: Path) -> None:
 
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
     """Write parts, each the name of a file that is there, an offset and bytes; file by file."""
-    with Opened(root, writable=True) as files:
+    with OpenFiles(root, writable=True) as files:
         for name, (offset, content) in sorted(parts):
             files[name].write_at(memoryview(content), offset)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckptkit.destinations.early_sync import early_sync
 from ckptkit.engine.blocks import Block
-from ckptkit.engine.carry import carry
+from ckptkit.engine.copy_unchanged import copy_unchanged
 from ckptkit.engine.gather import Gatherer
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
@@ -96,10 +96,10 @@ def copy_unit(
 
     def make(worker: Worker, block: Block) -> tuple[int, bool]:
         recipe = block.target.recipe
-        carried = carry(worker, block) if recipe is None else None
-        if carried is not None:
-            return carried, False
-        data, is_noted = (worker.read(block), False) if recipe is None else cook(recipe, worker, block)
+        crc = copy_unchanged(worker, block) if recipe is None else None
+        if crc is not None:
+            return crc, False
+        data, is_noted = (worker.read(block), False) if recipe is None else apply_recipe(recipe, worker, block)
         worker.write(block, data)
         return checksum(block, worker.pieces, data), is_noted
 
@@ -117,7 +117,7 @@ def copy_unit(
     return ledger
 
 
-def cook(recipe: Recipe, worker: Worker, block: Block) -> tuple[memoryview, bool]:
+def apply_recipe(recipe: Recipe, worker: Worker, block: Block) -> tuple[memoryview, bool]:
     """Return a block made of its inputs by a recipe, and whether its tensor is worth a note."""
     operands = enumerate(recipe.operands)
     inputs = [worker.operand(block, number, operand.dtype) for number, operand in operands]

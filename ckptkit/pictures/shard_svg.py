@@ -8,7 +8,7 @@ from math import ceil
 from ckptkit.pictures.cuts import Rectangle
 from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.shards import Row, Shard, ShardMap
+from ckptkit.pictures.shards import Row, ShardMap, TensorPart
 from ckptkit.pictures.style import colour, read_style
 
 _WIDTH = 960
@@ -131,7 +131,7 @@ def enclose(rectangles: Sequence[Rectangle]) -> Rectangle:
     )
 
 
-def describe(row: Row, shards: ShardMap, group: Sequence[Shard]) -> str:
+def describe(row: Row, shards: ShardMap, group: Sequence[TensorPart]) -> str:
     """Describe a rectangle: name, owner, indices, bytes and file; of several parts their owners and bytes."""
     first, last = (shards.owners[group[i].owner] for i in (0, -1))
     nbytes = format_bytes(sum(shard.nbytes for shard in group))

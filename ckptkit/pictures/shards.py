@@ -25,7 +25,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TensorPart:
     """A part of a tensor: the position of its owner, its box, its file, and its bytes."""
 
     owner: int
@@ -41,7 +41,7 @@ class Row:
     label: str
     repeats: int
     spec: Spec
-    shards: tuple[Shard, ...]
+    shards: tuple[TensorPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +139,7 @@ def bytes_by(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
 def fold(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
     """Yield the tensors as rows: tensors of modules that differ in numbers only are one row if cut alike."""
     alike: dict[object, list[str]] = {}
-    shards: dict[object, tuple[Shard, ...]] = {}
+    shards: dict[object, tuple[TensorPart, ...]] = {}
     for name, tensor in layout.tensors.items():
         cuts = tuple(shards_of(tensor, owner_of))
         key = (*module_of(name), tensor.spec, tuple((shard.owner, shard.box) for shard in cuts))
@@ -161,11 +161,11 @@ def is_number(step: str) -> bool:
     return step.isascii() and step.isdecimal() and len(step) < 10
 
 
-def shards_of(tensor: StoredTensor, owner_of: Callable[[str], int]) -> Iterator[Shard]:
+def shards_of(tensor: StoredTensor, owner_of: Callable[[str], int]) -> Iterator[TensorPart]:
     """Yield the parts of a tensor that hold anything, in the order of their elements."""
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
         if chunk.box.numel:
-            yield Shard(owner_of(chunk.path), chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
+            yield TensorPart(owner_of(chunk.path), chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
 
 
 def label(names: Sequence[str]) -> str:

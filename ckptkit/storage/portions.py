@@ -17,7 +17,7 @@ from ckptkit.checkpoints.seal import read_made, seal, write_manifest
 from ckptkit.destinations.allocation import write_parts
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import whole_crc32
-from ckptkit.formats import EntryWriter, Writer, get_writer, locate
+from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate
 from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, edits
 from ckptkit.names.weights import find_prefix, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
@@ -64,7 +64,7 @@ class Portion:
         seal(writer, made, checksums)
         write_manifest(made, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
 
-    def _embed(self, writer: Writer, options: Options, results: Iterable[WriteResult]) -> dict[str, list[Extent]]:
+    def _embed(self, writer: FormatWriter, options: Options, results: Iterable[WriteResult]) -> dict[str, list[Extent]]:
         """Make the entries a part of the checkpoint; return the files that they remain in, with the bytes of each."""
         found = {self.names[r.index.fqn]: r.storage_data for r in results if isinstance(r.storage_data, Blob)}
         if found.keys() != self.planned.blobs.keys():

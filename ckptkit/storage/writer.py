@@ -28,7 +28,7 @@ from ckptkit.destinations.allocation import check_room, create_file
 from ckptkit.destinations.staging import Stage
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import Opened, check_name
+from ckptkit.files.file import OpenFiles, check_name
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import sync_path
 from ckptkit.formats import EntryWriter, get_writer, locate
@@ -144,7 +144,7 @@ class RoomWriter(StorageWriter):
         self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
     ) -> list[WriteResult]:
         made = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
-        with Opened(root, writable=True) as files:
+        with OpenFiles(root, writable=True) as files:
             pieces = PieceWriter(files)
             results = [write_item(pieces, item, planner, made.tensors[names[item.index.fqn]]) for item in items]
         if self.sync:  # by each rank what it wrote: another machine could not
@@ -157,7 +157,7 @@ class RoomWriter(StorageWriter):
         create_file(root / file, 0, ())
         results = []
         end = 0
-        with Opened(root, writable=True) as files:
+        with OpenFiles(root, writable=True) as files:
             for item in items:
                 data = planner.resolve_data(item)
                 assert not isinstance(data, Tensor)

@@ -21,7 +21,7 @@ _STATES = ("begun", "done", "failed", "missed")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class WatchEntry:
     """The fate of a checkpoint that was saved at `saved_ns`: of the commands the first `commands_done` are done.
 
     While the next one runs `state` is "begun", and `out_before` says what was at `{out}` when it was: inode and time.
@@ -33,7 +33,7 @@ class Entry:
     out_before: tuple[int, int] | None = None
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Entry:
+    def from_json(cls, found: Mapping[str, Any]) -> WatchEntry:
         """Read one. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
         before = found["out_before"]
         numbers = [found["saved_ns"], found["commands_done"], *(before or (0, 0))]
@@ -44,7 +44,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Journal:
+class WatchJournal:
     """The notes of the watch `key` in the run at `root`: an entry for each checkpoint by name, and what is done.
 
     Raises `Corrupt` for a file that holds something else.
@@ -53,17 +53,17 @@ class Journal:
     root: Path
     key: str
     about: Mapping[str, Any]
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, WatchEntry] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, root: Path, key: str, about: Mapping[str, Any]) -> Journal:
+    def of(cls, root: Path, key: str, about: Mapping[str, Any]) -> WatchJournal:
         """Open the journal of the watch of this key in the run at `root`, be there one or not."""
         made = cls(root, key, about)
         path = made.path
         if path.exists():
             try:
                 found = json.loads(read_small(path, _LIMIT))["checkpoints"]
-                made.entries.update({str(name): Entry.from_json(one) for name, one in found.items()})
+                made.entries.update({str(name): WatchEntry.from_json(one) for name, one in found.items()})
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 hint = "remove the file: then every checkpoint is handled again"
                 raise Corrupt("not the journal of a watch", path=path, hint=hint) from error
@@ -74,7 +74,7 @@ class Journal:
         """Return the file that they are in."""
         return self.root / FOLDER / f"{self.key}.json"
 
-    def note(self, name: str, entry: Entry) -> None:
+    def note(self, name: str, entry: WatchEntry) -> None:
         """Note what is true of a checkpoint now."""
         self.entries[name] = entry
         checkpoints = {name: asdict(entry) for name, entry in self.entries.items()}

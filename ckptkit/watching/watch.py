@@ -18,7 +18,7 @@ from ckptkit.files.path import to_local
 from ckptkit.files.trees import make_directories
 from ckptkit.runs.watches import claiming, clock_of, hold, let_go, require_place
 from ckptkit.watching.commands import Command, describe
-from ckptkit.watching.journal import Entry, Journal
+from ckptkit.watching.journal import WatchEntry, WatchJournal
 from ckptkit.watching.looks import Look, Patience
 
 _OUT = "exported"  # the directory in the run that outputs go to
@@ -103,7 +103,7 @@ def watch(
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     with claiming(root, key) as lock:
         terms = Terms(tuple(commands), place, every, tries)
-        watcher = Watcher(Journal.of(root, key, about), terms, lock, tell or (lambda _event: None))
+        watcher = Watcher(WatchJournal.of(root, key, about), terms, lock, tell or (lambda _event: None))
         return watcher.work_once() if once else watcher.work_on()
 
 
@@ -124,7 +124,7 @@ def several(given: Words | Sequence[Words]) -> list[Words]:
 class Watcher:
     """The state of a watch while it runs: what it has come to in `journal`, whom to tell, and what is due when."""
 
-    def __init__(self, journal: Journal, terms: Terms, lock: int, tell: Listener) -> None:
+    def __init__(self, journal: WatchJournal, terms: Terms, lock: int, tell: Listener) -> None:
         self.root = journal.root
         self.terms = terms
         self.journal = journal
@@ -248,31 +248,31 @@ class Watcher:
         values = {"ckpt": str(one.path), "name": name, "step": str(one.own_step), "out": str(out)}
         entry = self.journal.entries.get(one.name)
         if entry is None or saved_ns != entry.saved_ns:
-            entry = Entry("waiting", saved_ns)
+            entry = WatchEntry("waiting", saved_ns)
         for number, command in enumerate(self.terms.commands):
             if number < entry.commands_done:
                 continue
             if not self.was_made(command, entry, out):
-                entry = Entry("begun", saved_ns, number, identity(out))
+                entry = WatchEntry("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
                 if "out" in command.places:
                     make_directories(out.parent, sync=False)
                 self._tell(Event(one.path, None, str(command)))
                 code = command.run(values, self._lock)
                 if code != 0:
-                    self.note(one.name, Entry("failed", saved_ns, number))
+                    self.note(one.name, WatchEntry("failed", saved_ns, number))
                     return f"{command}: {describe(code)}"
             is_last = number + 1 == len(self.terms.commands)
-            entry = Entry("done" if is_last else "waiting", saved_ns, number + 1)
+            entry = WatchEntry("done" if is_last else "waiting", saved_ns, number + 1)
             self.note(one.name, entry)
         return None
 
-    def note(self, name: str, entry: Entry) -> None:
+    def note(self, name: str, entry: WatchEntry) -> None:
         """Note what is true of a checkpoint now, in the run that is watched: never make another in its place."""
         require_place(self._lock, self.root, self.journal.key)
         self.journal.note(name, entry)
 
-    def was_made(self, command: Command, entry: Entry, out: Path) -> bool:
+    def was_made(self, command: Command, entry: WatchEntry, out: Path) -> bool:
         """Return whether a command that was running when a watch was killed has made its output nonetheless.
 
         What is at `{out}` of one of ours is whole; it is what the command made if it was not there before.
@@ -295,7 +295,7 @@ class Watcher:
     def miss(self, name: str) -> None:
         """Note that a checkpoint was deleted before it was handled."""
         entry = self.journal.entries.get(name)
-        self.note(name, Entry("missed", entry.saved_ns if entry else 0))
+        self.note(name, WatchEntry("missed", entry.saved_ns if entry else 0))
         self.settle(name, "missed", "deleted before it was handled")
 
     def settle(self, name: str, outcome: Outcome, message: str) -> None:

@@ -156,7 +156,7 @@ def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytes
         written.append(block.start)
         return 0
 
-    monkeypatch.setattr("ckptkit.engine.copy.carry", note)
+    monkeypatch.setattr("ckptkit.engine.copy.copy_unchanged", note)
     copy(plan, journal=Journal(tmp_path / "j"), jobs=1)
     assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
 

@@ -12,7 +12,7 @@ from ckptkit.errors import CkptError, Unsupported
 from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.legacy import is_legacy, read_legacy
 from ckptkit.formats.archives.read_archive import check_byte_order
-from ckptkit.formats.archives.zip_entries import Entry, ReadAt, glance, read_directory, read_entry
+from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, glance, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 
@@ -27,7 +27,7 @@ class StateFile:
 
     name: str
     value: Any
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ZipEntry]
 
 
 def read_state_file(root: Path, name: str) -> StateFile:
@@ -61,7 +61,7 @@ def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
         yield glance(lambda offset, size: read_at(file, size, offset), length), length
 
 
-def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
+def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return where everything in a file of `length` bytes lies, by name. A TorchScript program is `Unsupported`."""
     if is_legacy(read(0, min(length, HEAD))):
         return read_legacy(read, length)[1]
@@ -71,7 +71,7 @@ def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
     return entries
 
 
-def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
+def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     """Return the pickled object in a file of `length` bytes, and where its pickle and its storages lie, by name."""
     if is_legacy(read(0, min(length, HEAD))):
         return read_legacy(read, length)

@@ -14,7 +14,7 @@ from ckptkit.files.file import check_name, read_small, recognise
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.dcp.flat_names import infer_keys
 from ckptkit.formats.pickles import inert_pickle
-from ckptkit.formats.pickles.inert_pickle import Flat, Global
+from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape
@@ -120,12 +120,12 @@ class Reading:
                 report(Corrupt("the metadata of this entry makes no sense", path=file, tensor=name))
         self.keys.update(key_paths(metadata, file))
 
-    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Flat]]:
+    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, FlatInstance]]:
         """Return `storage_data`, which says where each chunk lies, by name and by its offset, None for a byte entry.
 
         Takes it apart, since of a large checkpoint it is most of the memory.
         """
-        places: dict[str, dict[Shape | None, Flat]] = {}
+        places: dict[str, dict[Shape | None, FlatInstance]] = {}
         try:
             storage = metadata["storage_data"]
             while storage:
@@ -136,7 +136,9 @@ class Reading:
             raise Corrupt("`storage_data` makes no sense", path=file) from error
         return places
 
-    def _add_entry(self, name: str, entry: Flat, places: Mapping[Shape | None, Flat], file: Path) -> None:
+    def _add_entry(
+        self, name: str, entry: FlatInstance, places: Mapping[Shape | None, FlatInstance], file: Path
+    ) -> None:
         of = type(entry)
         kind = of.name if isinstance(of, Global) else ""
         if kind == "BytesStorageMetadata":
@@ -166,7 +168,7 @@ class Reading:
             elif report is not refuse and chunk != chunks[box]:
                 self.spares.setdefault(name, []).append(chunk)
 
-    def _place(self, info: Flat | None) -> tuple[str, int, int, str]:
+    def _place(self, info: FlatInstance | None) -> tuple[str, int, int, str]:
         """Return file name, offset, length and kind of envelope of one item."""
         if info is None:
             raise Corrupt("the metadata does not say where this entry lies")
@@ -188,7 +190,7 @@ class Reading:
 
 def attributes_of(value: Any) -> Attributes:
     """Return the attributes of an object. Raises `TypeError` for what is none."""
-    if not isinstance(value, Flat):
+    if not isinstance(value, FlatInstance):
         raise TypeError("object")
     return value.attributes()
 
@@ -200,7 +202,7 @@ def as_name(value: Any) -> str:
     return value
 
 
-def as_dtype(properties: Flat) -> DType:
+def as_dtype(properties: FlatInstance) -> DType:
     """Return the dtype in a `TensorProperties`, its state `(dtype, layout, requires_grad, memory format, pinned)`."""
     state = properties[0]
     named = state[0] if isinstance(state, tuple) else properties.attributes()["dtype"]

@@ -12,7 +12,7 @@ from math import prod
 
 from ckptkit.errors import Unsupported
 from ckptkit.formats.deepspeed.names import name_of
-from ckptkit.formats.deepspeed.partitions import Group, Partition
+from ckptkit.formats.deepspeed.partitions import Partition, PartitionedGroup
 from ckptkit.layout import nowhere
 from ckptkit.tensors.box import Shape, whole
 
@@ -50,7 +50,9 @@ def lost(
     return replace(like, path=name, groups=tuple(groups))
 
 
-def size_in_row(known: Mapping[int, int], rank: int, count: int, named: Mapping[str, Shape], group: Group) -> int:
+def size_in_row(
+    known: Mapping[int, int], rank: int, count: int, named: Mapping[str, Shape], group: PartitionedGroup
+) -> int:
     """Return how many elements a rank has of the row that the parameters of a group are."""
     total = sum(map(prod, named.values())) + sum(group.paddings[:-1])
     last = count - 1

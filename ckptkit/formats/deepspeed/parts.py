@@ -11,7 +11,7 @@ from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.lost import with_lost
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.formats.deepspeed.names import Files, check_ranks
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles, check_ranks
 from ckptkit.formats.deepspeed.partitions import Partition, read_partition
 
 Found = TypeVar("Found")
@@ -30,7 +30,7 @@ class PartOfModel:
     lacks_models: bool = False
 
 
-def read_part(root: Path, files: Files, part: int, report: Report = refuse) -> PartOfModel:
+def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = refuse) -> PartOfModel:
     """Return what the ranks have saved of a part of the model; report files that are missing or cannot be read."""
     models, optimizers = files.model_files(part), files.optimizer_files(part)
     if not models:

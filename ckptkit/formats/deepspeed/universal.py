@@ -19,13 +19,13 @@ from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.deepspeed.names import is_ours
 from ckptkit.formats.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, ZERO, check_files, read_universal
 from ckptkit.formats.deepspeed.write_universal import files_for
-from ckptkit.formats.protocols import Writer
+from ckptkit.formats.protocols import FormatWriter
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 _POINTER_LIMIT = 1 << 10  # bytes
 
 
-class Universal(Writer):
+class Universal(FormatWriter):
     """The format of universal checkpoints: the directory with all files, or one that points to it."""
 
     name = NAME

@@ -23,7 +23,7 @@ _MOST = 1 << 12  # ranks that are missing
 _RANK = re.compile(r"mp_rank_([0-9]{2,4})((?:_[0-9]{3,4}){0,2})")
 
 
-class Sizes(NamedTuple):
+class ParallelSizes(NamedTuple):
     """The numbers of ranks that share tensors, of stages of the pipeline, and of ranks that share experts."""
 
     tensor: int
@@ -73,7 +73,7 @@ def has_rank(path: Path) -> bool:
 
 
 def place(
-    root: Path, directories: Iterable[Directory], sizes: Sizes | None, has_stages: bool, report: Report
+    root: Path, directories: Iterable[Directory], sizes: ParallelSizes | None, has_stages: bool, report: Report
 ) -> Mapping[Rank, str]:
     """Return the directory of each rank; `sizes` as the ranks were told, None where their files do not say.
 
@@ -84,7 +84,7 @@ def place(
     lengths = {len(directory.numbers) for directory in directories}
     if len(lengths) > 1:
         raise Corrupt("directories of ranks of several jobs lie here: their names differ in length", path=root)
-    sizes = sizes or Sizes(*(1 + max(numbers) for numbers in zip(*found, strict=True)))
+    sizes = sizes or ParallelSizes(*(1 + max(numbers) for numbers in zip(*found, strict=True)))
     more = sorted(rank for rank in found if not all(number < size for number, size in zip(rank, sizes, strict=True)))
     count = prod(sizes) - (len(found) - len(more))
     length = max(*lengths, 1 + (sizes.stages > 1) + (sizes.experts > 1))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.shards.join_ranks import BY_COLUMNS, BY_HALVES, BY_ROWS, COPIED, Rule, Rules, find_rule
+from ckptkit.formats.shards.join_ranks import BY_COLUMNS, BY_HALVES, BY_ROWS, COPIED, JoinRule, Rules, find_rule
 from ckptkit.layout import Spec
 
 _RULES: Rules = (
@@ -40,7 +40,7 @@ _NARROWED = re.compile(r"(?:.*\.)?linear_(q|kv)_down_proj\.weight")
 _SIZES = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 
 
-def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str, int | float]) -> Rule:
+def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str, int | float]) -> JoinRule:
     """Return how the ranks share a tensor. `specs` are those of all tensors of one rank, by the same names.
 
     `args` are the arguments of the job. Raises `Unsupported` for a name that is not known.
@@ -61,7 +61,7 @@ def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str
     return BY_HALVES if rows == 2 * inner else BY_ROWS
 
 
-def rule_for_narrowed(rows: int, ranks: int, sizes: Sequence[object]) -> Rule:
+def rule_for_narrowed(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRule:
     """Return how ranks share the layer that narrows what latent attention is of, by its size in all.
 
     Source: megatron/core/transformer/multi_latent_attention.py. Transformer Engine's is there in full on every rank,

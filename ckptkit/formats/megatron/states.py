@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.formats.archives.flatten import pairs_of
-from ckptkit.formats.megatron.saved import OPTIMIZER, Saved
+from ckptkit.formats.megatron.saved import OPTIMIZER, SavedRank
 from ckptkit.layout import Blob, Spec, StoredTensor
 
 MASTER = "fp32_param"
@@ -42,7 +42,7 @@ class Uncertain(Exception):
     """A sign that numbers and shapes are not those of the model's parameters in their order."""
 
 
-def name_states(saved: Saved) -> Named | None:
+def name_states(saved: SavedRank) -> Named | None:
     """Return the optimizer in a rank's file by the names of parameters; None where these are not certain."""
     try:
         return read_states(saved)
@@ -50,7 +50,7 @@ def name_states(saved: Saved) -> Named | None:
         return None
 
 
-def read_states(saved: Saved) -> Named:
+def read_states(saved: SavedRank) -> Named:
     """Return the optimizer by name. Raises `Uncertain`."""
     outer = as_dict(saved.entries.get(OPTIMIZER))
     inner = as_dict(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
@@ -73,7 +73,7 @@ def read_states(saved: Saved) -> Named:
     return named
 
 
-def parameters_of(saved: Saved) -> list[Parameter]:
+def parameters_of(saved: SavedRank) -> list[Parameter]:
     """Return the parameters of a rank, run by run, in the model's order."""
     return [
         (run, name, spec)
@@ -95,7 +95,7 @@ def choose(group: Mapping[str, Any], parameters: Sequence[Parameter], *, is_alon
     return [one for one in parameters if (one[1].endswith(".bias") or len(one[2].shape) == 1) == (decay == 0.0)]
 
 
-def add_state(named: Named, saved: Saved, member: Parameter, state: Mapping[str, Any]) -> None:
+def add_state(named: Named, saved: SavedRank, member: Parameter, state: Mapping[str, Any]) -> None:
     """Add the state of one parameter, if its shape is that of the parameter."""
     run, name, spec = member
     flat = saved.flatten(dict(state))
@@ -114,7 +114,7 @@ def check_all_named(named: Named, parameters: Sequence[Parameter], states: Mappi
         raise Uncertain
 
 
-def add_masters(named: Named, saved: Saved, masters: Sequence[Any]) -> None:
+def add_masters(named: Named, saved: SavedRank, masters: Sequence[Any]) -> None:
     """Add the masters of parameters in 16 bits, which lie by group."""
     if masters and len(masters) != len(named.groups):
         raise Uncertain

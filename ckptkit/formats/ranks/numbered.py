@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt
 from ckptkit.formats.shards.dtensors import Placed
-from ckptkit.formats.shards.held import Held, RankFile
+from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.axes import boxes_of_run
 from ckptkit.tensors.box import Shape
@@ -95,7 +95,7 @@ def deal_out(
     return {number: parameter for pair in pairs for number, parameter in pair}
 
 
-def is_moment(key: KeyPath, held: Held) -> bool:
+def is_moment(key: KeyPath, held: RankTensor) -> bool:
     """Return whether a tensor at a key path is a moment with a number for each of the parameter's."""
     return len(key) == AT + 2 and key[1] == "state" and key[-1] != _STEP and held.spec.shape != ()
 

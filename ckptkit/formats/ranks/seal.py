@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptkit.files.file import Opened, read_at
+from ckptkit.files.file import OpenFiles, read_at
 from ckptkit.formats.archives.state_files import entries_of, opened
-from ckptkit.formats.archives.zip_entries import Entry
-from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.archives.zip_entries import ZipEntry
+from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import Chunk, Part, Place
 from ckptkit.tensors.box import Box
 
@@ -20,7 +20,7 @@ def seal_files(root: Path, files: list[list[RankFile]], checksums: Mapping[Place
 
     `files` are those of all ranks by kind, as they can be read now.
     """
-    with Opened(root) as sources:
+    with OpenFiles(root) as sources:
         for of_kind in files:
             written = written_in(of_kind, checksums)
             for file in of_kind:
@@ -47,13 +47,13 @@ def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:
                 yield name, chunk
 
 
-def entries_in(root: Path, name: str) -> dict[int, Entry]:
+def entries_in(root: Path, name: str) -> dict[int, ZipEntry]:
     with opened(root / name) as (read, length):
         return {entry.offset: entry for entry in entries_of(read, length).values() if entry.length}
 
 
 def seal_chunk(
-    chunk: Chunk, source: Chunk, checksums: Mapping[Place, int], entries: Mapping[int, Entry], sources: Opened
+    chunk: Chunk, source: Chunk, checksums: Mapping[Place, int], entries: Mapping[int, ZipEntry], sources: OpenFiles
 ) -> Iterator[tuple[str, Part]]:
     """Yield the bytes of a chunk, if they are still missing, and its CRC-32."""
     if chunk is not source and (chunk.path, chunk.offset) != (source.path, source.offset):

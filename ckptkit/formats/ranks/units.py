@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment
-from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.axes import boxes_of_run
 
@@ -72,7 +72,9 @@ def size_of(unit: Unit) -> int:
     return sum(prod(parameter.shape) for parameter, _ in unit)
 
 
-def join_units(files: Sequence[RankFile], units: Sequence[Unit], rest: Flat, order: Sequence[Parameter]) -> Flat:
+def join_units(
+    files: Sequence[RankFile], units: Sequence[Unit], rest: FlatState, order: Sequence[Parameter]
+) -> FlatState:
     """Return the optimizer by the names of parameters, in the model's order: moments cut out of units, and the rest.
 
     What a unit has once, such as its step, is that of each of its parameters.
@@ -101,7 +103,7 @@ def join_units(files: Sequence[RankFile], units: Sequence[Unit], rest: Flat, ord
         if name in rest.tensors and key[1:2] != ("state",):
             add(key, rest.tensors[name])
     blobs = {name: blob for name, blob in rest.blobs.items() if rest.keys[name][1:2] != ("state",)}
-    return Flat(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})
+    return FlatState(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})
 
 
 def pieces_of(files: Sequence[RankFile], name: str, parameter: Parameter, at: int) -> Iterator[Chunk]:

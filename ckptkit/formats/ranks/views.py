@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ckptkit.formats.shards.held import RankFile
-from ckptkit.formats.shards.sharded_tensors import Sharded
+from ckptkit.formats.shards.rank_tensor import RankFile
+from ckptkit.formats.shards.sharded_tensors import ShardedTensor
 
 _FLAT = ("_flat_param", "flat_param")
 
@@ -31,7 +31,7 @@ def views_in(file: RankFile) -> Iterator[str]:
     spans = [
         (chunk.offset, chunk.offset + chunk.length)
         for name, one in held.items()
-        if isinstance(one.spread, Sharded) and str(file.flat.keys[name][-1]).rpartition(".")[2] in _FLAT
+        if isinstance(one.spread, ShardedTensor) and str(file.flat.keys[name][-1]).rpartition(".")[2] in _FLAT
         for chunk in one.chunks
     ]
     for name, one in held.items() if spans else ():

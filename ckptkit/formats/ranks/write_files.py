@@ -23,7 +23,7 @@ from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WOR
 from ckptkit.formats.ranks.numbered import AT
 from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.shards.meshes import unravel
-from ckptkit.formats.shards.write_dtensors import Grid, describe_dtensor, describe_mesh, rank_map
+from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
 from ckptkit.layout import KeyPath, Layout, NewFile, Spec
 from ckptkit.tensors.placements import Placement, Shard, place
 
@@ -52,7 +52,7 @@ class Writing:
 
     wanted: Layout
     example: Example
-    grid: Grid
+    grid: RankMesh
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

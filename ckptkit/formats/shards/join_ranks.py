@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.layout import Chunk, StoredTensor, nowhere
 from ckptkit.layout.axes import concatenate, cut, replace_at
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class JoinRule:
     """A way in which ranks share a tensor: cut along `axis`, None for a copy on each.
 
     With `sections` each rank's part is so many equal ones one after another along the axis, such as a gate and what it
@@ -29,15 +29,15 @@ class Rule:
     sections: int = 1
 
 
-COPIED = Rule(None)
-BY_ROWS = Rule(0)
-BY_COLUMNS = Rule(1)
-BY_HALVES = Rule(0, sections=2)
+COPIED = JoinRule(None)
+BY_ROWS = JoinRule(0)
+BY_COLUMNS = JoinRule(1)
+BY_HALVES = JoinRule(0, sections=2)
 
-Rules = Sequence[tuple[str, Rule]]  # patterns of whole names, the first that matches counts
+Rules = Sequence[tuple[str, JoinRule]]  # patterns of whole names, the first that matches counts
 
 
-def find_rule(name: str, rules: Rules, ranks: int) -> Rule:
+def find_rule(name: str, rules: Rules, ranks: int) -> JoinRule:
     """Return the rule for a tensor. Raises `Unsupported` where there is none: nothing is guessed."""
     found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
     if found is None:
@@ -46,7 +46,7 @@ def find_rule(name: str, rules: Rules, ranks: int) -> Rule:
     return found
 
 
-def join_ranks(parts: Sequence[StoredTensor], rule: Rule) -> StoredTensor:
+def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
     """Return the tensor of which each rank in turn has a part. Raises `Corrupt` where the parts do not add up."""
     if rule.axis is None:
         return join_copies(parts)
@@ -85,13 +85,13 @@ def sums_of(tensor: StoredTensor) -> list[int | None]:
     return [chunk.crc32 for chunk in tensor.chunks]
 
 
-def as_lost(flat: Flat, path: str) -> Flat:
+def as_lost(flat: FlatState, path: str) -> FlatState:
     """Return what a rank's file that cannot be read must have held of tensors, by what that of another rank holds."""
     lost = {
         name: replace(tensor, chunks=tuple(nowhere(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))
         for name, tensor in flat.tensors.items()
     }
-    return Flat(lost, {}, flat.keys)
+    return FlatState(lost, {}, flat.keys)
 
 
 def cut_in(tensor: StoredTensor, axis: int, count: int) -> list[StoredTensor]:

@@ -15,19 +15,19 @@ from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.archives.state_files import is_torch_save
-from ckptkit.formats.protocols import Reader
-from ckptkit.formats.shards.held import lost_file
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.join import join_files
+from ckptkit.formats.shards.rank_tensor import lost_file
 from ckptkit.formats.torch_checkpointing.items import missing, read_item_files
-from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
+from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, CheckpointItem, read_items
 from ckptkit.layout import Extent, Layout, Place, check_cover
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?:pt|safetensors|json|bin)")
 
 
-class TorchCheckpointing(Reader):
+class TorchCheckpointing(FormatReader):
     """The format of a directory with `metadata.pkl` and each rank's files."""
 
     name = "torch_checkpointing"
@@ -60,7 +60,7 @@ class TorchCheckpointing(Reader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`; each item is a key."""
         items, world = find_items(path)
-        whole = Flat()
+        whole = FlatState()
         with collector_paused():
             for name, item in items.items():
                 try:
@@ -85,7 +85,7 @@ class TorchCheckpointing(Reader):
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
 
-def join_item(path: Path, name: str, item: Item, report: Report) -> Flat:
+def join_item(path: Path, name: str, item: CheckpointItem, report: Report) -> FlatState:
     """Return what all ranks have of an item; report files that cannot be read, and tensors that are in no other."""
     files = read_item_files(path, name, item, report)
     absent = {rank for ranks in item.spread.values() for rank in ranks} - {file.rank for file in files}
@@ -98,13 +98,13 @@ def join_item(path: Path, name: str, item: Item, report: Report) -> Flat:
     return flat
 
 
-def find_items(path: Path) -> tuple[dict[str, Item], int]:
+def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
     """Return the items that the metadata name, and those of which each rank has a file besides; and how many ranks."""
     items, world = read_items(path)
     taken = set(files_of(items.values()))
     matches = (match for name in sorted(set(names_in(path)) - taken) if (match := _OF_RANK.fullmatch(name)))
     for name in dict.fromkeys(match["item"] for match in matches if match[0].endswith(".pt")):
-        items.setdefault(name, Item({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
+        items.setdefault(name, CheckpointItem({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
     return items, world
 
 
@@ -118,5 +118,5 @@ def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
             report(error.blame(path=path / file))
 
 
-def files_of(items: Iterable[Item]) -> Iterator[str]:
+def files_of(items: Iterable[CheckpointItem]) -> Iterator[str]:
     return (file for item in items for file, _ in item.files.values())

@@ -47,7 +47,7 @@ class Bytes:
         return {}
 
 
-class HuggingFace:
+class TransformersTokenizer:
     """A tokenizer of transformers. Its end-of-text token ends a document, one spelled out within the text too.
 
     A document starts with a token if the tokenizer itself starts a text with it, and ends no document with it.
@@ -95,4 +95,4 @@ def choose_tokenizer(name: str | None) -> Tokenizer:
         reason = str(error).partition("\n")[0]
         hint = "give a directory with a tokenizer.json, or the name of a model on the Hub"
         raise Usage(f"no tokenizer `{name}`: {reason}", hint=hint) from error
-    return HuggingFace(tokenizer, name)
+    return TransformersTokenizer(tokenizer, name)

@@ -122,7 +122,7 @@ class MLP(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One transformer block: the unit that FSDP gathers and frees."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -145,7 +145,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = Rope(config)
 
@@ -203,7 +203,7 @@ class LlamaBlueprint:
         return Llama(self.config)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return its `Block`s in the order of the forward pass."""
+        """Return its `DecoderBlock`s in the order of the forward pass."""
         return list(cast(Llama, model).model.layers)
 
     def initialise(self, name: str, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Carry blocks whose bytes lie in the source as they shall in the destination: in steps that stay in a core's cache.
+"""Copy blocks whose bytes are the same in the source and in the destination, in steps that stay in a core's cache.
 
 A step is touched three times, by the read, the checksum and the write, and two of them find it in the cache.
 """
@@ -15,10 +15,10 @@ from ckptkit.tensors.blocks import span_of
 Run = tuple[int, Chunk, int, int]  # where in the block, of which chunk, where in that, and how long; in bytes
 
 
-def carry(worker: Worker, block: Block) -> int | None:
-    """Copy a block to where it belongs and return its CRC-32. Does nothing and returns None for one to be gathered.
+def copy_unchanged(worker: Worker, block: Block) -> int | None:
+    """Copy a block to where it belongs and return its CRC-32. Returns None, and does nothing, if it must be gathered.
 
-    Such are those of elements in another order or dtype, and those of so many runs that one write is better.
+    A block is gathered if its elements change their order or dtype, or if it has so many runs that one write is better.
     """
     runs = runs_of(block)
     if runs is None:
@@ -27,7 +27,7 @@ def carry(worker: Worker, block: Block) -> int | None:
     begin = target.offset + block.start
     whole = 0
     for at, chunk, start, length in runs:
-        crc = carry_run(worker, chunk, start, length, target.path, begin + at)
+        crc = copy_run(worker, chunk, start, length, target.path, begin + at)
         worker.pieces[0].append(Piece(chunk, start, length, crc))
         whole = combine(whole, crc, length)
     return whole
@@ -48,7 +48,7 @@ def runs_of(block: Block) -> list[Run] | None:
     return sorted(runs)
 
 
-def carry_run(worker: Worker, chunk: Chunk, start: int, length: int, path: str, offset: int) -> int:
+def copy_run(worker: Worker, chunk: Chunk, start: int, length: int, path: str, offset: int) -> int:
     """Copy `length` bytes of a chunk from `start` to `offset` of file `path`, step by step, and return their CRC-32."""
     step = worker.sources[0].step
     source, target = worker.sources[0].files[chunk.path], worker.files[path]
