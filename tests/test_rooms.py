@@ -126,7 +126,6 @@ PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"deepspeed", "llmc", "megatron"},  # the table
-    "formats.dcp.flat_names": {"megatron"},
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "names.tables.megatron_args": {"megatron"},

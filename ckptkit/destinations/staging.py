@@ -226,3 +226,17 @@ def recover(dst: Path) -> None:
         remove(aside)
     elif aside.exists():
         again(os.rename, aside, dst)
+
+
+def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
+    """Write `content` to the file `dst`, which is absent or whole at every moment.
+
+    Raises `Occupied` if there is one, unless it is to be replaced.
+    """
+    stage = Stage(dst, overwrite=overwrite, is_file=True)
+    try:
+        write_file(stage.open().path / dst.name, content)
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise

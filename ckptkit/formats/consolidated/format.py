@@ -12,9 +12,8 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import FlatState, flatten
-from ckptkit.formats.archives.state_files import entries_of, is_torch_save, opened, read_state_file
+from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torch_save, opened, read_state_file
 from ckptkit.formats.consolidated.rules import PARAMS, count_ranks, join, read_params
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.protocols import FormatReader

@@ -1,18 +1,21 @@
 """Read the pickled `Metadata` of a DCP checkpoint into a layout. Opens no other file.
 
 Source: torch/distributed/checkpoint/metadata.py. It says which chunk of which tensor lies in which range of which file.
+Megatron-LM records no key paths, so those of an optimizer are told by its names: its moments are
+`optimizer.state.exp_avg.<name of the tensor>` (megatron/core/dist_checkpointing/optimizer.py), and several optimizers
+begin with `chained_0.` and so on (megatron/core/optimizer/optimizer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, read_small, recognise
 from ckptkit.formats.archives.locate import ENVELOPE
-from ckptkit.formats.dcp.flat_names import infer_keys
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
@@ -69,6 +72,8 @@ _NAMES = frozenset(
         ("__builtin__", "getattr"),
     ]
 )
+_OPTIMIZER = re.compile(r"(?:(chained_[0-9]+)\.)?(optimizer)\.(.+)", re.DOTALL)
+_MOMENT = re.compile(r"(state)\.([^.]+)\.(.+)", re.DOTALL)
 
 
 def read_metadata(path: Path) -> Attributes:
@@ -243,3 +248,15 @@ def has_strides(metadata: Attributes) -> bool:
             state = entry.attributes()["properties"][0]
             return isinstance(state, tuple) and len(state) > 5
     return False
+
+
+def infer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyPath]:
+    """Return the key paths of an optimizer's entries, by name; of a moment only if what it is of is among `tensors`."""
+    found = {}
+    for name in names:
+        match = _OPTIMIZER.fullmatch(name)
+        if match:
+            moment = _MOMENT.fullmatch(match[3])
+            rest = moment.groups() if moment and moment[3] in tensors else (match[3],)
+            found[name] = (*filter(None, match.groups()[:2]), *rest)
+    return found

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.state_files import entries_of, is_torch_save, opened
+from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torch_save, opened
 from ckptkit.formats.deepspeed.assemble import NAME, assemble, names_of
 from ckptkit.formats.deepspeed.expert_states import read_optimizers
 from ckptkit.formats.deepspeed.experts import read_experts

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, Report, Unsafe, refuse
 from ckptkit.files.file import check_name, is_there, read_small
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.state_files import opened
+from ckptkit.formats.archives.state_files import extents_of, opened
 from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.deepspeed.names import is_ours
 from ckptkit.formats.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, ZERO, check_files, read_universal

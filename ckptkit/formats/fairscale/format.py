@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import FlatState
+from ckptkit.formats.archives.state_files import extents_of
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
 from ckptkit.formats.fairscale.shards import METADATA, FlatParameter, count_ranks, cut_flat, plain, read_flats

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptkit.formats.archives.flatten import FlatState, pairs_of
-from ckptkit.formats.archives.param_groups import numbers_of
-from ckptkit.formats.archives.values import with_value
+from ckptkit.formats.archives.values import numbers_of, with_value
 from ckptkit.formats.fairscale.shards import FlatParameter, cut_flat
 from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.shards.rank_tensor import RankFile

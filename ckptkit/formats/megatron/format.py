@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.state_files import entries_of, opened
+from ckptkit.formats.archives.state_files import entries_of, extents_of, opened
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.megatron.grid import FILES, Rank, file_in, find_directories, has_rank, place
 from ckptkit.formats.megatron.join import Job

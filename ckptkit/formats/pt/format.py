@@ -14,9 +14,8 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.files.ranges import read_ahead
-from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import flatten
-from ckptkit.formats.archives.state_files import HEAD, entries_of, is_torch_save, opened, read_state_file
+from ckptkit.formats.archives.state_files import HEAD, entries_of, extents_of, is_torch_save, opened, read_state_file
 from ckptkit.formats.archives.storages import Storages
 from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.write_archive import make_envelope

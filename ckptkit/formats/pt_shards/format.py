@@ -15,9 +15,8 @@ from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import FlatState, Flattening, describe
-from ckptkit.formats.archives.state_files import entries_of, opened, read_state_file
+from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_state_file
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.layout import Extent, KeyPath, Layout

@@ -13,9 +13,8 @@ from pathlib import Path
 from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import names_in, read_small
-from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import entries_of, opened
+from ckptkit.formats.archives.state_files import entries_of, extents_of, opened
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
@@ -23,9 +22,8 @@ from ckptkit.formats.ranks.example import example_of
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, RankFiles, find_files, is_there, rank_in
 from ckptkit.formats.ranks.optimizer import join_optimizer
 from ckptkit.formats.ranks.rest import join_rest
-from ckptkit.formats.ranks.seal import seal_files
 from ckptkit.formats.ranks.views import without_views
-from ckptkit.formats.ranks.write_files import arrange_files
+from ckptkit.formats.ranks.write_files import arrange_files, seal_files
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover

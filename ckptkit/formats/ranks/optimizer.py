@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ckptkit.errors import Corrupt, Report, refuse
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.param_groups import numbers_of
-from ckptkit.formats.archives.values import with_value
+from ckptkit.formats.archives.values import numbers_of, with_value
 from ckptkit.formats.ranks import numbered
 from ckptkit.formats.ranks.numbered import Parameter, is_moment
 from ckptkit.formats.ranks.units import join_units, match_units

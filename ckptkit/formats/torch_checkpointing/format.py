@@ -14,9 +14,8 @@ from pathlib import Path
 from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.files.file import is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import is_torch_save
+from ckptkit.formats.archives.state_files import extents_of, is_torch_save
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import lost_file
