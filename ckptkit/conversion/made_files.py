@@ -55,8 +55,8 @@ def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
 
 def needed_by(draft: Draft, made: Layout) -> list[Layout]:
     """Return the part of each source of a draft that `made`, a part of the destination, is made of."""
-    cooked = [(name, one) for name in made.tensors if name in draft.recipes for one in draft.recipes[name].operands]
-    apart = [one for name, one in cooked if one.name != name or one.region is not same]
+    computed = [(name, one) for name in made.tensors if name in draft.recipes for one in draft.recipes[name].operands]
+    apart = [one for name, one in computed if one.name != name or one.region is not same]
     return [
         needed(layout, made, {one.name for one in apart if one.source == number})
         for number, layout in enumerate(draft.sources)
