@@ -1,4 +1,4 @@
-"""Make the files of a conversion: with room for the data, what fills that, and what has to wait for it."""
+"""Make the files of a conversion: create them, plan what fills them, and seal them when the data is there."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_ties(plan: Plan) -> None:
 
 
 def seal(conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied], room: Path) -> None:
-    """Write what had to wait for the data: other files, checksums, and a manifest beside the files of each draft."""
+    """Write the other files, and complete those of each draft with checksums and a manifest."""
     for name, content in conversion.made.items():
         make_folder((room / name).parent)
         write_file(room / name, content, anew=False)

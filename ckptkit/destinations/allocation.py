@@ -1,4 +1,4 @@
-"""Make files with the size they will have and the bytes known beforehand, before any data. Knows no tensor."""
+"""Make files with the size they will have and the bytes known beforehand, before any data."""
 
 from __future__ import annotations
 

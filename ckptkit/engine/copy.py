@@ -1,4 +1,4 @@
-"""Copy what a plan says: blocks are read, checked, converted or combined, and written. Names no format.
+"""Copy what a plan says: blocks are read, checked, converted or combined, and written.
 
 A block is a contiguous run of the destination, so each is one write, and is read straight into place wherever the
 source is contiguous too. A block whose bytes are the same in the source and in the destination is copied in steps that
@@ -208,7 +208,10 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
 
 
 def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
-    """Check that all of a plan was done, in whatever shares, and that every source chunk is what its CRC-32 says."""
+    """Check that all of a plan was done, in whatever shares, and that every source chunk has its recorded CRC-32.
+
+    Raises `Corrupt` for a chunk that was not written whole, or a source chunk that differs.
+    """
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
     checksums: dict[Place, int] = {}
@@ -221,7 +224,7 @@ def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Co
 
 
 def scrub(sources: Sources, jobs: int | None) -> None:
-    """Read what was not read in order of the runs that have a CRC-32, to compare them."""
+    """Re-read the runs whose checksum is still unknown, and compare them."""
 
     def look(worker: Worker, block: Block) -> None:
         worker.read(block)

@@ -1,4 +1,4 @@
-"""Read the value of an entry that is no tensor, or give the entry another, inertly.
+"""Read the value of an entry that is not a tensor, or give the entry another, inertly.
 
 The groups of an optimizer's state dict are as torch/optim/optimizer.py, `state_dict`, has them: parameters are numbered
 through all groups, or go by their names.

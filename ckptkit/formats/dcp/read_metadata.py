@@ -1,4 +1,4 @@
-"""Read the pickled `Metadata` of a DCP checkpoint into a layout. Opens no other file.
+"""Read the pickled `Metadata` of a DCP checkpoint into a layout.
 
 Source: torch/distributed/checkpoint/metadata.py. It says which chunk of which tensor lies in which range of which file.
 Megatron-LM records no key paths, so those of an optimizer are told by its names: its moments are
