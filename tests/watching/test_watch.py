@@ -249,13 +249,13 @@ def test_two_of_the_same_do_not_run_together_and_two_others_do(run: Path, tmp_pa
 
 KILLED = """
 import os, sys, ckptkit
-from ckptkit.ops.watching.journal import Journal
-note = Journal.note
+from ckptkit.watching.journal import WatchJournal
+note = WatchJournal.note
 def die(self, name, entry):
     if entry.state == sys.argv[2]:
         os.kill(os.getpid(), 9)
     note(self, name, entry)
-Journal.note = die
+WatchJournal.note = die
 ckptkit.watch(sys.argv[1], do="consolidate {ckpt} {out} --quiet", every=0.02, once=True)
 """
 
