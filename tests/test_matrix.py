@@ -30,7 +30,7 @@ from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.pipeline import write
 from ckptkit.errors import Unsupported
 from ckptkit.files.origin import Origin
-from ckptkit.formats import FORMATS, Writer, get_format, get_writer, locate, writable_formats
+from ckptkit.formats import FORMATS, FormatWriter, get_format, get_writer, locate, writable_formats
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.ops.convert import convert
 from ckptkit.tensors.dtypes import DTYPES
@@ -167,7 +167,7 @@ def as_held(state: Leaves, form: str) -> Leaves:
 
 
 def test_the_table_says_which_formats_are_written() -> None:
-    assert tuple(name for name in FORMATS if isinstance(get_format(name), Writer)) == writable_formats()
+    assert tuple(name for name in FORMATS if isinstance(get_format(name), FormatWriter)) == writable_formats()
 
 
 # -- the matrix --------------------------------------------------------------------------------------------------------

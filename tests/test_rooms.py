@@ -127,7 +127,6 @@ PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"deepspeed", "llmc", "megatron"},  # the table
-    "formats.dcp.flat_names": {"megatron"},
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "names.tables.megatron_args": {"megatron"},
@@ -135,7 +134,6 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
-    "engine.low_rank": {"peft"},
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
     "ops.merge": {"peft"},

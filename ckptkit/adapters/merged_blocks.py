@@ -13,14 +13,14 @@ from typing import Protocol
 
 import numpy as np
 
-from ckptkit.engine.low_rank import Array, Product
+from ckptkit.adapters.low_rank import Product
+from ckptkit.engine.recipes import FLOAT32, FLOAT64, Array, Taken, as_stored, working_dtype
 from ckptkit.errors import Corrupt
 from ckptkit.layout.plan import Operand, Recipe, Region, same
 from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.casting import cast, widener
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.tensors.casting import widener
+from ckptkit.tensors.dtypes import DType
 
-FLOAT32, FLOAT64 = DTYPES["float32"], DTYPES["float64"]
 _NUMPY = {FLOAT32: np.float32, FLOAT64: np.float64}
 
 
@@ -69,17 +69,6 @@ class Merge:
         part = box.relative_to(outer)
         index = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
         return as_stored(values[index], working_dtype(self._stored), dtype), False
-
-
-class Taken:
-    """The recipe of a tensor that is another, of another source or by another name."""
-
-    def __init__(self, operand: Operand) -> None:
-        self.operands = (operand,)
-
-    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
-        """Return the elements of a box as they are."""
-        return blocks[0], False
 
 
 @dataclass(frozen=True)
@@ -197,18 +186,3 @@ def reaching(operand: Operand, reach: Region) -> Operand:
         return operand
     region = operand.region
     return operand._replace(region=lambda box: region(reach(box)))
-
-
-def working_dtype(dtype: DType) -> DType:
-    """Return the dtype in which changes of a tensor of `dtype` are computed."""
-    return FLOAT64 if dtype == FLOAT64 else FLOAT32
-
-
-def as_stored(values: Array, src: DType, dst: DType) -> memoryview:
-    """Return numbers, rounded once to the dtype that they are stored in."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    if src == dst:
-        return flat.data.cast("B")
-    rounded = np.empty(len(flat), f"u{dst.itemsize}")
-    cast(flat, src, dst, rounded)
-    return rounded.data.cast("B")

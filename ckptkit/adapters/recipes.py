@@ -10,8 +10,9 @@ from functools import partial
 from ckptkit.adapters.changes import Change, changes_of, is_saved_module, trained_biases
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, Scaled, Step, Taken, working_dtype
-from ckptkit.engine.low_rank import Experts, Linear, Product, Transposed
+from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
+from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, Scaled, Step
+from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.plan import Operand, Recipe, Region, same
@@ -135,7 +136,7 @@ class Merging:
             raise source.blame(message, change.a, hint="is it the adapter of another base?")
         if is_plain and is_turned:
             return self.kind_by_config(source, change, own)
-        return Linear if is_plain else Transposed
+        return LinearProduct if is_plain else TransposedProduct
 
     def kind_by_config(self, source: Source, change: Change, own: str) -> Kind:
         """Return the way in which a layer stores a weight that is square. Raises `Unsupported` if nothing tells.
@@ -153,7 +154,7 @@ class Merging:
                     f"`{own}` is square: it may be stored either way, since `fan_in_fan_out` is not that of all layers"
                 )
                 raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
-        return Transposed if is_turned else Linear
+        return TransposedProduct if is_turned else LinearProduct
 
     def parameter_of(self, source: Source, change: Change) -> tuple[str, Kind]:
         """Return the parameter of a module that its change is of: the only one that has the shape for it."""
@@ -179,16 +180,16 @@ class Merging:
                 continue
             rank = source.config.rank_of(own)
             if len(shape) == 2 and (a, b) == ((rank, shape[1]), (shape[0], rank)):
-                yield own, Linear
+                yield own, LinearProduct
             elif len(shape) == 3 and a[0] == b[1] == rank * shape[0]:
                 for is_transposed, sides in ((False, (b[0], a[1])), (True, (a[1], b[0]))):
                     if sides == shape[1:]:
-                        yield own, partial(Experts, count=shape[0], is_transposed=is_transposed)
+                        yield own, partial(ExpertsProduct, count=shape[0], is_transposed=is_transposed)
 
     def directed(self, source: Source, change: Change, own: str, product: Product) -> Directed:
         """Return the step of DoRA, with what it needs at hand: all weights of each output."""
         assert change.magnitude is not None
-        shape, is_turned = self.tensors[own].spec.shape, isinstance(product, Transposed)
+        shape, is_turned = self.tensors[own].spec.shape, isinstance(product, TransposedProduct)
         magnitude = source.shape(change.magnitude)
         outputs = shape[1 if is_turned else 0]
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):

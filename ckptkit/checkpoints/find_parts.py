@@ -12,7 +12,7 @@ from ckptkit import trainers
 from ckptkit.checkpoints.part import Part
 from ckptkit.files.file import names_in
 from ckptkit.files.folders import folders
-from ckptkit.formats import Reader, detect_format, is_known_file, is_known_inside
+from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside
 from ckptkit.trainers.steps import ONE_FILE, may_be_step_name, step_of
 
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
@@ -81,7 +81,7 @@ def inner_folders(path: Path) -> list[Path]:
     return [folder for folder in found if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
 
 
-def words_for_unread(path: Path, reader: Reader | None) -> str | None:
+def words_for_unread(path: Path, reader: FormatReader | None) -> str | None:
     """Return what lies at a path if that is a trainer's files that no format here puts together, else None.
 
     `reader` is the format that would claim it: if it knows a file there by its name, and no trainer has that name for

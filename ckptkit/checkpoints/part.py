@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import CkptError, Incomplete, translate_os_errors
-from ckptkit.formats import Reader
+from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor, edits
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
@@ -31,7 +31,7 @@ class Part:
 
     place: str
     path: Path
-    reader: Reader
+    reader: FormatReader
     under: str | None = None
     takes_twins: bool = False
     base: str | None = None

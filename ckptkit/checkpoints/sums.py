@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
-from ckptkit.destinations.publish import publish
+from ckptkit.destinations.staging import publish
 from ckptkit.engine.scan import sum_file
 from ckptkit.files.file import file_size, names_in
 from ckptkit.files.joined import roots_of

@@ -99,14 +99,14 @@ def distances_of(
     distances = dict(compare(a, b, measure_all=True, jobs=jobs, progress=tell).distances)
     if not computed:
         return distances
-    from ckptkit.engine.compare_computed import Computed, compare_computed  # imports numpy, which no copy needs
+    from ckptkit.engine.compare_computed import ComparedTensor, compare_computed  # imports numpy, which no copy needs
 
     one, two = seen
     shapes = {name: one.specs[name].shape for name in sorted(computed)}
     sides = {
         name: (
-            Computed(one.recipe(name, 0), one.specs[name].dtype),
-            Computed(two.recipe(name, 1), two.specs[name].dtype),
+            ComparedTensor(one.recipe(name, 0), one.specs[name].dtype),
+            ComparedTensor(two.recipe(name, 1), two.specs[name].dtype),
         )
         for name in shapes
     }

@@ -51,7 +51,7 @@ class Plain:
 
     def recipe(self, name: str, source: int) -> Recipe:
         """Return the recipe of a weight, whose operands are of the source of this number."""
-        from ckptkit.adapters.merged_blocks import Taken  # imports numpy, which no copy needs
+        from ckptkit.engine.recipes import Taken  # imports numpy, which no copy needs
 
         if self.quantized is None or name not in self.packed:
             return Taken(Operand(source, name, self.specs[name].dtype))

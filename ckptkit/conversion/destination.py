@@ -9,13 +9,13 @@ from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.other_files import own_files
 from ckptkit.errors import Unsafe
 from ckptkit.files.joined import roots_of
-from ckptkit.formats import FORMATS, Writer
+from ckptkit.formats import FORMATS, FormatWriter
 from ckptkit.trainers.ckptkit import TRAINING
 
 _HINT = "choose another destination"
 
 
-def check_apart(source: Checkpoint, dst: Path, writer: Writer) -> None:
+def check_apart(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:
     """Raise `Unsafe` if making `dst` would take away what is being read, or change what the source is.
 
     A result may lie inside the source where nothing of that is touched, and where it is no part of it afterwards.
@@ -47,7 +47,7 @@ def check_beside_parts(source: Checkpoint, dst: Path) -> None:
         raise Unsafe("the destination would become a part of the source", path=dst, hint=_HINT)
 
 
-def check_in_part(part: Part, dst: Path, writer: Writer) -> None:
+def check_in_part(part: Part, dst: Path, writer: FormatWriter) -> None:
     """Raise `Unsafe` if a result in the directory of a part is a file of that, or could be taken for one."""
     if part.reader.owns(dst.name) or dst.resolve() in (file.resolve() for file in own_files(part.layout)):
         raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)

@@ -19,7 +19,7 @@ from ckptkit.files.file import file_size
 from ckptkit.files.joined import roots_of
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath
-from ckptkit.formats import Writer, locate, unpack
+from ckptkit.formats import FormatWriter, locate, unpack
 from ckptkit.layout import Layout, NewFile, Options, StoredTensor
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
@@ -43,7 +43,7 @@ class Draft:
     place: str
     sources: tuple[Layout, ...]
     read: tuple[Path, ...]
-    writer: Writer
+    writer: FormatWriter
     files: tuple[NewFile, ...]
     made_of: Mapping[str, str]
     renamed: Mapping[str, str] = field(default_factory=dict)

@@ -1,26 +1,24 @@
-"""Make the files of a conversion: with room for the data, what fills that, and what has to wait for it."""
+"""Make the files of a conversion: create them, plan what fills them, and seal them when the data is there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.sums import sum_files
+from ckptkit.checkpoints.seal import create_files, read_made, write_manifest
+from ckptkit.checkpoints.seal import seal as seal_files
 from ckptkit.collector import collector_paused
 from ckptkit.conversion.draft import Conversion, Draft
-from ckptkit.destinations.allocation import create_file, write_parts
+from ckptkit.destinations.allocation import create_file, make_folder, write_file
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow
 from ckptkit.engine.sources import place_of
-from ckptkit.errors import Mismatch, translate_os_errors
+from ckptkit.errors import Mismatch
 from ckptkit.files.file import opening, read_at
-from ckptkit.files.system import again
 from ckptkit.formats import locate
-from ckptkit.layout import Chunk, Extent, Layout, Place, edits
-from ckptkit.layout.plan import Plan, Recipe, Target, make_plan, needed, same
+from ckptkit.layout import Chunk, Layout, Place
+from ckptkit.layout.plan import Plan, Recipe, make_plan, needed, same
 from ckptkit.tensors.box import Box
 
 _PART = 1 << 22  # bytes held of a file that is copied as it is
@@ -35,18 +33,9 @@ def create(conversion: Conversion, room: Path, share: Share = WHOLE) -> list[Pla
     plans = []
     for draft in conversion.drafts:
         root = room / draft.place
-        make_folder(root)
-        for file in draft.files:
-            make_folder((root / file.name).parent)
-            create_file(root / file.name, file.nbytes, file.parts, anew=False)
+        create_files(root, draft.files, anew=False)
         plans.append(plan(draft, root, share))
     return plans
-
-
-def make_folder(path: Path) -> None:
-    """Make a directory, and those that it lies in, unless they are there."""
-    with translate_os_errors(path):
-        again(path.mkdir, parents=True, exist_ok=True)
 
 
 def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
@@ -56,10 +45,7 @@ def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     the share in it is made.
     """
     wanted = draft.wanted
-    made = edits.select(draft.writer.read(root), set(wanted.names).__contains__)
-    lost = wanted.tensors.keys() - made.tensors.keys()
-    if lost:
-        raise Mismatch(f"{draft.writer.name} would lose {len(lost)} tensors", path=wanted.root, tensor=min(lost))
+    made = read_made(draft.writer, root, wanted.tensors, wanted.blobs)
     if share.count == 1:
         return join(draft.sources, made, draft.recipes)
     made, before, behind = narrow(made, wanted, share)
@@ -69,8 +55,8 @@ def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
 
 def needed_by(draft: Draft, made: Layout) -> list[Layout]:
     """Return the part of each source of a draft that `made`, a part of the destination, is made of."""
-    cooked = [(name, one) for name in made.tensors if name in draft.recipes for one in draft.recipes[name].operands]
-    apart = [one for name, one in cooked if one.name != name or one.region is not same]
+    computed = [(name, one) for name in made.tensors if name in draft.recipes for one in draft.recipes[name].operands]
+    apart = [one for name, one in computed if one.name != name or one.region is not same]
     return [
         needed(layout, made, {one.name for one in apart if one.source == number})
         for number, layout in enumerate(draft.sources)
@@ -99,18 +85,17 @@ def check_ties(plan: Plan) -> None:
 
 
 def seal(conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied], room: Path) -> None:
-    """Write what had to wait for the data: other files, checksums, and a manifest beside the files of each draft."""
+    """Write the other files, and complete those of each draft with checksums and a manifest."""
     for name, content in conversion.made.items():
         make_folder((room / name).parent)
-        create_file(room / name, len(content), [(0, content)], anew=False)
+        write_file(room / name, content, anew=False)
     for name, path in conversion.carried.items():
         copy_file(path, room / name)
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
-        write_parts(plan.dst.root, draft.writer.seal(plan.dst, done.checksums))
-        draft.writer.check(plan.dst)
+        seal_files(draft.writer, plan.dst, done.checksums)
         if not conversion.is_file:
             names = {*conversion.names_in(draft.place), *(file.name for file in draft.files)}
-            write_manifest(draft, plan, done, names)
+            write_manifest(plan.dst, done.checksums, names, anew=False, source=draft.made_of)
 
 
 def copy_file(src: Path, dst: Path) -> None:
@@ -120,18 +105,3 @@ def copy_file(src: Path, dst: Path) -> None:
         size = file.size
         parts = ((start, read_at(file, min(_PART, size - start), start)) for start in range(0, size, _PART))
         create_file(dst, size, parts, anew=False)
-
-
-def write_manifest(draft: Draft, plan: Plan, copied: Copied, names: Iterable[str]) -> None:
-    """Write the manifest of a part of the output, by the bytes that were seen while they were written."""
-    root = plan.dst.root
-    extents = [extent_of(target, copied) for target in plan.targets]
-    whole = {name: t.chunks[0] for name, t in plan.dst.tensors.items() if len(t.chunks) == 1}
-    sums = {name: copied.checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
-    content = Manifest(sum_files(root, names, extents), sums, draft.made_of).to_bytes()
-    create_file(root / MANIFEST, len(content), [(0, content)], anew=False)
-
-
-def extent_of(target: Target, copied: Copied) -> Extent:
-    chunk = target.chunk
-    return Extent(chunk.path, *chunk.bytes, copied.checksums[place_of(chunk)], target.name)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self, TypedDict, TypeVar
 
 from ckptkit.conversion.selection import LIKE, Edits
 from ckptkit.errors import Usage
-from ckptkit.formats import FORMATS, Writer, get_writer
+from ckptkit.formats import FORMATS, FormatWriter, get_writer
 from ckptkit.names import HUB, KEEP, check_names
 from ckptkit.names.custom import read_table
 from ckptkit.names.family import Family
@@ -189,7 +189,7 @@ class ConvertOptions:
         return bool(self.names not in (None, KEEP) or self.map or self.vocab_size)
 
     @property
-    def writer(self) -> Writer:
+    def writer(self) -> FormatWriter:
         """Return the format to write."""
         return get_writer(self.to)
 

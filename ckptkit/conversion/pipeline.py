@@ -16,7 +16,7 @@ from ckptkit.conversion.report import Written
 from ckptkit.conversion.torchrun import rank_and_ranks, wait_for_ranks
 from ckptkit.destinations.allocation import check_room, missing_bytes
 from ckptkit.destinations.staging import Stage
-from ckptkit.engine.copy import copy, settle
+from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import WHOLE, Share
@@ -161,7 +161,7 @@ def copy_share(
 def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage) -> Written:
     """Check that all was done, write what had to wait for the data, and let the destination appear."""
     jobs = conversion.options.jobs
-    copied = [settle(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
+    copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     seal(conversion, plans, copied, stage.path)
     for origin in conversion.origins:
         origin.check()

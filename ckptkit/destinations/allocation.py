@@ -1,4 +1,4 @@
-"""Make files with the size they will have and the bytes known beforehand, before any data. Knows no tensor."""
+"""Make files with the size they will have and the bytes known beforehand, before any data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
-from ckptkit.files.file import Opened
+from ckptkit.files.file import OpenFiles
 from ckptkit.files.local import LocalFile
-from ckptkit.files.system import NOT_HERE
+from ckptkit.files.system import NOT_HERE, again
 
 
 def check_room(path: Path, nbytes: int) -> None:
@@ -63,9 +63,20 @@ def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, an
             file.close()
 
 
+def write_file(path: Path, content: bytes, *, anew: bool = True) -> None:
+    """Create a file of these bytes; with `anew` false it may be there already."""
+    create_file(path, len(content), [(0, content)], anew=anew)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, and those that it lies in, unless they are there."""
+    with translate_os_errors(path):
+        again(path.mkdir, parents=True, exist_ok=True)
+
+
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
     """Write parts, each the name of a file that is there, an offset and bytes; file by file."""
-    with Opened(root, writable=True) as files:
+    with OpenFiles(root, writable=True) as files:
         for name, (offset, content) in sorted(parts):
             files[name].write_at(memoryview(content), offset)
 

@@ -6,12 +6,11 @@ At every moment the destination is absent, old and whole, or new and whole. Know
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from ckptkit.destinations.allocation import create_file
+from ckptkit.destinations.allocation import write_file
 from ckptkit.destinations.exchange import move_file_into_place, move_into_place
 from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 from ckptkit.files.file import opening, read_at
@@ -145,18 +144,6 @@ class Stage:
             release(lock, lock_path(self.dst))
 
 
-@contextmanager
-def staging(dst: Path, *, overwrite: bool = False, sync: bool = True) -> Iterator[Path]:
-    """Give a directory to write into, which becomes `dst` when the block ends well and vanishes when it does not."""
-    stage = Stage(dst, overwrite=overwrite, sync=sync)
-    try:
-        yield stage.open().path
-        stage.commit()
-    except BaseException:
-        stage.discard()
-        raise
-
-
 def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> None:
     """Raise `Occupied` if something is at `dst` that may not be replaced; an empty directory may, by a directory."""
     with translate_os_errors(dst):
@@ -201,7 +188,7 @@ def write_key(path: Path, key: bytes) -> None:
     written = path / WORK / f"{_KEY}.new"
     with translate_os_errors(path):
         again((path / WORK).mkdir)
-        create_file(written, len(key), [(0, key)])
+        write_file(written, key)
         again(written.rename, path / WORK / _KEY)
 
 
@@ -239,3 +226,17 @@ def recover(dst: Path) -> None:
         remove(aside)
     elif aside.exists():
         again(os.rename, aside, dst)
+
+
+def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
+    """Write `content` to the file `dst`, which is absent or whole at every moment.
+
+    Raises `Occupied` if there is one, unless it is to be replaced.
+    """
+    stage = Stage(dst, overwrite=overwrite, is_file=True)
+    try:
+        write_file(stage.open().path / dst.name, content)
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise

@@ -131,7 +131,7 @@ def complete(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> 
     return {name: replace(found, size_a=sizes.get(name, found.size_a)) for name, found in distances.items()}
 
 
-def fingerprints(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> dict[str, int]:
+def fingerprints(layout: Layout, *, jobs: int | None = None) -> dict[str, int]:
     """Return the CRC-32 of each tensor's elements in row-major order, however they are stored."""
     sums: Checksums[str] = Checksums()
 
@@ -140,8 +140,6 @@ def fingerprints(layout: Layout, *, jobs: int | None = None, progress: Progress 
 
     def note(block: Block, crc: int, _pieces: Pieces) -> None:
         sums.add(block.target.name, block.start, block.nbytes, crc)
-        if progress:
-            progress(block.nbytes)
 
     visit(in_one_piece(layout), look, note, jobs)
     return {name: sums.whole(name, spec.nbytes) or 0 for name, spec in layout.specs.items()}

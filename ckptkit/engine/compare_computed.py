@@ -22,7 +22,7 @@ Progress = Callable[[int], None]
 _FLOAT32 = DTYPES["float32"]
 
 
-class Computed(NamedTuple):
+class ComparedTensor(NamedTuple):
     """One of two tensors that are compared: the recipe of its elements, which it is asked for as `dtype`."""
 
     recipe: Recipe
@@ -32,7 +32,7 @@ class Computed(NamedTuple):
 class Both:
     """The recipe of two tensors of one shape. The operands of the first come before those of the second."""
 
-    def __init__(self, one: Computed, two: Computed) -> None:
+    def __init__(self, one: ComparedTensor, two: ComparedTensor) -> None:
         self._one, self._two = one, two
         self.operands = (*one.recipe.operands, *two.recipe.operands)
 
@@ -52,7 +52,7 @@ def compare_computed(
     a: Layout,
     b: Layout,
     shapes: Mapping[str, Shape],
-    sides: Mapping[str, tuple[Computed, Computed]],
+    sides: Mapping[str, tuple[ComparedTensor, ComparedTensor]],
     *,
     jobs: int | None = None,
     progress: Progress | None = None,

@@ -1,7 +1,8 @@
-"""Copy what a plan says: blocks are read, checked, converted or combined, and written. Names no format.
+"""Copy what a plan says: blocks are read, checked, converted or combined, and written.
 
 A block is a contiguous run of the destination, so each is one write, and is read straight into place wherever the
-source is contiguous too.
+source is contiguous too. A block whose bytes are the same in the source and in the destination is copied in steps that
+stay in a core's cache: each step is touched three times, by the read, the checksum and the write.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 
 from ckptkit.destinations.early_sync import early_sync
 from ckptkit.engine.blocks import Block
-from ckptkit.engine.carry import carry
-from ckptkit.engine.gather import Gatherer
+from ckptkit.engine.gather import STEP_BYTES, Gatherer
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import WHOLE, Share, units_of
@@ -22,11 +22,13 @@ from ckptkit.engine.sources import Sources, place_of
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.crc32 import crc32
-from ckptkit.layout import Place
+from ckptkit.files.crc32 import combine, crc32
+from ckptkit.layout import ZEROS, Chunk, Piece, Place
 from ckptkit.layout.plan import Plan, Recipe
+from ckptkit.tensors.blocks import span_of
 
 Progress = Callable[[int], None]
+ByteRun = tuple[int, Chunk, int, int]  # where in the block, of which chunk, where in that, and how long; in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,6 @@ class Copied:
     checksums: Mapping[Place, int]
     checked_bytes: int
     unchecked_bytes: int
-
-
-def execute(plan: Plan, *, jobs: int | None = None, progress: Progress | None = None) -> Copied:
-    """Fill every chunk of the plan's destination, which is allocated already, with `jobs` threads.
-
-    Each source chunk is compared with the CRC-32 recorded for it; `Corrupt` names tensor, file and offset of one that
-    differs. `progress` is told of bytes written, by one thread at a time.
-    """
-    return settle(plan, copy(plan, jobs=jobs, progress=progress), jobs=jobs)
 
 
 def copy(
@@ -105,10 +98,10 @@ def copy_unit(
 
     def make(worker: Worker, block: Block) -> tuple[int, bool]:
         recipe = block.target.recipe
-        carried = carry(worker, block) if recipe is None else None
-        if carried is not None:
-            return carried, False
-        data, is_noted = (worker.read(block), False) if recipe is None else cook(recipe, worker, block)
+        crc = copy_unchanged(worker, block) if recipe is None else None
+        if crc is not None:
+            return crc, False
+        data, is_noted = (worker.read(block), False) if recipe is None else apply_recipe(recipe, worker, block)
         worker.write(block, data)
         return checksum(block, worker.pieces, data), is_noted
 
@@ -126,7 +119,53 @@ def copy_unit(
     return ledger
 
 
-def cook(recipe: Recipe, worker: Worker, block: Block) -> tuple[memoryview, bool]:
+def copy_unchanged(worker: Worker, block: Block) -> int | None:
+    """Copy a block to where it belongs and return its CRC-32. Returns None, and does nothing, if it must be gathered.
+
+    A block is gathered if its elements change their order or dtype, or if it has so many runs that one write is better.
+    """
+    runs = runs_of(block)
+    if runs is None:
+        return None
+    target = block.target.chunk
+    begin = target.offset + block.start
+    whole = 0
+    for at, chunk, start, length in runs:
+        crc = copy_run(worker, chunk, start, length, target.path, begin + at)
+        worker.pieces[0].append(Piece(chunk, start, length, crc))
+        whole = combine(whole, crc, length)
+    return whole
+
+
+def runs_of(block: Block) -> list[ByteRun] | None:
+    """Return the runs of bytes that a block is made of, in order; None if it is to be gathered."""
+    parts = block.inputs[0].parts
+    dtype = block.target.chunk.dtype
+    if (len(parts) - 1) * STEP_BYTES > block.nbytes:
+        return None
+    runs: list[ByteRun] = []
+    for chunk, part in parts:
+        here, there = span_of(part, block.box, None), span_of(part, chunk.box, chunk.strides)
+        if not (here.is_run and there.is_run and chunk.dtype == dtype) or chunk.path == ZEROS:
+            return None
+        runs.append((here.start * dtype.itemsize, chunk, there.start * dtype.itemsize, here.length * dtype.itemsize))
+    return sorted(runs)
+
+
+def copy_run(worker: Worker, chunk: Chunk, start: int, length: int, path: str, offset: int) -> int:
+    """Copy `length` bytes of a chunk from `start` to `offset` of file `path`, step by step, and return their CRC-32."""
+    step = worker.sources[0].step
+    source, target = worker.sources[0].files[chunk.path], worker.files[path]
+    crc = 0
+    for done in range(0, length, step):
+        data = worker.buffer(min(step, length - done))
+        source.read_into(data, chunk.offset + start + done)
+        crc = crc32(data, crc)
+        target.write_at(data, offset + done)
+    return crc
+
+
+def apply_recipe(recipe: Recipe, worker: Worker, block: Block) -> tuple[memoryview, bool]:
     """Return a block made of its inputs by a recipe, and whether its tensor is worth a note."""
     operands = enumerate(recipe.operands)
     inputs = [worker.operand(block, number, operand.dtype) for number, operand in operands]
@@ -168,8 +207,11 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
     return {unit: ledger for unit, ledger in journal.units.items() if there[unit]}
 
 
-def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
-    """Check that all of a plan was done, in whatever shares, and that every source chunk is what its CRC-32 says."""
+def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
+    """Check that all of a plan was done, in whatever shares, and that every source chunk has its recorded CRC-32.
+
+    Raises `Corrupt` for a chunk that was not written whole, or a source chunk that differs.
+    """
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
     checksums: dict[Place, int] = {}
@@ -182,7 +224,7 @@ def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
 
 
 def scrub(sources: Sources, jobs: int | None) -> None:
-    """Read what was not read in order of the runs that have a CRC-32, to compare them."""
+    """Re-read the runs whose checksum is still unknown, and compare them."""
 
     def look(worker: Worker, block: Block) -> None:
         worker.read(block)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptkit.files.crc32 import Checksums, crc32
-from ckptkit.files.file import Opened
+from ckptkit.files.file import OpenFiles
 from ckptkit.files.path import RemotePath
 from ckptkit.layout import ZEROS, Chunk, Piece
 from ckptkit.tensors.blocks import span_of
@@ -27,7 +27,7 @@ class Gatherer:
 
     def __init__(self, root: Path) -> None:
         self.step = BLOCK_BYTES if isinstance(root, RemotePath) else STEP_BYTES
-        self.files = Opened(root, in_order=True)
+        self.files = OpenFiles(root, in_order=True)
 
     def close(self) -> None:
         self.files.close()

@@ -18,7 +18,7 @@ from ckptkit.engine.regions import between, by_file, cut, ignore
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.errors import CkptError, Report
 from ckptkit.files.crc32 import Checksums, crc32
-from ckptkit.files.file import Opened, read_at
+from ckptkit.files.file import OpenFiles, read_at
 from ckptkit.layout import Extent, Place
 from ckptkit.layout.plan import plan_bytes
 
@@ -94,7 +94,7 @@ def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int
 
 def find_zeros(root: Path, extent: Extent) -> int | None:
     """Return where in its file the first page of zeros in an extent begins, None if there is none."""
-    with Opened(root, in_order=True) as files:
+    with OpenFiles(root, in_order=True) as files:
         for start in range(extent.offset, extent.offset + extent.length, BLOCK_BYTES):
             length = min(BLOCK_BYTES, extent.offset + extent.length - start)
             at = read_at(files[extent.path], length, start).find(bytes(min(_PAGE, length)))

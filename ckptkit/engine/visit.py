@@ -15,7 +15,7 @@ from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import CkptError, Report, refuse
-from ckptkit.files.file import Opened
+from ckptkit.files.file import OpenFiles
 from ckptkit.layout import Piece
 from ckptkit.layout.plan import Plan
 from ckptkit.tensors.box import Box
@@ -33,7 +33,7 @@ class Worker:
         self.pieces: list[list[Piece]] = [[] for _ in self.sources]  # read for the block at hand
         self._buffers: dict[int, memoryview] = {}
         self._held: dict[int, tuple[str, Box]] = {}  # of operands: the target and the box that is in the buffer
-        self.files = Opened(plan.dst.root, writable=True)
+        self.files = OpenFiles(plan.dst.root, writable=True)
 
     def __enter__(self) -> Self:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptkit.errors import Corrupt
-from ckptkit.files.file import Opened
+from ckptkit.files.file import OpenFiles
 
 _WINDOW = 1 << 12  # bytes that a small read brings at least
 
@@ -13,7 +13,7 @@ _WINDOW = 1 << 12  # bytes that a small read brings at least
 class ReadAhead:
     """The bytes that the last read of `files` brought, out of which the next is answered if it can be."""
 
-    def __init__(self, files: Opened) -> None:
+    def __init__(self, files: OpenFiles) -> None:
         self._files = files
         self._name = ""
         self._size = 0

@@ -157,7 +157,7 @@ def check_name(name: str, root: Path) -> None:
         raise Unsafe(f"the checkpoint refers to `{name!a}`, which is not a plain file name", path=root)
 
 
-class Opened:
+class OpenFiles:
     """Files of directory `root`, open as long as they are in use: the least recently used is closed for the next.
 
     There are at most `limit`, or as many as the system allows. The kernel is told if they are read from start to end,

@@ -18,7 +18,7 @@ from typing import NoReturn, Self, TypeVar
 from urllib.parse import quote, unquote
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
-from ckptkit.files.stores import Entry, Known, open_store, reaching
+from ckptkit.files.stores import CachedStore, StoreEntry, open_store, reaching
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -28,6 +28,7 @@ _URL = re.compile(r"(?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[^/\s]+)?", re.ASCII)
 _SPECIAL_REVISION = re.compile(r"@(refs/[^/]+/[^/]+)")
 _KINDS = ("datasets", "spaces")  # on the Hub, apart from models
+_LEVELS_AHEAD = 2  # of directories that are listed ahead
 
 
 class RemotePath(PosixPath):
@@ -98,7 +99,7 @@ class RemotePath(PosixPath):
         """Return the same as `stat`."""
         return self.stat()
 
-    def entry(self) -> Entry | None:
+    def entry(self) -> StoreEntry | None:
         """Return what the store tells of it, None if there is nothing."""
         store, key = self._place
         with reaching(self, store.store):
@@ -112,7 +113,7 @@ class RemotePath(PosixPath):
         return None if changed is None else RemotePath(*self.parts[: self._depth], changed)
 
     @property
-    def store(self) -> Known:
+    def store(self) -> CachedStore:
         return self._place[0]
 
     @property
@@ -120,7 +121,7 @@ class RemotePath(PosixPath):
         return self._place[1]
 
     @property
-    def _place(self) -> tuple[Known, str]:
+    def _place(self) -> tuple[CachedStore, str]:
         if not self.parts or not self.parts[0].endswith(":"):
             raise Unsafe("the path leaves its store", path=Path(*self.parts))
         depth = self._depth
@@ -155,7 +156,7 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     return path
 
 
-def list_ahead(paths: Iterable[Path], *, depth: int = 2) -> None:
+def list_ahead(paths: Iterable[Path]) -> None:
     """List those of the directories that are remote, and those below, many at a time: from then on it is known.
 
     One that cannot be listed is left to its reader, who then gets the error.
@@ -169,7 +170,7 @@ def list_ahead(paths: Iterable[Path], *, depth: int = 2) -> None:
             return [child for child in path.iterdir() if child.is_dir()]
         return []
 
-    for _ in range(depth):
+    for _ in range(_LEVELS_AHEAD):
         waiting = list(chain.from_iterable(at_once(folders_in, waiting)))
 
 

@@ -14,14 +14,14 @@ from typing import NamedTuple, cast
 
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
 from ckptkit.files.file import names_in
-from ckptkit.formats.protocols import EntryWriter, Reader, Writer
+from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
 from ckptkit.layout import Layout
 
 __all__ = [
     "FORMATS",
     "EntryWriter",
-    "Reader",
-    "Writer",
+    "FormatReader",
+    "FormatWriter",
     "describe_formats",
     "describe_writable",
     "detect_format",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Known(NamedTuple):
+class KnownFormat(NamedTuple):
     """A format of the table: its class, what people call it, and whether it is written too.
 
     The class is imported when it is asked for, to detect no sooner than a name matches the pattern `files`: that of a
@@ -54,74 +54,74 @@ class Known(NamedTuple):
 
 # by the word that users type; `detect_format` asks in this order
 FORMATS = {
-    "dcp": Known(
+    "dcp": KnownFormat(
         "ckptkit.formats.dcp.format:Dcp",
         "PyTorch distributed checkpoint (DCP)",
         r"(__\d+)?\.metadata|.*__\d+_\d+\.distcp",
         is_written=True,
     ),
-    "torch_checkpointing": Known(
+    "torch_checkpointing": KnownFormat(
         "ckptkit.formats.torch_checkpointing.format:TorchCheckpointing",
         "torch_checkpointing",
         r"metadata\.pkl",
         perhaps=r".+_0\.pt",
     ),
-    "torchsnapshot": Known(
+    "torchsnapshot": KnownFormat(
         "ckptkit.formats.torchsnapshot.format:TorchSnapshot", "torchsnapshot", r"\.snapshot_metadata"
     ),
-    "hf": Known(
+    "hf": KnownFormat(
         "ckptkit.formats.hf.format:HuggingFace",
         "Hugging Face safetensors",
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
     ),
-    "megatron": Known(
+    "megatron": KnownFormat(
         "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
     ),
-    "consolidated": Known(
+    "consolidated": KnownFormat(
         "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
     ),
-    "llmc": Known("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
-    "universal": Known(
+    "llmc": KnownFormat("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
+    "universal": KnownFormat(
         "ckptkit.formats.deepspeed.universal:Universal",
         "DeepSpeed universal checkpoint",
         r"zero|latest_universal",
         is_written=True,
     ),
-    "deepspeed": Known(
+    "deepspeed": KnownFormat(
         "ckptkit.formats.deepspeed.format:DeepSpeed",
         "DeepSpeed",
         r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
     ),
-    "fairscale": Known(
+    "fairscale": KnownFormat(
         "ckptkit.formats.fairscale.format:Fairscale", "fairscale's shards, a file for each", r".*-shard[0-9]+\.pt"
     ),
-    "ranks": Known(
-        "ckptkit.formats.ranks.format:Ranks",
+    "ranks": KnownFormat(
+        "ckptkit.formats.ranks.format:FilePerRank",
         "torch.save, a file for each rank",
         r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
         is_written=True,
     ),
-    "pt_shards": Known(
+    "pt_shards": KnownFormat(
         "ckptkit.formats.pt_shards.format:PtShards",
         "torch.save, several files and their index",
         r".*\.(bin|pt|pth)\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.(bin|pt|pth)",
     ),
-    "pt": Known("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
+    "pt": KnownFormat("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
 }
 
 
 @cache
-def get_format(name: str) -> Reader:
+def get_format(name: str) -> FormatReader:
     """Return the format that users call `name`."""
     module, _, attribute = FORMATS[name].where.partition(":")
-    return cast(Reader, getattr(import_module(module), attribute)())
+    return cast(FormatReader, getattr(import_module(module), attribute)())
 
 
-def get_writer(name: str) -> Writer:
+def get_writer(name: str) -> FormatWriter:
     """Return the format `name`, to write. Raises `Unsupported` for one that can only be read."""
     found = get_format(name)
-    if not isinstance(found, Writer):
+    if not isinstance(found, FormatWriter):
         raise Unsupported(f"ckptkit reads `{name}`, but does not write it")
     return found
 
@@ -146,7 +146,7 @@ def describe_formats() -> str:
     return ", ".join(get_format(name).known_by for name in FORMATS)
 
 
-def detect_format(path: Path) -> Reader | None:
+def detect_format(path: Path) -> FormatReader | None:
     """Return the first format that claims `path`, or None."""
     with translate_os_errors(path):
         names = names_in(path) if path.is_dir() else [path.name]
@@ -167,7 +167,7 @@ def is_known_inside(path: Path) -> bool:
         return any(get_format(name).detect(path) for name in likely)
 
 
-def likely_formats(names: Collection[str], *, perhaps: bool = False) -> Iterator[Reader]:
+def likely_formats(names: Collection[str], *, perhaps: bool = False) -> Iterator[FormatReader]:
     """Yield the formats that call for a file of any of these names, each imported no sooner than it is asked for.
 
     With `perhaps` also those that may call for one of them.
@@ -181,7 +181,7 @@ def has_name(names: Iterable[str], pattern: str) -> bool:
     return any(map(re.compile(pattern, re.DOTALL).fullmatch, names))
 
 
-def find_format(path: Path) -> Reader:
+def find_format(path: Path) -> FormatReader:
     """Return the format of the checkpoint at `path`. Raises `NotACheckpoint` if none claims it."""
     reader = detect_format(path)
     if reader is None:

@@ -10,7 +10,7 @@ from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refu
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 
-class Reader(Protocol):
+class FormatReader(Protocol):
     """A format that can be read.
 
     `name` is the word that users type, `known_by` says what `detect` looks for. `is_sharded` if each rank of a job has
@@ -81,7 +81,7 @@ class Reader(Protocol):
 
 
 @runtime_checkable
-class Writer(Reader, Protocol):
+class FormatWriter(FormatReader, Protocol):
     """A format that can also be written: by its reader, once its files have been made.
 
     `suffixes` are those of a file that is a checkpoint by itself, if one can be. With `needs_names` a model has to lie
@@ -108,7 +108,7 @@ class Writer(Reader, Protocol):
 
 
 @runtime_checkable
-class EntryWriter(Writer, Protocol):
+class EntryWriter(FormatWriter, Protocol):
     """A format with a place for entries that are no tensors, the sizes of which show only while data is written.
 
     `arrange` has then been given the tensors alone. Each rank leaves its entries, archives of torch.save, one after the

@@ -12,7 +12,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import Usage
 from ckptkit.files.folders import children
-from ckptkit.formats import Reader
+from ckptkit.formats import FormatReader
 from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
@@ -37,7 +37,7 @@ class Selection:
     """
 
     root: Path
-    reader: Reader
+    reader: FormatReader
     layout: Layout
     contents: Mapping[str, Content]
     left_out: Mapping[str, str]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.files.file import names_in
-from ckptkit.formats import Reader
+from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, Chunk, Extent, Layout
 
 
@@ -16,7 +16,7 @@ from ckptkit.layout import Blob, Chunk, Extent, Layout
 class OwnFiles:
     """The files of a checkpoint to verify: where they lie, the layout that their format reads, and their manifest."""
 
-    reader: Reader
+    reader: FormatReader
     path: Path
     layout: Layout
     manifest: Manifest | None

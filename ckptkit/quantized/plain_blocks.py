@@ -11,9 +11,8 @@ from math import prod
 
 import numpy as np
 
-from ckptkit.adapters.merged_blocks import FLOAT32, as_stored
-from ckptkit.engine.low_rank import Array
 from ckptkit.engine.rearrange import view_of
+from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Corrupt
 from ckptkit.layout.plan import Operand, Region, same
 from ckptkit.tensors.blocks import cut

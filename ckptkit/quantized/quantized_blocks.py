@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptkit.adapters.merged_blocks import FLOAT32, as_stored
 from ckptkit.engine.gather import BLOCK_BYTES
-from ckptkit.engine.low_rank import Array
+from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Corrupt
 from ckptkit.layout.plan import Operand
 from ckptkit.tensors.box import Box, Shape

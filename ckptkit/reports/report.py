@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source, path_of
-from ckptkit.destinations.publish import publish
+from ckptkit.destinations.staging import publish
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import file_size, opening, read_at, read_small
 from ckptkit.files.joined import roots_of

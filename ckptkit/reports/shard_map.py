@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.destinations.publish import publish
+from ckptkit.destinations.staging import publish
 from ckptkit.errors import Occupied
 from ckptkit.files.file import is_there
 from ckptkit.layout import Layout

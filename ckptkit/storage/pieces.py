@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.files.crc32 import part_sum
-from ckptkit.files.file import Opened
+from ckptkit.files.file import OpenFiles
 from ckptkit.layout import Chunk, Place, StoredTensor
 from ckptkit.storage.memory import make_buffer, part_of, take
 from ckptkit.tensors.blocks import cut, row_major
@@ -20,7 +20,7 @@ from ckptkit.tensors.box import Box, BoxIndex
 class PieceWriter:
     """A writer of parts of tensors into open `files`; holds a block of memory at most."""
 
-    def __init__(self, files: Opened) -> None:
+    def __init__(self, files: OpenFiles) -> None:
         self._files = files
         self._buffers: dict[torch.device, Tensor] = {}
 

@@ -6,21 +6,19 @@ the model's go into a DCP directory `training` beside the weights, which have th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.sums import sum_files
-from ckptkit.destinations.allocation import create_file, write_parts
-from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
+from ckptkit.checkpoints.seal import read_made, seal, write_manifest
+from ckptkit.destinations.allocation import write_parts
+from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import whole_crc32
-from ckptkit.formats import EntryWriter, Writer, get_writer, locate
-from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, StoredTensor, edits
+from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate
+from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, edits
 from ckptkit.names.weights import find_model_key, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -61,15 +59,12 @@ class Portion:
             raise Corrupt(f"{written} of {planned} bytes were written", path=self.root)
         writer = get_writer(self.format)
         blobs = self._embed(writer, options, results)
-        made = read_made(writer, self.root, self.planned.tensors)
+        made = locate(read_made(writer, self.root, self.planned.tensors))
         checksums = add_up(made, results)
-        write_parts(self.root, writer.seal(made, checksums))
-        writer.check(made)
-        sums = sum_files(self.root, {*sizes, *blobs}, chain(extents_of(made, checksums), *blobs.values()))
-        manifest = Manifest(sums, checksums_of_whole(made, checksums)).to_bytes()
-        create_file(self.root / MANIFEST, len(manifest), [(0, manifest)])
+        seal(writer, made, checksums)
+        write_manifest(made, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
 
-    def _embed(self, writer: Writer, options: Options, results: Iterable[WriteResult]) -> dict[str, list[Extent]]:
+    def _embed(self, writer: FormatWriter, options: Options, results: Iterable[WriteResult]) -> dict[str, list[Extent]]:
         """Make the entries a part of the checkpoint; return the files that they remain in, with the bytes of each."""
         found = {self.names[r.index.fqn]: r.storage_data for r in results if isinstance(r.storage_data, Blob)}
         if found.keys() != self.planned.blobs.keys():
@@ -114,12 +109,6 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     )
 
 
-def read_made(writer: Writer, root: Path, names: Iterable[str]) -> Layout:
-    """Return where the bytes of these tensors belong, as the format's own reader says."""
-    with translate_os_errors(root):
-        return locate(edits.select(writer.read(root), set(names).__contains__))
-
-
 def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[Place, int]:
     """Return the CRC-32 of every chunk that has bytes, from what each result adds to its sum."""
     sums: dict[Place, int] = {}
@@ -129,18 +118,3 @@ def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[Place, int]:
                 sums[place] = sums.get(place, 0) ^ part
     chunks = {(c.path, c.offset): c for tensor in made.tensors.values() for c in tensor.chunks if c.box.numel}
     return {place: whole_crc32(sums[place], chunk.length) for place, chunk in chunks.items()}
-
-
-def extents_of(made: Layout, checksums: Mapping[Place, int]) -> Iterator[Extent]:
-    """Yield the bytes of each chunk that has a checksum."""
-    for name, tensor in made.tensors.items():
-        for chunk in tensor.chunks:
-            if (chunk.path, chunk.offset) in checksums and chunk.box.numel:
-                yield Extent(chunk.path, chunk.offset, chunk.length, checksums[chunk.path, chunk.offset], name)
-
-
-def checksums_of_whole(made: Layout, checksums: Mapping[Place, int]) -> dict[str, int]:
-    """Return by name the CRC-32 of each tensor that lies in one chunk; an empty tensor has that of no bytes."""
-    whole: dict[str, StoredTensor] = {name: t for name, t in made.tensors.items() if len(t.chunks) == 1}
-    firsts = {name: tensor.chunks[0] for name, tensor in whole.items()}
-    return {name: checksums[chunk.path, chunk.offset] if chunk.box.numel else 0 for name, chunk in firsts.items()}

@@ -42,7 +42,7 @@ from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
-from ckptkit.storage.terms import ERROR, Entries, Terms
+from ckptkit.storage.terms import ERROR, LoadTerms, PlannerEntries
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
@@ -66,7 +66,7 @@ class LayoutReader(StorageReader):
     def __init__(self, *layouts: Layout, missing: str = ERROR, cast: str = ERROR) -> None:
         super().__init__()
         self.layouts = layouts
-        self.terms = Terms(missing, cast)
+        self.terms = LoadTerms(missing, cast)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew. Raises `Usage` for an id: what is read is the layout."""
@@ -75,7 +75,7 @@ class LayoutReader(StorageReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return every tensor as one chunk: the layout knows of which pieces it is made, the planner need not."""
-        entries = Entries()
+        entries = PlannerEntries()
         keys: dict[str, KeyPath] = {}
         for layout in reversed(self.layouts):
             entries.update({name: describe(tensor.spec) for name, tensor in layout.tensors.items()})
@@ -262,7 +262,7 @@ def fill(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
     """Read every target of a plan into the tensor that its file stands for."""
     sources = Sources(plan, Ledger())
     with Worker(plan) as worker:
-        filler = Filler(worker)
+        filler = TensorFiller(worker)
         for target in plan.targets:
             for block in blocks_of(plan, target):
                 filler.fill(block, tensors[target.chunk.path])
@@ -301,7 +301,7 @@ def share_of(layout: Layout, wanted: Layout) -> Layout:
     return edits.cast(replace(needed(layout, wanted), keys={}), wanted_dtype)
 
 
-class Filler:
+class TensorFiller:
     """A reader of blocks into tensors: straight into contiguous memory of the CPU, into others through a buffer."""
 
     def __init__(self, worker: Worker) -> None:

@@ -29,7 +29,7 @@ class PartialLoad(UserWarning):
     """A warning of what was asked for and is not in the checkpoint."""
 
 
-class Entries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
+class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
     """The entries of a checkpoint as torch's planner is told of them, which then asks for any other name as well.
 
     So the reader learns of all that is missing; it alone knows what is to be done about it.
@@ -43,7 +43,7 @@ class Entries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LoadTerms:
     """The terms of a load: `missing` is "error", "keep" or "zero", `cast` is "error" or "allow"."""
 
     missing: str = ERROR
@@ -55,10 +55,10 @@ class Terms:
         if self.cast not in (ERROR, ALLOW):
             raise Usage(f"cast is `{ERROR}` or `{ALLOW}`, not `{self.cast}`")
 
-    def with_planner(self, planner: LoadPlanner) -> Terms:
+    def with_planner(self, planner: LoadPlanner) -> LoadTerms:
         """Return the terms under a planner: one that allows a partial load has what is missing kept."""
         is_partial = self.missing == ERROR and getattr(planner, "allow_partial_load", False)
-        return Terms(KEEP, self.cast) if is_partial else self
+        return LoadTerms(KEEP, self.cast) if is_partial else self
 
     def check_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
         """Raise `Mismatch` for names that the checkpoint lacks; if they shall be zero, for those of no tensor."""

@@ -24,7 +24,7 @@ from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
-from ckptkit.storage.terms import ERROR, Terms
+from ckptkit.storage.terms import ERROR, LoadTerms
 from ckptkit.tensors.box import Shape, whole
 
 
@@ -49,7 +49,7 @@ def load_weights(
     tensor that is missing, has another shape or dtype, or differs from one that it is tied to; whatever
     reading the checkpoint raises else.
     """
-    terms = Terms(missing, cast)
+    terms = LoadTerms(missing, cast)
     ranks = Ranks()
     layout, lacking = ranks.together(lambda: find_fitting(path, tensors, config, terms))
     found = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
@@ -68,7 +68,7 @@ def load_weights(
 
 
 def find_fitting(
-    path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, terms: Terms
+    path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, terms: LoadTerms
 ) -> tuple[Layout, list[str]]:
     """Return the weights of the checkpoint at `path`, as the model calls them, and the names of those that it lacks.
 

@@ -22,19 +22,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptkit.checkpoints.seal import create_files, read_made
 from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
 from ckptkit.destinations.allocation import check_room, create_file
 from ckptkit.destinations.staging import Stage
-from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import Opened, check_name
+from ckptkit.files.file import OpenFiles, check_name
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import sync_path
-from ckptkit.formats import EntryWriter, get_writer
+from ckptkit.formats import EntryWriter, get_writer, locate
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Options, Spec, StoredTensor, check_cover
 from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
-from ckptkit.storage.portions import Portion, divide, read_made
+from ckptkit.storage.portions import Portion, divide
 from ckptkit.tensors.box import Box
 
 
@@ -108,10 +109,7 @@ class RoomWriter(StorageWriter):
         self._sizes = {place: {file.name: file.nbytes for file in files} for place, files in made.items()}
         check_room(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
         for place, files in made.items():
-            with translate_os_errors(self.room / place):
-                (self.room / place).mkdir(exist_ok=True)
-            for file in files:
-                create_file(self.room / place / file.name, file.nbytes, file.parts)
+            create_files(self.room / place, files, anew=True)
         return [replace(plan, storage_data=self._task(rank, plan)) for rank, plan in enumerate(plans)]
 
     def _task(self, rank: int, plan: SavePlan) -> Task:
@@ -145,8 +143,8 @@ class RoomWriter(StorageWriter):
     def _write_tensors(
         self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
     ) -> list[WriteResult]:
-        made = read_made(get_writer(to), root, {names[item.index.fqn] for item in items})
-        with Opened(root, writable=True) as files:
+        made = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
+        with OpenFiles(root, writable=True) as files:
             pieces = PieceWriter(files)
             results = [write_item(pieces, item, planner, made.tensors[names[item.index.fqn]]) for item in items]
         if self.sync:  # by each rank what it wrote: another machine could not
@@ -159,7 +157,7 @@ class RoomWriter(StorageWriter):
         create_file(root / file, 0, ())
         results = []
         end = 0
-        with Opened(root, writable=True) as files:
+        with OpenFiles(root, writable=True) as files:
             for item in items:
                 data = planner.resolve_data(item)
                 assert not isinstance(data, Tensor)

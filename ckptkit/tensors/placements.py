@@ -27,7 +27,7 @@ class Shard(NamedTuple):
 Placement = Shard | None  # None: replicated
 
 
-class Piece(NamedTuple):
+class PlacedBox(NamedTuple):
     """A box of the whole tensor, and where it begins in the tensor that a rank holds."""
 
     box: Box
@@ -40,7 +40,7 @@ def place(
     coordinate: Shape,
     placements: Sequence[Placement],
     order: Sequence[int] | None = None,
-) -> tuple[Shape, list[Piece]]:
+) -> tuple[Shape, list[PlacedBox]]:
     """Return the shape of the tensor that the rank at `coordinate` of a mesh holds, and the pieces that it is made of.
 
     `placements` has one for each axis of the mesh, `order` the axes as they are to be gone through. There is one piece,
@@ -80,13 +80,13 @@ def unfold(mesh: Shape, placements: Sequence[Placement]) -> tuple[Sequence[int],
     return order, [shard and Shard(shard.dim) for shard in placements]
 
 
-def combine(runs: Sequence[Sequence[Run]]) -> Iterator[Piece]:
+def combine(runs: Sequence[Sequence[Run]]) -> Iterator[PlacedBox]:
     """Yield the pieces that runs along each dimension make."""
     starts = [[0, *accumulate(count for _, count in along)] for along in runs]
     for index in product(*(range(len(along)) for along in runs)):
         chosen = [along[i] for along, i in zip(runs, index, strict=True)]
         box = Box(tuple(first for first, _ in chosen), tuple(count for _, count in chosen))
-        yield Piece(box, tuple(along[i] for along, i in zip(starts, index, strict=True)))
+        yield PlacedBox(box, tuple(along[i] for along, i in zip(starts, index, strict=True)))
 
 
 def cut_strided(runs: Sequence[Run], parts: int, index: int, stride: int) -> list[Run]:

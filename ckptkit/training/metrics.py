@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckptkit.destinations.publish import publish
+from ckptkit.destinations.staging import publish
 from ckptkit.errors import Corrupt, Usage, translate_os_errors
 from ckptkit.training.config import TrainConfig
 

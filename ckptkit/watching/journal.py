@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.destinations.publish import publish
+from ckptkit.destinations.staging import publish
 from ckptkit.errors import Corrupt
 from ckptkit.files.file import read_small
 from ckptkit.runs.watches import FOLDER

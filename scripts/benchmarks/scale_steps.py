@@ -26,7 +26,7 @@ from ckptkit.conversion.made_files import plan
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.engine.shares import Share
 from ckptkit.files.crc32 import crc32
-from ckptkit.formats.dcp.shards import Item, Known, deal, end_of
+from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, deal, end_of
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.layout import Chunk, Layout, NewFile, Part, Spec, StoredTensor
 from ckptkit.names.weights import find_weights
@@ -43,7 +43,7 @@ def make(root: Path, layers: int, ranks: int) -> None:
     files = {f"__{rank}_0.distcp": items for rank, items in enumerate(deal(wanted, ranks))}
     root.mkdir()
     for name, items in files.items():
-        write_sparse(root, NewFile(name, end_of(items), chain(Known(items), seals(items))))
+        write_sparse(root, NewFile(name, end_of(items), chain(KnownBytes(items), seals(items))))
     (root / ".metadata").write_bytes(record(wanted, files))
     pickle_as_torch(root)
 
@@ -59,7 +59,7 @@ def llama(layers: int) -> Layout:
     return Layout(Path(), "made", tensors, keys=keys)
 
 
-def seals(items: list[Item]) -> Iterator[Part]:
+def seals(items: list[ShardItem]) -> Iterator[Part]:
     """Yield the checksums of items whose data is zeros."""
     for item in items:
         if item.envelope is not None:

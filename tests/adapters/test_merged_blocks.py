@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
 from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, Scaled, Step
-from ckptkit.engine.copy import execute
-from ckptkit.engine.low_rank import Experts, Linear, Product, Transposed
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.plan import Operand, Region, make_plan, same
 from ckptkit.tensors.box import Box, whole
 from ckptkit.tensors.dtypes import DTYPES
+from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings
 
@@ -97,12 +97,12 @@ def cases() -> dict[str, Case]:
     each = np.einsum("ore,eri->eoi", many_b.reshape(11, 3, 4), many_a.reshape(4, 3, 7))
     plain, turned = ({"count": 4, "is_transposed": flag} for flag in (False, True))
     return {
-        "linear": Case(random(11, 7), a, b, Linear, {}, b @ a),
-        "one row": Case(random(1, 7), a, b[:1], Linear, {}, b[:1] @ a),
-        "transposed": Case(random(7, 11), a, b, Transposed, {}, (b @ a).T),
-        "convolution": Case(random(11, 4, 2, 5), kernel, b.reshape(11, 3, 1, 1), Linear, {}, folded),
-        "experts": Case(random(4, 11, 7), many_a, many_b, Experts, plain, each),
-        "experts, transposed": Case(random(4, 7, 11), many_a, many_b, Experts, turned, each.transpose(0, 2, 1)),
+        "linear": Case(random(11, 7), a, b, LinearProduct, {}, b @ a),
+        "one row": Case(random(1, 7), a, b[:1], LinearProduct, {}, b[:1] @ a),
+        "transposed": Case(random(7, 11), a, b, TransposedProduct, {}, (b @ a).T),
+        "convolution": Case(random(11, 4, 2, 5), kernel, b.reshape(11, 3, 1, 1), LinearProduct, {}, folded),
+        "experts": Case(random(4, 11, 7), many_a, many_b, ExpertsProduct, plain, each),
+        "experts, transposed": Case(random(4, 7, 11), many_a, many_b, ExpertsProduct, turned, each.transpose(0, 2, 1)),
     }
 
 
@@ -121,7 +121,7 @@ def test_products_are_those_of_whole_tensors(name: str, data: st.DataObject) -> 
 def test_large_blocks_have_the_bits_of_the_whole(tmp_path: Path) -> None:
     """Cut at any row, since a sum of a few terms is the same in a block of any height."""
     w, a, b = random(1100, 1025), random(16, 1025, seed=1), random(1100, 16, seed=2)
-    found = merged(tmp_path, w, [product(Linear, a, b)], a=a, b=b)
+    found = merged(tmp_path, w, [product(LinearProduct, a, b)], a=a, b=b)
     np.testing.assert_array_equal(found, w + np.float32(1.75) * (b @ a))
 
 
@@ -131,7 +131,7 @@ def test_large_blocks_have_the_bits_of_the_whole(tmp_path: Path) -> None:
 def test_directions_are_those_of_whole_tensors(data: st.DataObject) -> None:
     """Of rows and of columns, whatever is in a block."""
     a, b, m = random(3, 7, seed=1), random(11, 3, seed=2), np.abs(random(11, seed=3))
-    for kind, axis, w in ((Linear, 0, random(11, 7)), (Transposed, 1, random(7, 11))):
+    for kind, axis, w in ((LinearProduct, 0, random(11, 7)), (TransposedProduct, 1, random(7, 11))):
         change = b @ a if axis == 0 else (b @ a).T
         whole_sum = w + np.float32(1.75) * change
         lengths = np.linalg.norm(whole_sum, axis=1 - axis, keepdims=True)
@@ -158,7 +158,7 @@ def test_steps_follow_each_other(data: st.DataObject) -> None:
         random(11, 7, seed=4),
         random(2, 7, seed=5),
     )
-    steps: list[Step] = [product(Linear, a, b), Scaled(operand("c"), 0.5), Rows(operand("rows"), (9, 2))]
+    steps: list[Step] = [product(LinearProduct, a, b), Scaled(operand("c"), 0.5), Rows(operand("rows"), (9, 2))]
     expected = w + np.float32(1.75) * (b @ a) + np.float32(0.5) * c
     expected[[9, 2]] = rows
     with tempfile.TemporaryDirectory() as directory:
@@ -171,14 +171,14 @@ def test_a_factor_must_be_of_numbers(tmp_path: Path, bad: float) -> None:
     w, a, b = random(11, 7), random(3, 7, seed=1), random(11, 3, seed=2)
     b[5, 1] = bad
     with pytest.raises(Corrupt) as raised:
-        merged(tmp_path, w, [product(Linear, a, b)], a=a, b=b)
+        merged(tmp_path, w, [product(LinearProduct, a, b)], a=a, b=b)
     assert raised.value.tensor == "t"
 
 
 def test_an_operand_that_is_too_small_is_refused(tmp_path: Path) -> None:
     w, a, b = random(11, 7), random(3, 7, seed=1), random(10, 3, seed=2)
     with pytest.raises(Mismatch) as raised:
-        merged(tmp_path, w, [product(Linear, a, b)], a=a, b=b)
+        merged(tmp_path, w, [product(LinearProduct, a, b)], a=a, b=b)
     assert raised.value.tensor == "b"
 
 
@@ -192,5 +192,5 @@ def test_damage_to_a_factor_is_found(tmp_path: Path) -> None:
     file.write_bytes(raw)
     dst = allocated(tmp_path / "dst", Spec(FLOAT, w.shape), [whole(w.shape)])
     with pytest.raises(Corrupt) as raised:
-        execute(make_plan(base, dst, [other], {"t": Merge(operand("t", 0), [product(Linear, a, b)])}))
+        execute(make_plan(base, dst, [other], {"t": Merge(operand("t", 0), [product(LinearProduct, a, b)])}))
     assert (raised.value.path, raised.value.tensor) == (file, "b")

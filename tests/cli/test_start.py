@@ -48,7 +48,7 @@ def test_a_small_checkpoint_is_inspected_with_little(producer: producers.Produce
     assert "ckptkit.ops.inspect" in imported
     assert not imported & {
         "ckptkit.layout.plan",
-        "ckptkit.destinations.publish",
+        "ckptkit.destinations.staging",
         "ckptkit.cli.shard_map",
         "ckptkit.pictures.shards",
     }

@@ -7,18 +7,28 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ckptkit.destinations.allocation import check_room, create_file
-from ckptkit.destinations.staging import Stage, clear_dead, staging
+from ckptkit.destinations.allocation import check_room, create_file, write_file
+from ckptkit.destinations.staging import Stage, clear_dead
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
 from ckptkit.files.hidden import aside_path, lock_path, staging_path
 
 
-def write_file(path: Path, content: bytes) -> None:
-    create_file(path, len(content), [(0, content)])
+@contextmanager
+def staging(dst: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give a directory to write into, which is committed when the block ends well and discarded when it does not."""
+    stage = Stage(dst, overwrite=overwrite)
+    try:
+        yield stage.open().path
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise
 
 
 def listing(path: Path) -> dict[str, bytes]:

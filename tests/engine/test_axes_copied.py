@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.engine.copy import execute
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Spec, StoredTensor, axes
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DTYPES
+from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.engine.blocks import Block
-from ckptkit.engine.copy import Copied, copy, execute, settle
+from ckptkit.engine.copy import Copied, check_complete, copy
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import Share, narrow
@@ -25,6 +25,7 @@ from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.plan import Plan, make_plan, needed
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.dtypes import DTYPES
+from tests.execute import execute
 from tests.raw import Files, Numbers, allocated, contents
 from tests.strategies import shapes, solid_shapes, tilings
 
@@ -101,7 +102,7 @@ def test_shares_done_by_anyone_in_any_order_are_the_whole(data: st.DataObject) -
             share = Share(number, count)
             part = narrowed(plan, share) if is_narrow else plan
             ledger.add(copy(part, share, jobs=2, progress=told.append))
-        copied = settle(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
+        copied = check_complete(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
         assert contents(dst) == numbers.tobytes()
         check_checksums(copied, dst)
         assert (sum(told), copied.checked_bytes) == (src.nbytes, src.nbytes)
@@ -140,7 +141,7 @@ def test_a_share_that_is_missing_is_noticed(tmp_path: Path) -> None:
     ledger = copy(plan, Share(0, 3))
     ledger.add(copy(plan, Share(2, 3)))
     with pytest.raises(Corrupt, match="not all"):
-        settle(plan, ledger)
+        check_complete(plan, ledger)
 
 
 def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytes
         written.append(block.start)
         return 0
 
-    monkeypatch.setattr("ckptkit.engine.copy.carry", note)
+    monkeypatch.setattr("ckptkit.engine.copy.copy_unchanged", note)
     copy(plan, journal=Journal(tmp_path / "j"), jobs=1)
     assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
 
@@ -170,7 +171,7 @@ def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pyte
     damaged = bytearray(whole_file.read_bytes())
     damaged[2 * SMALL + 5 : 2 * SMALL + 9] = bytes(4)
     whole_file.write_bytes(damaged)
-    settle(plan, copy(plan, journal=Journal(tmp_path / "j"), jobs=2))
+    check_complete(plan, copy(plan, journal=Journal(tmp_path / "j"), jobs=2))
     assert contents(plan.dst) == contents(plan.src)
 
 

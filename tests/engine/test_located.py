@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.destinations.allocation import create_file
+from ckptkit.checkpoints.seal import create_files
 from ckptkit.engine.compare import compare, fingerprints
-from ckptkit.engine.copy import execute
 from ckptkit.engine.mean import means
 from ckptkit.engine.read import read
 from ckptkit.engine.survey import survey
@@ -19,6 +18,7 @@ from ckptkit.formats import find_format, get_writer, locate
 from ckptkit.layout import Blob, Layout, Options
 from ckptkit.layout.plan import make_plan
 from tests.conftest import Produce
+from tests.execute import execute
 from tests.producers import fsdp2
 
 Way = Callable[[Layout, Layout], object]  # into the engine, of a layout that has been located and one that has not
@@ -56,8 +56,7 @@ def test_nothing_is_written_of_what_is_in_an_envelope(produce: Produce, tmp_path
     here = find_format(root).read(root)
     here = replace(here, blobs={})
     writer = get_writer("hf")
-    for file in writer.arrange(here, Options(1 << 30)):
-        create_file(tmp_path / file.name, file.nbytes, file.parts)
+    create_files(tmp_path, writer.arrange(here, Options(1 << 30)), anew=True)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(Usage):
         execute(make_plan(here, locate(writer.read(tmp_path))))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.engine.copy import copy, execute, settle
+from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.mean import means
@@ -22,6 +22,7 @@ from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES, DType
+from tests.execute import execute
 from tests.raw import Files, Numbers, allocated, contents
 from tests.strategies import shapes, solid_shapes, tilings
 
@@ -140,7 +141,7 @@ def test_shares_of_a_mean_are_the_whole(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(3):
         for unit in Journal(tmp_path / f"{number}.jsonl").units.values():
             ledger.add(unit)
-    assert settle(plan, ledger).checked_bytes == 2 * dst.nbytes
+    assert check_complete(plan, ledger).checked_bytes == 2 * dst.nbytes
     assert ledger.noted == {"t"}
     assert contents(dst) == (numbers + 1).tobytes()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.engine.copy import copy, execute, settle
+from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import Checksums, crc32
@@ -16,6 +16,7 @@ from ckptkit.layout.edits import select
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
+from tests.execute import execute
 from tests.raw import contents
 
 BYTE = DTYPES["uint8"]
@@ -68,7 +69,7 @@ def test_shares_of_several_workers_add_up(tmp_path: Path) -> None:
     for other in ledgers[1:]:
         ledgers[0].add(other)
     with pytest.raises(Corrupt, match="damaged"):
-        settle(plan, ledgers[0])
+        check_complete(plan, ledgers[0])
 
 
 def test_a_storage_is_not_read_for_a_small_part_of_it(tmp_path: Path) -> None:

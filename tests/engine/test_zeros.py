@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.engine.compare import compare
-from ckptkit.engine.copy import execute
 from ckptkit.engine.read import read
 from ckptkit.layout import ZEROS, Chunk, Spec, StoredTensor, axes, check_cover
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import Box, whole
 from ckptkit.tensors.dtypes import DTYPES
+from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings
 

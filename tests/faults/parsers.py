@@ -26,10 +26,10 @@ from ckptkit.formats.archives.flatten import flatten
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.dcp.format import Dcp
-from ckptkit.formats.deepspeed.experts import Experts, read_experts
+from ckptkit.formats.deepspeed.experts import ExpertFiles, read_experts
 from ckptkit.formats.deepspeed.gathering import Gathering
 from ckptkit.formats.deepspeed.model_states import read_model_states
-from ckptkit.formats.deepspeed.names import Files
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles
 from ckptkit.formats.deepspeed.partitions import read_partition
 from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
 from ckptkit.formats.deepspeed.zero import parameters_of
@@ -108,16 +108,16 @@ def parse_legacy(data: bytes, _: Path) -> object:
 def parse_state(data: bytes, _: Path) -> object:
     """The pickle of a state dict, taken apart and put together again."""
     state, _end = inert_pickle.load(data, inert_pickle.ANY_NAME)
-    storages = {f"data/{i}": zip_entries.Entry(64 * i, 1 << 20, 0) for i in range(16)}
-    flat = flatten(state, {"data.pkl": zip_entries.Entry(0, len(data), 0), **storages}, "state.pt")
+    storages = {f"data/{i}": zip_entries.ZipEntry(64 * i, 1 << 20, 0) for i in range(16)}
+    flat = flatten(state, {"data.pkl": zip_entries.ZipEntry(0, len(data), 0), **storages}, "state.pt")
     return unflatten((*flat.tensors, *flat.blobs), flat.keys.__getitem__, lambda name: name)
 
 
 def as_file(data: bytes) -> StateFile:
     """A file of torch.save with a pickle, and storages as large as may be asked for."""
     value, _end = inert_pickle.load(data, inert_pickle.ANY_NAME)
-    storages = {f"data/{i}": zip_entries.Entry(64 * i, 1 << 20, 0) for i in range(16)}
-    return StateFile("file.pt", value, {"data.pkl": zip_entries.Entry(0, len(data), 0), **storages})
+    storages = {f"data/{i}": zip_entries.ZipEntry(64 * i, 1 << 20, 0) for i in range(16)}
+    return StateFile("file.pt", value, {"data.pkl": zip_entries.ZipEntry(0, len(data), 0), **storages})
 
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # what their names begin with
@@ -129,7 +129,7 @@ def parse_partition(data: bytes, place: Path) -> object:
     is_of_experts = any(group.get("moe") for group in partition.settings)
     above = f"{EXPERTS}0." if is_of_experts else ""
     shapes = [{f"{above}up": (3, 4), f"{above}bias": (4,)}] * len(partition.groups)
-    experts = Experts((), {EXPERTS: 1}, None) if is_of_experts else None
+    experts = ExpertFiles((), {EXPERTS: 1}, None) if is_of_experts else None
     return list(parameters_of(shapes, [partition], experts, place))
 
 
@@ -137,7 +137,7 @@ def parse_model_states(data: bytes, _: Path) -> object:
     """Model states of DeepSpeed, with or without ZeRO."""
     model = read_model_states(as_file(data))
     put_unpartitioned(Gathering(), model)
-    read_experts(Path(), Files(), model)
+    read_experts(Path(), DeepSpeedFiles(), model)
     return model
 
 

@@ -11,7 +11,7 @@ import pytest
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import (
-    Opened,
+    OpenFiles,
     check_name,
     file_size,
     is_there,
@@ -99,7 +99,7 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
     for i in range(10):
         (tmp_path / str(i)).write_bytes(str(i).encode())
     before = len(os.listdir("/proc/self/fd"))
-    with Opened(tmp_path, limit=3) as files:
+    with OpenFiles(tmp_path, limit=3) as files:
         for _ in range(2):
             for i in range(10):
                 assert read_at(files[str(i)], 1, 0) == str(i).encode()
@@ -122,7 +122,7 @@ def test_reading_ahead_gives_what_is_there(tmp_path: Path) -> None:
         (300, 0),
         (12800, 0),
     ]
-    with Opened(tmp_path) as files:
+    with OpenFiles(tmp_path) as files:
         ahead = ReadAhead(files)
         for offset, length in [*places, *reversed(places)]:
             for name, content in data.items():
@@ -134,7 +134,7 @@ def test_reading_ahead_gives_what_is_there(tmp_path: Path) -> None:
 
 def test_writing_fills_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"." * 8)
-    with Opened(tmp_path, writable=True) as files:
+    with OpenFiles(tmp_path, writable=True) as files:
         files["file"].write_at(memoryview(b"abc"), 2)
     assert (tmp_path / "file").read_bytes() == b"..abc..."
 

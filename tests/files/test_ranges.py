@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.files import ranges
-from ckptkit.files.file import Opened, opening, read_at, read_small
+from ckptkit.files.file import OpenFiles, opening, read_at, read_small
 from ckptkit.files.path import RemotePath
 from ckptkit.files.ranges import Pages, Range, RemoteFile, coalesce, prefetch, read_ahead
-from ckptkit.files.stores import STORES, Entry, Read, open_store
+from ckptkit.files.stores import STORES, Read, StoreEntry, open_store
 
 SIZE = 5_000_001
 
@@ -35,15 +35,15 @@ class Shelf:
     short: int = 0
     pause: float = 0
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> StoreEntry | None:
         if key in self.files:
-            return Entry(key, False, len(self.files[key]), tag=str(id(self.files[key])))
-        return None if key else Entry("", is_dir=True)
+            return StoreEntry(key, False, len(self.files[key]), tag=str(id(self.files[key])))
+        return None if key else StoreEntry("", is_dir=True)
 
-    def entries(self, key: str) -> list[Entry]:
+    def entries(self, key: str) -> list[StoreEntry]:
         return [entry for name in self.files if (entry := self.find(name))]
 
-    def open(self, key: str, entry: Entry) -> Read:
+    def open(self, key: str, entry: StoreEntry) -> Read:
         def read(start: int, stop: int) -> bytes:
             self.reads.append((key, start, stop))
             time.sleep(self.pause)
@@ -181,7 +181,7 @@ def test_small_files_and_files_of_a_directory(shelf: Shelf) -> None:
     assert read_small(ROOT / "small", 10) == b"abc"
     with pytest.raises(Corrupt):
         read_small(ROOT / "small", 2)
-    with Opened(ROOT, limit=1) as files:
+    with OpenFiles(ROOT, limit=1) as files:
         for name in ("small", "file", "small"):
             assert read_at(files[name], 3, 0) == shelf.files[name][:3]
 

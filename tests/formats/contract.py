@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.destinations.allocation import create_file, write_parts
-from ckptkit.engine.copy import execute
+from ckptkit.checkpoints.seal import create_files, seal
 from ckptkit.errors import CkptError
 from ckptkit.formats import detect_format, get_writer, locate
 from ckptkit.layout import Layout, Options, Spec, StoredTensor
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES as OURS
+from tests.execute import execute
 from tests.producers import DTYPES, bits, counted
 from tests.raw import Files, contents
 
@@ -128,13 +128,10 @@ class WriterContract(ReaderContract):
             stored[name] = StoredTensor(spec, (files.put(numbers, whole(spec.shape), spec.dtype),))
         source = files.layout(**stored)
         writer = get_writer(self.format)
-        root.mkdir()
-        for file in writer.arrange(source, Options(max_shard_size, self.world_size)):
-            create_file(root / file.name, file.nbytes, file.parts)
+        create_files(root, writer.arrange(source, Options(max_shard_size, self.world_size)), anew=True)
         made = locate(writer.read(root))
         copied = execute(make_plan(source, made), jobs=2)
-        write_parts(root, writer.seal(made, copied.checksums))
-        writer.check(made)
+        seal(writer, made, copied.checksums)
         return writer.read(root)
 
     def check_writing(self, root: Path, tensors: dict[str, Tensor], *, max_shard_size: int = 1 << 40) -> None:

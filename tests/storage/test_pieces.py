@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckptkit.files.crc32 import part_sum, whole_crc32
-from ckptkit.files.file import Opened
+from ckptkit.files.file import OpenFiles
 from ckptkit.layout import Layout, Place, Spec
 from ckptkit.storage.pieces import PieceWriter, runs_of
 from ckptkit.tensors.box import Box, whole
@@ -58,7 +58,7 @@ def test_runs_are_the_elements_of_a_box_in_order_and_as_few_as_they_can_be(data:
 def write_all(layout: Layout, parts: list[tuple[Box, Tensor]]) -> dict[Place, int]:
     """Write each part of tensor `t`, and add up what they give for each chunk."""
     sums: dict[Place, int] = {}
-    with Opened(layout.root, writable=True) as files:
+    with OpenFiles(layout.root, writable=True) as files:
         pieces = PieceWriter(files)
         for box, tensor in parts:
             for place, part in pieces.write(tensor, box, layout.tensors["t"]).items():

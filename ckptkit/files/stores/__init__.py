@@ -22,13 +22,13 @@ T = TypeVar("T")
 Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
 
 # the scheme of a URL, and the class for its store, imported when first needed; fsspec knows all others
-STORES = {"hf": "ckptkit.files.stores.hub:Repository"}
+STORES = {"hf": "ckptkit.files.stores.hub:HubStore"}
 OTHERS = "ckptkit.files.stores.generic:FileSystem"
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoreEntry:
     """A file or directory of a store. Of a file its bytes, and its change (seconds since 1970, 0 if nobody tells).
 
     Whatever changes with the content of a file, such as an ETag, is its `tag`.
@@ -50,13 +50,13 @@ class Store(Protocol):
 
     hint: str
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
 
-    def entries(self, key: str) -> list[Entry]:
+    def entries(self, key: str) -> list[StoreEntry]:
         """Return the entries in the directory at `key`."""
 
-    def open(self, key: str, entry: Entry) -> Read:
+    def open(self, key: str, entry: StoreEntry) -> Read:
         """Return a function, for one thread, that reads from the file at `key` as long as it is what `entry` says."""
 
     def forget(self) -> None:
@@ -64,14 +64,14 @@ class Store(Protocol):
 
 
 @dataclass(slots=True)
-class Known:
+class CachedStore:
     """A store and its answers so far: entries by key, and listings by key of their directory."""
 
     store: Store
-    found: dict[str, Entry | None] = field(default_factory=dict)
-    listed: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    found: dict[str, StoreEntry | None] = field(default_factory=dict)
+    listed: dict[str, dict[str, StoreEntry]] = field(default_factory=dict)
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
         folder, _, name = key.rpartition("/")
         if key and folder in self.listed:
@@ -80,7 +80,7 @@ class Known:
             self.found[key] = None if self._rules_out(folder) else self.store.find(key)
         return self.found[key]
 
-    def entries(self, key: str) -> dict[str, Entry]:
+    def entries(self, key: str) -> dict[str, StoreEntry]:
         """Return the entries in the directory at `key`, by name. Raises `FileNotFoundError` or `NotADirectoryError`."""
         if key not in self.listed:
             entry = self.find(key)
@@ -94,7 +94,7 @@ class Known:
     def find_change(self, key: str) -> str | None:
         """Return the key of something at or below `key` that is not what it was when first asked for, or None."""
         self.store.forget()
-        fresh = Known(self.store)
+        fresh = CachedStore(self.store)
         below = f"{key}/" if key else ""
         for folder, before in self.listed.items():
             if folder == key or folder.startswith(below):
@@ -115,11 +115,11 @@ class Known:
 
 
 @cache
-def open_store(url: str) -> Known:
+def open_store(url: str) -> CachedStore:
     """Return the store whose root is `url`, one for all callers. Raises `Usage` if nothing here knows such URLs."""
     scheme = url.partition("://")[0]
     module, _, attribute = STORES.get(scheme, OTHERS).partition(":")
-    return Known(cast(Store, getattr(import_module(module), attribute)(url)))
+    return CachedStore(cast(Store, getattr(import_module(module), attribute)(url)))
 
 
 @contextmanager

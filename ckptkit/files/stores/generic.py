@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.files.stores import Entry, Read, patiently
+from ckptkit.files.stores import Read, StoreEntry, patiently
 
 _EXTRAS = {"s3": "ckptkit-fsdp[s3]", "s3a": "ckptkit-fsdp[s3]"}
 _HINTS = {
@@ -41,7 +41,7 @@ class FileSystem:
             raise Usage(f"{error}", hint="known are hf://, s3:// and whatever fsspec knows") from error
         self._base = base.rstrip("/")
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None. The root is a directory if it can be listed, whatever else it is."""
         try:
             if key:
@@ -49,14 +49,14 @@ class FileSystem:
             self._list(key)
         except FileNotFoundError:
             return None
-        return Entry("", is_dir=True)
+        return StoreEntry("", is_dir=True)
 
-    def entries(self, key: str) -> list[Entry]:
+    def entries(self, key: str) -> list[StoreEntry]:
         """Return the entries in the directory at `key`, but for empty objects that some tools put in its place."""
         place = self._path(key).strip("/")
         return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != place]
 
-    def open(self, key: str, entry: Entry) -> Read:
+    def open(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`. S3 is asked for the object that was listed, by ETag."""
         path = self._path(key)
         if not self._files.async_impl:
@@ -89,15 +89,15 @@ class FileSystem:
         return data
 
 
-def entry_of(info: Mapping[str, Any]) -> Entry:
+def entry_of(info: Mapping[str, Any]) -> StoreEntry:
     """Return an entry as fsspec describes it. The tag is the store's own for the content, or else the time."""
     times = [info[name] for name in _TIMES if info.get(name)]
     changed = seconds(times[0]) if times else 0.0
     tags = [str(info[name]).strip('"') for name in _TAGS if info.get(name)]
     name = info["name"].rstrip("/").rpartition("/")[2]
     if info["type"] == "directory":
-        return Entry(name, is_dir=True)
-    return Entry(name, False, int(info["size"] or 0), changed, tags[0] if tags else str(changed or ""))
+        return StoreEntry(name, is_dir=True)
+    return StoreEntry(name, False, int(info["size"] or 0), changed, tags[0] if tags else str(changed or ""))
 
 
 def seconds(time: Any) -> float:

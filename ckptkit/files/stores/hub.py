@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from ckptkit.errors import IOFailure, NotACheckpoint
-from ckptkit.files.stores import Entry, Read
+from ckptkit.files.stores import Read, StoreEntry
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _TRIES = 3
 _TIMEOUT = 30  # seconds without a byte
 
 
-class Repository:
+class HubStore:
     """The repository that `hf://[datasets/]org/name[@revision]` means."""
 
     hint = "private and gated repositories need `hf auth login` or HF_TOKEN; if a local path is meant, there is none"
@@ -35,7 +35,7 @@ class Repository:
         name, _, revision = name.partition("@")
         self._id, self._revision = f"{owner}/{name}", unquote(revision) or None
         self._api = connect()
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, HubDownload] = {}
 
     @cached_property
     def commit(self) -> str:
@@ -50,17 +50,17 @@ class Repository:
             raise NotACheckpoint("the Hub shows us no such repository", hint=self.hint) from error
         return str(found.sha)
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None."""
         if not key:
-            return Entry("", is_dir=bool(self.commit))
+            return StoreEntry("", is_dir=bool(self.commit))
         folder, _, name = key.rpartition("/")
         try:
             return next((entry for entry in self.entries(folder) if entry.name == name), None)
         except FileNotFoundError:
             return None
 
-    def entries(self, key: str) -> list[Entry]:
+    def entries(self, key: str) -> list[StoreEntry]:
         """Return the entries of the directory at `key`."""
         from huggingface_hub.errors import EntryNotFoundError
 
@@ -70,18 +70,18 @@ class Repository:
         except EntryNotFoundError as error:
             raise FileNotFoundError(key) from error
 
-    def open(self, key: str, entry: Entry) -> Read:
+    def open(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`; a commit never changes."""
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self._id, key, revision=self.commit, repo_type=self._kind, endpoint=self._api.endpoint)
-        return self._sources.setdefault(key, Source(url, entry.size)).read
+        return self._sources.setdefault(key, HubDownload(url, entry.size)).read
 
     def forget(self) -> None:
         """Keep all: a commit never changes."""
 
 
-class Source:
+class HubDownload:
     """A file of `size` bytes that the Hub has at `url`, and the address it redirects to. Safe for all threads."""
 
     def __init__(self, url: str, size: int) -> None:
@@ -142,9 +142,9 @@ def our_headers() -> dict[str, str]:
     return build_hf_headers(library_name="ckptkit", library_version=__version__)
 
 
-def entry_of(found: Any) -> Entry:
+def entry_of(found: Any) -> StoreEntry:
     """Return the entry for a file or directory as huggingface_hub lists it."""
     name = found.path.rpartition("/")[2]
     if not hasattr(found, "blob_id"):
-        return Entry(name, is_dir=True)
-    return Entry(name, False, found.size, tag=found.lfs.sha256 if found.lfs else found.blob_id)
+        return StoreEntry(name, is_dir=True)
+    return StoreEntry(name, False, found.size, tag=found.lfs.sha256 if found.lfs else found.blob_id)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.read_archive import place_tensor
-from ckptkit.formats.archives.zip_entries import Entry
+from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
@@ -26,7 +26,7 @@ _MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "defaul
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatState:
     """A state dict without its nesting: what it holds by name, and the way to each name.
 
     `spares` are further copies of chunks, where ranks have the same.
@@ -37,7 +37,7 @@ class Flat:
     keys: dict[str, KeyPath] = field(default_factory=dict)
     spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
 
-    def update(self, other: Flat) -> None:
+    def update(self, other: FlatState) -> None:
         """Take in what another holds."""
         self.tensors.update(other.tensors)
         self.blobs.update(other.blobs)
@@ -45,7 +45,7 @@ class Flat:
         self.spares.update(other.spares)
 
 
-def flatten(state: Any, entries: Mapping[str, Entry], path: str) -> Flat:
+def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState:
     """Return the contents of a state dict of file `path`; `entries` are its pickle and storages, as in an archive.
 
     Every tensor in it is found, or the file is refused: `Unsupported` names what it is in.
@@ -65,12 +65,12 @@ class Flattening:
     `entries` are the pickle and the storages of file `path`.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], path: str) -> None:
+    def __init__(self, entries: Mapping[str, ZipEntry], path: str) -> None:
         self.entries = entries
         self.path = path
         self.pickle = entries["data.pkl"]
         self.budget = _EXPANSION * self.pickle.length
-        self.flat = Flat()
+        self.flat = FlatState()
 
     def add_all(self, children: list[tuple[str | int, Any]], key: KeyPath) -> None:
         """Add what is behind each step from `key`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.archives.zip_entries import Entry, ReadAt
+from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, PersistentId
 from ckptkit.formats.pickles.tensor_calls import STORAGES
@@ -40,7 +40,7 @@ def is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar" and b"sys_info\0" in head
 
 
-def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
+def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     """Return the object in a file of `length` bytes, and where its pickle and storages lie, called as in an archive."""
     pickled = _Pickles(read, length)
     if is_tar(pickled.data):
@@ -52,7 +52,7 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
         raise Unsupported("the file was saved in big-endian byte order")
     start = pickled.at
     state = pickled.next()
-    entries = {"data.pkl": Entry(start, pickled.at - start, 0)}
+    entries = {"data.pkl": ZipEntry(start, pickled.at - start, 0)}
     keys = pickled.next()
     sizes = storage_sizes(state)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(sizes):
@@ -81,7 +81,7 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) -> Entry:
+def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) -> ZipEntry:
     """Return the place of the storage of `numel` elements whose count is at byte `at` of a file of `length` bytes."""
     start = at + _COUNT_BYTES
     if start > length:
@@ -92,7 +92,7 @@ def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) 
     nbytes = count * itemsize
     if start + nbytes > length:
         raise Corrupt(f"the file ends at byte {length}, but a storage lies at {start}:{start + nbytes}")
-    return Entry(start, nbytes, 0)
+    return ZipEntry(start, nbytes, 0)
 
 
 class _Pickles:

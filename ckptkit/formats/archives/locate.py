@@ -9,9 +9,9 @@ from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import Opened, read_at
+from ckptkit.files.file import OpenFiles, read_at
 from ckptkit.files.ranges import Range, read_ahead
-from ckptkit.formats.archives.moulds import Moulds
+from ckptkit.formats.archives.templates import ArchiveTemplates
 from ckptkit.formats.archives.zip_entries import GLANCE, check_contents
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 
@@ -27,14 +27,14 @@ def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True)
     left unreported. Chunks without a wrapper lie where they say.
     """
     left = (None,) if with_packed else (None, ZSTD)
-    with Opened(layout.root, in_order=False) as files, collector_paused():
+    with OpenFiles(layout.root, in_order=False) as files, collector_paused():
         tensors = {**layout.tensors, **locate_chunks(layout, left, files, report)}
         blobs = {name: check_blob(layout, name, files, report) for name in layout.blobs}
     return replace(layout, tensors=tensors, blobs=blobs)
 
 
 def locate_chunks(
-    layout: Layout, left: Collection[str | None], files: Opened, report: Report
+    layout: Layout, left: Collection[str | None], files: OpenFiles, report: Report
 ) -> dict[str, StoredTensor]:
     """Return the tensors that have chunks in envelopes, with each found whose wrapper is not to be `left`.
 
@@ -51,10 +51,10 @@ def locate_chunks(
         for i, chunk in enumerate(chunks):
             if chunk.wrapper not in left:
                 places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
-    ahead, moulds = ReadAhead(files), Moulds()
+    ahead, templates = ReadAhead(files), ArchiveTemplates()
     in_order = ((path, *place) for path in sorted(places) for place in sorted(places.pop(path)))
     for *_, name, i in read_ahead(layout.root, in_order, lambda place: ends_of(*place[:3])):
-        found[name][i] = locate_chunk(layout, name, found[name][i], ahead, moulds, report)
+        found[name][i] = locate_chunk(layout, name, found[name][i], ahead, templates, report)
     return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in found.items()}
 
 
@@ -64,28 +64,30 @@ def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
     return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
 
 
-def locate_chunk(layout: Layout, name: str, chunk: Chunk, files: ReadAhead, moulds: Moulds, report: Report) -> Chunk:
+def locate_chunk(
+    layout: Layout, name: str, chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates, report: Report
+) -> Chunk:
     """Return the chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
     try:
         if chunk.wrapper != ENVELOPE:
             hint = "save it again without `_extensions`" if chunk.wrapper else None
             raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
-        return open_envelope(chunk, files, moulds)
+        return open_envelope(chunk, files, templates)
     except CkptError as error:
         report(error.blame(path=layout.root / chunk.path, tensor=name, offset=chunk.offset))
         return chunk
 
 
-def open_envelope(chunk: Chunk, files: ReadAhead, moulds: Moulds) -> Chunk:
+def open_envelope(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -> Chunk:
     """Return the chunk whose archive lies there with its bytes' own offset, length, order and CRC."""
-    tensor, start, nbytes, strides, crc, _ = moulds.locate(files, chunk.path, chunk.offset, chunk.length)
+    tensor, start, nbytes, strides, crc, _ = templates.locate(files, chunk.path, chunk.offset, chunk.length)
     if (tensor.dtype, tensor.shape) != (chunk.dtype, chunk.box.size):
         stored, promised = Spec(tensor.dtype, tensor.shape), Spec(chunk.dtype, chunk.box.size)
         raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
     return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, chunk.dtype, strides, crc)
 
 
-def check_blob(layout: Layout, name: str, files: Opened, report: Report) -> Blob:
+def check_blob(layout: Layout, name: str, files: OpenFiles, report: Report) -> Blob:
     """Return a blob with the CRC-32 of its bytes, if it is an archive and what is in it has those recorded there.
 
     Reported if not. One that has been compared is not read again. What is no archive, or is too large to be held,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.archives.zip_entries import Entry, ReadAt, glance, read_directory, read_entry
+from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, glance, read_directory, read_entry
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, parse_tensor
 from ckptkit.layout import Chunk
 from ckptkit.tensors.box import Box, Shape
@@ -23,7 +23,7 @@ class Located(NamedTuple):
     length: int
     strides: Shape | None
     crc32: int | None
-    storage: Entry | None = None
+    storage: ZipEntry | None = None
 
     def chunk(self, box: Box, path: str) -> Chunk:
         """Return it as a box of a tensor, in file `path`; if it is a part of its storage, with the checksum of that."""
@@ -32,7 +32,7 @@ class Located(NamedTuple):
         return own if storage is None else own._replace(crc32=storage.crc32, run=(storage.offset, storage.length))
 
 
-def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, Entry]]:
+def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, ZipEntry]]:
     """Return where the one tensor of an archive of `length` bytes lies, and every entry.
 
     Raises `Corrupt`, or `Unsupported` naming what it holds.
@@ -43,7 +43,7 @@ def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, Entry]]:
     return place_tensor(parse_tensor(read_entry(read, entries, "data.pkl")), entries), entries
 
 
-def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
+def place_tensor(tensor: TensorRecord, entries: Mapping[str, ZipEntry]) -> Located:
     """Return where the bytes of a tensor lie, by the archive's directory. Its storage may be too small: `Corrupt`."""
     storage = entries.get(f"data/{tensor.key}")
     if storage is None:
@@ -63,7 +63,7 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, Entry]) -> Located:
     )
 
 
-def check_byte_order(read: ReadAt, entries: Mapping[str, Entry]) -> None:
+def check_byte_order(read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
     """Raise `Unsupported` for an archive written on a big-endian machine; torch before 2.1 did not say."""
     if "byteorder" in entries and read_entry(read, entries, "byteorder").strip() != b"little":
         raise Unsupported("the tensor was saved in big-endian byte order")

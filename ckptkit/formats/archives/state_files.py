@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Unsupported
+from ckptkit.errors import CkptError, Report, Unsupported
 from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.legacy import is_legacy, read_legacy
 from ckptkit.formats.archives.read_archive import check_byte_order
-from ckptkit.formats.archives.zip_entries import Entry, ReadAt, glance, read_directory, read_entry
+from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, glance, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
+from ckptkit.layout import Extent, Layout
 
 HEAD = 2048  # bytes, enough for the first entry's name
 _ZIP = b"PK\x03\x04"
@@ -27,7 +28,7 @@ class StateFile:
 
     name: str
     value: Any
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ZipEntry]
 
 
 def read_state_file(root: Path, name: str) -> StateFile:
@@ -61,7 +62,7 @@ def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
         yield glance(lambda offset, size: read_at(file, size, offset), length), length
 
 
-def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
+def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return where everything in a file of `length` bytes lies, by name. A TorchScript program is `Unsupported`."""
     if is_legacy(read(0, min(length, HEAD))):
         return read_legacy(read, length)[1]
@@ -71,7 +72,7 @@ def entries_of(read: ReadAt, length: int) -> dict[str, Entry]:
     return entries
 
 
-def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
+def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     """Return the pickled object in a file of `length` bytes, and where its pickle and its storages lie, by name."""
     if is_legacy(read(0, min(length, HEAD))):
         return read_legacy(read, length)
@@ -79,3 +80,19 @@ def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, Entry]]:
     check_byte_order(read, entries)
     state, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
     return state, entries
+
+
+def extents_of(layout: Layout, paths: Iterable[str], report: Report) -> Iterator[Extent]:
+    """Yield every entry of the files at `paths` in the layout's directory: storages, pickles and what lies beside.
+
+    An entry is said to be of the tensor that begins where it does. Reports each file that cannot be read.
+    """
+    places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
+    for path in sorted(set(paths)):
+        try:
+            with opened(layout.root / path) as (read, length):
+                for entry in entries_of(read, length).values():
+                    name = places.get((path, entry.offset), "")
+                    yield Extent(path, entry.offset, entry.length, entry.crc32 or None, name)
+        except CkptError as error:
+            report(error.blame(path=layout.root / path))

@@ -12,7 +12,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.archives.read_archive import check_byte_order
 from ckptkit.formats.archives.values import reading
 from ckptkit.formats.archives.write_archive import describe_tensor
-from ckptkit.formats.archives.zip_entries import Entry, ReadAt, read_directory, read_entry
+from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, PersistentId, Record
 from ckptkit.layout import Blob, Layout, StoredTensor
@@ -75,7 +75,7 @@ class Storages:
             raise error.blame(path=path) from None
         return value
 
-    def _bring(self, value: Any, read: ReadAt, entries: Mapping[str, Entry]) -> None:
+    def _bring(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
         """Make a value refer to storages of ours, with the bytes of those in its archive."""
         keys: dict[str, str] = {}
         for part in inert_pickle.walk(value):

@@ -1,4 +1,8 @@
-"""Read the value of an entry that is no tensor, or give the entry another, inertly."""
+"""Read the value of an entry that is not a tensor, or give the entry another, inertly.
+
+The groups of an optimizer's state dict are as torch/optim/optimizer.py, `state_dict`, has them: parameters are numbered
+through all groups, or go by their names.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError
 from ckptkit.files.file import opening, read_at
+from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
@@ -37,3 +42,14 @@ def reading(path: Path, blob: Blob) -> ReadAt:
 def with_value(blob: Blob, value: Any) -> Blob:
     """Return the blob with another value."""
     return blob._replace(length=0, content=dump(value), wrapper=None)
+
+
+def numbers_of(value: Any) -> list[list[int]] | None:
+    """Return the parameters' numbers in the groups of an optimizer's state dict; None for one that has names."""
+    groups = dict(pairs_of(value) or ()).get("param_groups")
+    if not isinstance(groups, list):
+        return None
+    numbers = [dict(pairs_of(group) or ()).get("params") for group in groups]
+    if not all(isinstance(found, list) and all(type(n) is int for n in found) for found in numbers):
+        return None
+    return [list(found) for found in numbers if isinstance(found, list)]

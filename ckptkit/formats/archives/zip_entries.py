@@ -30,7 +30,7 @@ GLANCE = 2048  # bytes read at each end; torch's own head and directory take abo
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ZipEntry:
     """A file in the archive: `length` bytes of content at `offset`, described at `record` of the archive's directory.
 
     A `crc32` of 0 means that none was computed.
@@ -63,13 +63,13 @@ def glance(read: ReadAt, length: int) -> ReadAt:
     return read_glanced
 
 
-def read_directory(read: ReadAt, length: int) -> dict[str, Entry]:
+def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return every entry of the archive, by its name after the first slash (torch prefixes the archive's own name)."""
     count, size, offset = find_directory(read, length)
     if offset + size > length or size > _DIRECTORY_LIMIT:
         raise Corrupt(f"the zip directory at {offset}:{offset + size} does not fit an archive of {length} bytes")
     directory = read(offset, size)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ZipEntry] = {}
     at = 0
     for _ in range(count):
         if at + _central.size > size:
@@ -84,7 +84,7 @@ def read_directory(read: ReadAt, length: int) -> dict[str, Entry]:
         name = raw_name.decode("utf-8", "replace").partition("/")[2]
         if name in entries:
             raise Corrupt(f"the archive has two entries `{name}`")
-        entries[name] = Entry(*read_entry_place(read, fields, raw_name, extra, offset), fields[7], record)
+        entries[name] = ZipEntry(*read_entry_place(read, fields, raw_name, extra, offset), fields[7], record)
     return entries
 
 
@@ -156,7 +156,7 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
     return count, size, offset
 
 
-def read_entry(read: ReadAt, entries: Mapping[str, Entry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:
+def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:
     """Return the content of an entry of at most `limit` bytes, its CRC compared."""
     entry = entries.get(name)
     if entry is None:
@@ -169,7 +169,7 @@ def read_entry(read: ReadAt, entries: Mapping[str, Entry], name: str, *, limit: 
     return content
 
 
-def damaged(name: str, entry: Entry, found: int) -> Corrupt:
+def damaged(name: str, entry: ZipEntry, found: int) -> Corrupt:
     """Return the error for an entry of an archive that has another CRC-32 than is recorded for it."""
     return Corrupt(f"entry `{name}` is damaged: CRC-32 is {found:08x}, recorded {entry.crc32:08x}")
 
@@ -196,7 +196,7 @@ def check_archive(read: ReadAt, length: int) -> None:
             raise damaged(name, entry, found)
 
 
-def large_entries(read: ReadAt, length: int) -> Iterator[Entry]:
+def large_entries(read: ReadAt, length: int) -> Iterator[ZipEntry]:
     """Return the entries of an archive of `length` bytes that are too large to be looked at here.
 
     Raises `Corrupt` unless every other entry has the CRC-32 that is recorded for it.

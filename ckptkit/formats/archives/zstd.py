@@ -14,11 +14,11 @@ from typing import IO, TYPE_CHECKING, Self, TypeVar, cast
 from ckptkit.destinations.allocation import check_room
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse, translate_os_errors
 from ckptkit.files.ahead import ReadAhead
-from ckptkit.files.file import Opened, read_at
+from ckptkit.files.file import OpenFiles, read_at
 from ckptkit.files.path import RemotePath
 from ckptkit.files.temporary import TemporaryFile
 from ckptkit.formats.archives.locate import ZSTD, open_envelope
-from ckptkit.formats.archives.moulds import Moulds
+from ckptkit.formats.archives.templates import ArchiveTemplates
 from ckptkit.formats.archives.zip_entries import check_archive
 from ckptkit.layout import Blob, Chunk, Layout, Place
 
@@ -75,8 +75,8 @@ class Room:
         self._decompressor = make_decompressor(layout.root)
         self.kept = TemporaryFile()
         self._file = self.kept.path.open("r+b")
-        self._files = Opened(layout.root)
-        self._ahead, self._moulds = ReadAhead(self._files), Moulds()
+        self._files = OpenFiles(layout.root)
+        self._ahead, self._templates = ReadAhead(self._files), ArchiveTemplates()
         self._found: dict[Place, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
@@ -99,7 +99,7 @@ class Room:
             return unpacked
         if not unpacked.box.numel:
             return unpacked._replace(length=0)
-        return open_envelope(unpacked, self._ahead, self._moulds)
+        return open_envelope(unpacked, self._ahead, self._templates)
 
     def _append(self, item: Chunk | Blob) -> tuple[int, int]:
         """Append what is in an item's stream, and compare its sums; return where it begins, and how long it is."""
@@ -123,12 +123,12 @@ def make_decompressor(root: Path) -> ZstdDecompressor:
     return ZstdDecompressor(max_window_size=_WINDOW)
 
 
-def decompress(item: Chunk | Blob, files: Opened, decompressor: ZstdDecompressor) -> Iterator[bytes]:
+def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompressor) -> Iterator[bytes]:
     """Return the bytes in an item's stream, piece by piece. Raises `Corrupt` as soon as they are too many."""
     from zstandard import ZstdError
 
     left = limit = promised(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
-    stream = decompressor.stream_reader(cast(IO[bytes], Packed(item, files)))
+    stream = decompressor.stream_reader(cast(IO[bytes], PackedStream(item, files)))
     try:
         while piece := stream.read(_PIECE):
             left -= len(piece)
@@ -139,10 +139,10 @@ def decompress(item: Chunk | Blob, files: Opened, decompressor: ZstdDecompressor
         raise Corrupt(f"the zstd stream is damaged: {error}") from error
 
 
-class Packed:
+class PackedStream:
     """The bytes of an item as a stream, for a library that reads one from start to end."""
 
-    def __init__(self, item: Chunk | Blob, files: Opened) -> None:
+    def __init__(self, item: Chunk | Blob, files: OpenFiles) -> None:
         self.file = files[item.path]
         self.at = item.offset
         self.end = item.offset + item.length

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.flatten import Flat, flatten
-from ckptkit.formats.archives.state_files import entries_of, is_torch_save, opened, read_state_file
+from ckptkit.formats.archives.flatten import FlatState, flatten
+from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torch_save, opened, read_state_file
 from ckptkit.formats.consolidated.rules import PARAMS, count_ranks, join, read_params
 from ckptkit.formats.each_file import read_each
-from ckptkit.formats.protocols import Reader
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.join_ranks import as_lost, spares_of
 from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
 
@@ -25,7 +24,7 @@ _RANK = re.compile(r"consolidated\.([0-9]{2})\.pth")
 _MOST = 100  # ranks, of two digits
 
 
-class Consolidated(Reader):
+class Consolidated(FormatReader):
     """The format of Meta's releases, which is only read."""
 
     name = "consolidated"
@@ -84,7 +83,7 @@ class Consolidated(Reader):
         return extents_of(layout, filter(self.owns, layout.descriptions), report)
 
 
-def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, Flat]:
+def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, FlatState]:
     """Return what is in the files of ranks that are there; report those that cannot be read.
 
     Raises `Corrupt` if none can, or two do not have the same tensors.
@@ -101,7 +100,7 @@ def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, Fl
     return found
 
 
-def read_rank(root: Path, name: str) -> Flat:
+def read_rank(root: Path, name: str) -> FlatState:
     """Return what is in a rank's file."""
     state = read_state_file(root, name)
     try:

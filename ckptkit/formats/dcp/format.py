@@ -14,18 +14,18 @@ from pathlib import Path
 from ckptkit.collector import collector_paused
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, refuse
 from ckptkit.files.ahead import ReadAhead
-from ckptkit.files.file import Opened, file_size, names_in
+from ckptkit.files.file import OpenFiles, file_size, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.archives.locate import ends_of
 from ckptkit.formats.archives.zip_entries import large_entries
 from ckptkit.formats.dcp.model_space import unfold
 from ckptkit.formats.dcp.names import find_metadata, is_metadata, name_data, rank_of
 from ckptkit.formats.dcp.read_metadata import Reading, has_strides, read_metadata
-from ckptkit.formats.protocols import Writer
+from ckptkit.formats.protocols import FormatWriter
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
 
 
-class Dcp(Writer):
+class Dcp(FormatWriter):
     """The format of DCP directories: read with one `.metadata` or one per rank, written with one."""
 
     name = "dcp"
@@ -78,7 +78,7 @@ class Dcp(Writer):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return the large entries of every item's archive, and whole what is none; the small ones are compared."""
-        with Opened(layout.root, in_order=False) as opened:
+        with OpenFiles(layout.root, in_order=False) as opened:
             files = ReadAhead(opened)
             items = sorted(items_of(self.with_items(layout)).items())
             for (path, offset, length), name in read_ahead(layout.root, items, lambda item: ends_of(*item[0])):

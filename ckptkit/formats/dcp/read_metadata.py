@@ -1,20 +1,23 @@
-"""Read the pickled `Metadata` of a DCP checkpoint into a layout. Opens no other file.
+"""Read the pickled `Metadata` of a DCP checkpoint into a layout.
 
 Source: torch/distributed/checkpoint/metadata.py. It says which chunk of which tensor lies in which range of which file.
+Megatron-LM records no key paths, so those of an optimizer are told by its names: its moments are
+`optimizer.state.exp_avg.<name of the tensor>` (megatron/core/dist_checkpointing/optimizer.py), and several optimizers
+begin with `chained_0.` and so on (megatron/core/optimizer/optimizer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, read_small, recognise
 from ckptkit.formats.archives.locate import ENVELOPE
-from ckptkit.formats.dcp.flat_names import infer_keys
 from ckptkit.formats.pickles import inert_pickle
-from ckptkit.formats.pickles.inert_pickle import Flat, Global
+from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape
@@ -69,6 +72,8 @@ _NAMES = frozenset(
         ("__builtin__", "getattr"),
     ]
 )
+_OPTIMIZER = re.compile(r"(?:(chained_[0-9]+)\.)?(optimizer)\.(.+)", re.DOTALL)
+_MOMENT = re.compile(r"(state)\.([^.]+)\.(.+)", re.DOTALL)
 
 
 def read_metadata(path: Path) -> Attributes:
@@ -120,12 +125,12 @@ class Reading:
                 report(Corrupt("the metadata of this entry makes no sense", path=file, tensor=name))
         self.keys.update(key_paths(metadata, file))
 
-    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Flat]]:
+    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, FlatInstance]]:
         """Return `storage_data`, which says where each chunk lies, by name and by its offset, None for a byte entry.
 
         Takes it apart, since of a large checkpoint it is most of the memory.
         """
-        places: dict[str, dict[Shape | None, Flat]] = {}
+        places: dict[str, dict[Shape | None, FlatInstance]] = {}
         try:
             storage = metadata["storage_data"]
             while storage:
@@ -136,7 +141,9 @@ class Reading:
             raise Corrupt("`storage_data` makes no sense", path=file) from error
         return places
 
-    def _add_entry(self, name: str, entry: Flat, places: Mapping[Shape | None, Flat], file: Path) -> None:
+    def _add_entry(
+        self, name: str, entry: FlatInstance, places: Mapping[Shape | None, FlatInstance], file: Path
+    ) -> None:
         of = type(entry)
         kind = of.name if isinstance(of, Global) else ""
         if kind == "BytesStorageMetadata":
@@ -166,7 +173,7 @@ class Reading:
             elif report is not refuse and chunk != chunks[box]:
                 self.spares.setdefault(name, []).append(chunk)
 
-    def _place(self, info: Flat | None) -> tuple[str, int, int, str]:
+    def _place(self, info: FlatInstance | None) -> tuple[str, int, int, str]:
         """Return file name, offset, length and kind of envelope of one item."""
         if info is None:
             raise Corrupt("the metadata does not say where this entry lies")
@@ -188,7 +195,7 @@ class Reading:
 
 def attributes_of(value: Any) -> Attributes:
     """Return the attributes of an object. Raises `TypeError` for what is none."""
-    if not isinstance(value, Flat):
+    if not isinstance(value, FlatInstance):
         raise TypeError("object")
     return value.attributes()
 
@@ -200,7 +207,7 @@ def as_name(value: Any) -> str:
     return value
 
 
-def as_dtype(properties: Flat) -> DType:
+def as_dtype(properties: FlatInstance) -> DType:
     """Return the dtype in a `TensorProperties`, its state `(dtype, layout, requires_grad, memory format, pinned)`."""
     state = properties[0]
     named = state[0] if isinstance(state, tuple) else properties.attributes()["dtype"]
@@ -241,3 +248,15 @@ def has_strides(metadata: Attributes) -> bool:
             state = entry.attributes()["properties"][0]
             return isinstance(state, tuple) and len(state) > 5
     return False
+
+
+def infer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyPath]:
+    """Return the key paths of an optimizer's entries, by name; of a moment only if what it is of is among `tensors`."""
+    found = {}
+    for name in names:
+        match = _OPTIMIZER.fullmatch(name)
+        if match:
+            moment = _MOMENT.fullmatch(match[3])
+            rest = moment.groups() if moment and moment[3] in tensors else (match[3],)
+            found[name] = (*filter(None, match.groups()[:2]), *rest)
+    return found

@@ -19,7 +19,7 @@ _ONLY = "0"  # the key of the one storage of an item
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ShardItem:
     """An entry of one rank's file: `nbytes` from `offset`. Of a tensor, the box; of a blob, None.
 
     `envelope` has what is known of its bytes; it is None for a blob that is copied as it is.
@@ -32,12 +32,12 @@ class Item:
     envelope: Envelope | None
 
 
-def deal(wanted: Layout, ranks: int) -> list[list[Item]]:
+def deal(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
     """Return the items of each rank's file, in the order in which they lie there: first blobs, as torch does it.
 
     Blobs, scalars, and tensors that lie in one chunk where others are sharded, go to rank 0.
     """
-    files: list[list[Item]] = [[] for _ in range(ranks)]
+    files: list[list[ShardItem]] = [[] for _ in range(ranks)]
     for name, blob in wanted.blobs.items():
         append(files[0], name, None, blob.length, wrap_blob(name, blob))
     is_sharded = any(len(tensor.chunks) > 1 for tensor in wanted.tensors.values())
@@ -50,9 +50,9 @@ def deal(wanted: Layout, ranks: int) -> list[list[Item]]:
     return files
 
 
-def append(file: list[Item], name: str, box: Box | None, nbytes: int, envelope: Envelope | None) -> None:
+def append(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envelope: Envelope | None) -> None:
     offset = file[-1].offset + file[-1].nbytes if file else 0
-    file.append(Item(name, box, offset, nbytes if envelope is None else envelope.nbytes, envelope))
+    file.append(ShardItem(name, box, offset, nbytes if envelope is None else envelope.nbytes, envelope))
 
 
 def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
@@ -96,10 +96,10 @@ def wrap(spec: Spec) -> Envelope:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownBytes:
     """The bytes of a file that are known before its data comes, made when they are asked for."""
 
-    items: list[Item]
+    items: list[ShardItem]
 
     def __iter__(self) -> Iterator[Part]:
         for item in self.items:
@@ -107,7 +107,7 @@ class Known:
                 yield item.offset + offset, content
 
 
-def end_of(items: list[Item]) -> int:
+def end_of(items: list[ShardItem]) -> int:
     """Return the size of a file in bytes."""
     return items[-1].offset + items[-1].nbytes if items else 0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ckptkit.formats.dcp.names import METADATA, name_data
-from ckptkit.formats.dcp.shards import Item, Known, deal, end_of, seal_item
+from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, deal, end_of, seal_item
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.layout import Layout, NewFile, Options, Part, Place, Spec
 
@@ -15,7 +15,7 @@ def arrange(wanted: Layout, options: Options) -> tuple[NewFile, ...]:
     """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
     files = items_by_file(wanted, options)
     metadata = record(wanted, files)
-    data = (NewFile(name, end_of(items), Known(items)) for name, items in files.items())
+    data = (NewFile(name, end_of(items), KnownBytes(items)) for name, items in files.items())
     return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
 
 
@@ -23,7 +23,7 @@ def embed(wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:
     """Yield the metadata with entries that lie elsewhere than they were arranged."""
     files = items_by_file(replace(wanted, blobs={}), options)
     for name, blob in wanted.blobs.items():
-        files.setdefault(blob.path, []).append(Item(name, None, blob.offset, blob.length, None))
+        files.setdefault(blob.path, []).append(ShardItem(name, None, blob.offset, blob.length, None))
     yield METADATA, (0, record(wanted, files))
 
 
@@ -37,5 +37,5 @@ def seal(made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Pa
                 yield from ((chunk.path, part) for part in parts)
 
 
-def items_by_file(wanted: Layout, options: Options) -> dict[str, list[Item]]:
+def items_by_file(wanted: Layout, options: Options) -> dict[str, list[ShardItem]]:
     return {name_data(rank, 0): items for rank, items in enumerate(deal(wanted, options.world_size))}

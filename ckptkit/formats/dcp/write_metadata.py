@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptkit.formats.dcp.shards import Item
+from ckptkit.formats.dcp.shards import ShardItem
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import Pickler
 from ckptkit.layout import Layout, Spec
@@ -39,10 +39,10 @@ _STRIDED = Record(Global("torch.serialization", "_get_layout"), ("torch.strided"
 _CONTIGUOUS = Record(Global(_THERE, "_MEM_FORMAT_ENCODING"), (0,))
 _VERSION = "1.0.0"
 
-Placed = tuple[str, Item]  # an item, and the name of its file
+Placed = tuple[str, ShardItem]  # an item, and the name of its file
 
 
-def record(wanted: Layout, files: Mapping[str, list[Item]]) -> bytes:
+def record(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> bytes:
     """Return the pickled `Metadata` of a checkpoint whose files, by name, have these items."""
     placed: dict[str, list[Placed]] = {name: [] for name in (*wanted.tensors, *wanted.blobs)}
     for file, items in files.items():
@@ -109,7 +109,7 @@ class _Recording:
             else:
                 yield from self.tensor(tensor.spec, [item for _, item in items])
 
-    def tensor(self, spec: Spec, items: list[Item]) -> Iterator[bytes]:
+    def tensor(self, spec: Spec, items: list[ShardItem]) -> Iterator[bytes]:
         """Return a `TensorStorageMetadata`, in pieces."""
         properties, size, chunks = (self.text[field] for field in _FIELDS["TensorStorageMetadata"])
         yield self.new["TensorStorageMetadata"] + b"}("

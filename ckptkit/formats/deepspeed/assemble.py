@@ -7,12 +7,12 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.expert_states import put_experts, put_unpartitioned_experts
-from ckptkit.formats.deepspeed.experts import Experts, read_experts
+from ckptkit.formats.deepspeed.experts import ExpertFiles, read_experts
 from ckptkit.formats.deepspeed.gathering import Gathering, Settings
 from ckptkit.formats.deepspeed.layers import layers_of, put_layer
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.modules import put_module, put_parameter
-from ckptkit.formats.deepspeed.names import Files
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles
 from ckptkit.formats.deepspeed.parts import PartOfModel, read_part
 from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
 from ckptkit.formats.deepspeed.zero import parameters_of
@@ -22,7 +22,7 @@ from ckptkit.layout import Layout, StoredTensor
 NAME = "deepspeed"
 
 
-def assemble(root: Path, files: Files, report: Report = refuse) -> Layout:
+def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layout:
     """Return the layout of the files in directory `root`; report files that are missing or cannot be read."""
     gathering = Gathering()
     parts = [read_part(root, files, part, report) for part in files.parts]
@@ -55,7 +55,7 @@ def assemble(root: Path, files: Files, report: Report = refuse) -> Layout:
     )
 
 
-def names_of(files: Files) -> set[str]:
+def names_of(files: DeepSpeedFiles) -> set[str]:
     """Return the names of the files that are read."""
     by_kind = (files.models, files.optimizers, files.layers, files.experts, files.expert_optimizers)
     return {name for kind in by_kind for name in kind.values()}
@@ -65,7 +65,7 @@ def put_part(
     gathering: Gathering,
     part: PartOfModel,
     masters: dict[str, StoredTensor],
-    experts: Experts | None,
+    experts: ExpertFiles | None,
     root: Path,
     report: Report,
 ) -> list[list[str]]:

@@ -13,11 +13,11 @@ from typing import Any
 from ckptkit.errors import CkptError, Corrupt, Incomplete
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import read_state_file
-from ckptkit.formats.deepspeed.experts import Experts, expert_ranks, without_number
+from ckptkit.formats.deepspeed.experts import ExpertFiles, expert_ranks, without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.modules import put_copy
-from ckptkit.formats.deepspeed.names import Files, check_ranks
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles, check_ranks
 from ckptkit.formats.deepspeed.unpartitioned import (
     Numbered,
     masters_of,
@@ -36,7 +36,7 @@ from ckptkit.tensors.box import Shape
 APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the order of parameters is not certain
 
 
-def put_experts(gathering: Gathering, experts: Experts, masters: Mapping[str, StoredTensor], root: Path) -> None:
+def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str, StoredTensor], root: Path) -> None:
     """Put what experts' files have: beside a master its rounded copy, by itself what was not trained."""
     for file in experts.files:
         flattening = Flattening(file.entries, file.name)
@@ -51,7 +51,7 @@ def put_experts(gathering: Gathering, experts: Experts, masters: Mapping[str, St
 
 
 def put_unpartitioned_experts(
-    gathering: Gathering, root: Path, files: Files, model: ModelStates, experts: Experts
+    gathering: Gathering, root: Path, files: DeepSpeedFiles, model: ModelStates, experts: ExpertFiles
 ) -> None:
     """Put a model and the optimizers of the ranks of experts: as one by name if the order of parameters is certain.
 
@@ -97,7 +97,7 @@ def put_joined(
     put_groups(gathering, optimizers[0], params, has_masters=has_masters)
 
 
-def read_optimizers(root: Path, files: Files) -> list[Numbered]:
+def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[Numbered]:
     """Return the optimizers of the ranks of experts. Raises `Corrupt` if one is missing, or of another run."""
     found: dict[int, Numbered] = {}
     for rank, name in sorted(files.expert_optimizers.items()):
@@ -121,7 +121,7 @@ def one_order(optimizer: Numbered) -> list[Any]:
     return [number for numbers in optimizer.numbers for number in numbers] if is_known else []
 
 
-def shares(experts: Experts, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
+def shares(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
     """Return for each of `ranks` the shapes of what its experts may train, in the model's order."""
     buffers = {without_number(name) for name in model.buffers} - {None}
     found: list[dict[str, Shape]] = [{} for _ in range(ranks)]

@@ -17,7 +17,7 @@ from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Unsupporte
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.model_states import ModelStates
-from ckptkit.formats.deepspeed.names import Files
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles
 from ckptkit.formats.deepspeed.partitions import Partition
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind
 from ckptkit.tensors.box import Shape
@@ -29,7 +29,7 @@ _HINT = "are these files of one save, and all of them?"
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertFiles:
     """The files of experts in order, and by the beginning of their names how many each layer has, in that order.
 
     `is_data_first` if ranks with the same experts follow one another; None where that was not recorded.
@@ -65,7 +65,7 @@ def without_number(name: str) -> tuple[str, str] | None:
     return (match[1], match[3]) if match else None
 
 
-def read_experts(root: Path, files: Files, model: ModelStates) -> Experts | None:
+def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> ExpertFiles | None:
     """Return the experts of a directory, None for a model without any. Raises `Corrupt` if one's file is missing."""
     try:
         counts = expert_counts(model)
@@ -86,7 +86,7 @@ def read_experts(root: Path, files: Files, model: ModelStates) -> Experts | None
         read.append(file)
     config = pairs_of(model.saved.get("ds_config"))
     is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
-    return Experts(tuple(read), dict(zip(layers, counts, strict=True)), is_first)
+    return ExpertFiles(tuple(read), dict(zip(layers, counts, strict=True)), is_first)
 
 
 def expert_counts(model: ModelStates) -> list[int]:
@@ -98,7 +98,7 @@ def expert_counts(model: ModelStates) -> list[int]:
     return found
 
 
-def check_numbers(root: Path, files: Files, counts: Sequence[int]) -> None:
+def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:
     """Raise `Corrupt` unless there is a file for each expert of each layer, and no other."""
     by_layer: dict[int, set[int]] = {}
     for layer, expert in files.experts:
@@ -141,7 +141,7 @@ class Fleet:
 
 
 def fleets(
-    number: int, named: Mapping[str, Shape], partitions: Sequence[Partition], experts: Experts | None
+    number: int, named: Mapping[str, Shape], partitions: Sequence[Partition], experts: ExpertFiles | None
 ) -> Iterator[Fleet]:
     """Yield the fleets of a group: all ranks, or of experts as many as there are ranks of expert parallelism."""
     group = partitions[0].groups[number]

@@ -11,18 +11,17 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.state_files import entries_of, is_torch_save, opened
+from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torch_save, opened
 from ckptkit.formats.deepspeed.assemble import NAME, assemble, names_of
 from ckptkit.formats.deepspeed.expert_states import read_optimizers
 from ckptkit.formats.deepspeed.experts import read_experts
-from ckptkit.formats.deepspeed.names import Files, is_ours, is_part_alone, rank_and_part, rank_of
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles, is_ours, is_part_alone, rank_and_part, rank_of
 from ckptkit.formats.deepspeed.parts import read_part
-from ckptkit.formats.protocols import Reader
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.layout import Extent, Layout
 
 
-class DeepSpeed(Reader):
+class DeepSpeed(FormatReader):
     """The format of DeepSpeed: a directory with a file of each rank, or a file of one rank, which is refused."""
 
     name = NAME
@@ -78,13 +77,13 @@ class DeepSpeed(Reader):
         return extents_of(layout, layout.descriptions, report)
 
 
-def files_at(path: Path) -> Files:
+def files_at(path: Path) -> DeepSpeedFiles:
     """Return the files at `path`. Raises `Unsupported` for a file of one rank, and for what cannot be put together."""
     if not path.is_dir():
         hint = f"name the directory, {path.parent}"
         message = "a file of one rank: of most tensors it has a part, or none; the others are in the files beside it"
         raise Unsupported(message, path=path, hint=hint)
-    files = Files.of(names_in(path), path)
+    files = DeepSpeedFiles.of(names_in(path), path)
     if files.is_offloaded:
         raise Unsupported("tensors that were offloaded lie in files of the swapper", path=path)
     if not (files.models or files.optimizers):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.archives.flatten import Flat, Flattening
+from ckptkit.formats.archives.flatten import FlatState, Flattening
 from ckptkit.formats.deepspeed.values import without_classes
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
@@ -25,7 +25,7 @@ _IN_ONE = frozenset(["ds_config"])  # entries that stay whole, although they are
 class Gathering:
     """The result as it grows: tensors and entries by name, and by the name of a tensor its rounded twin."""
 
-    flat: Flat = field(default_factory=Flat)
+    flat: FlatState = field(default_factory=FlatState)
     twins: dict[str, StoredTensor] = field(default_factory=dict)
 
     def put(self, key: KeyPath, stored: StoredTensor | Blob) -> None:

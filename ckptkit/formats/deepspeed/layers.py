@@ -10,7 +10,7 @@ from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.deepspeed.gathering import MODEL, Gathering
 from ckptkit.formats.deepspeed.model_states import tensor_parallel
-from ckptkit.formats.deepspeed.names import Files
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles
 from ckptkit.formats.deepspeed.values import as_dict
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import StoredTensor
@@ -18,7 +18,7 @@ from ckptkit.layout import StoredTensor
 _SHARED = "tied_modules."  # and a key, and the name in the layer
 
 
-def layers_of(files: Files) -> Iterator[tuple[int, str]]:
+def layers_of(files: DeepSpeedFiles) -> Iterator[tuple[int, str]]:
     """Yield the files of a pipeline's layers, with their numbers."""
     for (number, cut), name in files.layers.items():
         if cut:

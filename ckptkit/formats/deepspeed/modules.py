@@ -14,13 +14,13 @@ from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.parts import PartOfModel
 from ckptkit.formats.deepspeed.pieces import join, runs_of_each, share_of
-from ckptkit.formats.deepspeed.zero import Parameter
+from ckptkit.formats.deepspeed.zero import ZeroParameter
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 
 
-def put_parameter(gathering: Gathering, parameter: Parameter) -> None:
+def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
     """Put a parameter, and what the optimizer has for it."""
     gathering.put((MODEL, parameter.name), parameter.master)
     for what, moment in parameter.moments.items():

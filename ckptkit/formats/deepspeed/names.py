@@ -49,7 +49,7 @@ def rank_and_part(name: str) -> Rank | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class DeepSpeedFiles:
     """The files of a directory by what they hold. In `models`, a data-parallel rank of -1 stands for all of them.
 
     `experts` are by the number of their layer, among those that have any, and their own; `expert_optimizers` by the
@@ -64,7 +64,7 @@ class Files:
     is_offloaded: bool = False
 
     @classmethod
-    def of(cls, names: Iterable[str], root: Path) -> Files:
+    def of(cls, names: Iterable[str], root: Path) -> DeepSpeedFiles:
         """Return the files among `names`.
 
         Raises `Corrupt` where two of them say that they are the same rank's, `Unsupported` for experts of early

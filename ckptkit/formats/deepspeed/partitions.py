@@ -31,7 +31,7 @@ _USED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PartitionedGroup:
     """The part that a rank has of a group of parameters: buffers of one axis with the masters and with each moment.
 
     `values` are entries of the state that are no buffer, such as the step, `paddings` the elements that lie between
@@ -56,7 +56,7 @@ class Partition:
 
     path: str
     flattening: Flattening
-    groups: tuple[Group, ...]
+    groups: tuple[PartitionedGroup, ...]
     settings: tuple[Mapping[str | int, Any], ...]
     others: Mapping[str | int, Any]
     cuts_each: bool
@@ -93,7 +93,7 @@ def read_partition(file: StateFile) -> Partition:
 
 def read_group(
     flattening: Flattening, masters: Any, state: Any, ranks: int, settings: int, paddings: tuple[int, ...]
-) -> Group:
+) -> PartitionedGroup:
     """Return what a rank has of a group, of which `ranks` have a part each."""
     moments: dict[str, Chunk] = {}
     values: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def read_group(
     flat = buffer_of(flattening, masters, "fp32") if is_tensor(masters) else None
     if flat is None:
         raise Corrupt("the fp32 parameters of a group are not a tensor of one axis")
-    return Group(flattening, flat, moments, values, ranks, settings, paddings)
+    return PartitionedGroup(flattening, flat, moments, values, ranks, settings, paddings)
 
 
 def buffer_of(flattening: Flattening, value: Any, name: str) -> Chunk | None:

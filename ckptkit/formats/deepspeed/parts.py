@@ -1,20 +1,28 @@
-"""Read all files of a part of the model, and see that the file of no rank is missing or of another run."""
+"""Read all files of a part of the model, and see that the file of no rank is missing or of another run.
+
+The partition of a rank whose file cannot be read is replaced by one as large, which lies nowhere. Source:
+deepspeed/runtime/zero/stage_1_and_2.py: a row is padded to a multiple of twice the number of ranks, who cut it in equal
+parts, and the last rank saves its part without the padding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
-from ckptkit.formats.deepspeed.lost import with_lost
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.formats.deepspeed.names import Files, check_ranks, name_of
-from ckptkit.formats.deepspeed.partitions import Partition, read_partition
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles, check_ranks, name_of
+from ckptkit.formats.deepspeed.partitions import Partition, PartitionedGroup, read_partition
+from ckptkit.layout import nowhere
+from ckptkit.tensors.box import Shape, whole
 
 Found = TypeVar("Found")
+_ALIGNMENT = 2  # elements, times the number of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class PartOfModel:
     lost_models: Mapping[int, str] = field(default_factory=dict)
 
 
-def read_part(root: Path, files: Files, part: int, report: Report = refuse) -> PartOfModel:
+def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = refuse) -> PartOfModel:
     """Return what the ranks have saved of a part of the model; report files that are missing or cannot be read."""
     models, optimizers = files.model_files(part), files.optimizer_files(part)
     if not models:
@@ -90,3 +98,50 @@ def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
         raise Unsupported(message, path=path, hint="all files of all ranks belong in one directory")
     message = "the `*_optim_states.pt` beside it are missing: they have the fp32 parameters and the optimizer"
     raise Incomplete(message, path=path, hint="name this file itself to read the 16-bit weights in it")
+    raise Corrupt(message, path=path, hint="name this file itself to read the 16-bit weights in it")
+
+
+def with_lost(
+    partitions: Mapping[int, Partition], names: dict[int, str], count: int, shapes: Sequence[Mapping[str, Shape]]
+) -> dict[int, Partition]:
+    """Return the partitions of all of `count` ranks: of those that are not among `partitions` the chunks lie nowhere.
+
+    `names` are those of the files that are there, `shapes` those of each group of parameters. Raises `Unsupported` if
+    the sizes of what is here do not fit together.
+    """
+    return {
+        rank: partitions[rank] if rank in partitions else lost(partitions, rank, name_of(names, rank), count, shapes)
+        for rank in range(count)
+    }
+
+
+def lost(
+    partitions: Mapping[int, Partition], rank: int, name: str, count: int, shapes: Sequence[Mapping[str, Shape]]
+) -> Partition:
+    """Return the partition that a rank must have had."""
+    like = next(iter(partitions.values()))
+    if len(shapes) != len(like.groups):
+        raise Unsupported(f"{len(like.groups)} groups of parameters, and {len(shapes)} are named")
+    groups = []
+    for number, group in enumerate(like.groups):
+        known = {of: one.groups[number].masters.box.numel for of, one in partitions.items()}
+        size = known[min(known)] if like.cuts_each else size_in_row(known, rank, count, shapes[number], group)
+        moments = {what: nowhere(whole((size,)), name, chunk.dtype) for what, chunk in group.moments.items()}
+        masters = nowhere(whole((size,)), name, group.masters.dtype)
+        groups.append(replace(group, masters=masters, moments=moments))
+    return replace(like, path=name, groups=tuple(groups))
+
+
+def size_in_row(
+    known: Mapping[int, int], rank: int, count: int, named: Mapping[str, Shape], group: PartitionedGroup
+) -> int:
+    """Return how many elements a rank has of the row that the parameters of a group are."""
+    total = sum(map(prod, named.values())) + sum(group.paddings[:-1])
+    last = count - 1
+    size = next((numel for one, numel in known.items() if one != last), -(-total // (_ALIGNMENT * count)) * _ALIGNMENT)
+    rest = total - last * size
+    fits = all(numel == size for one, numel in known.items() if one != last)
+    if rest < 0 or not fits or not rest <= known.get(last, rest) < rest + _ALIGNMENT * count:
+        parts = ", ".join(map(str, sorted(known.values())))
+        raise Unsupported(f"ranks have {parts} of {total} elements, and nothing says how many the others had")
+    return rest if rank == last else size

@@ -15,7 +15,7 @@ from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering, Settings
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.formats.deepspeed.modules import put_copy
-from ckptkit.formats.deepspeed.names import Files
+from ckptkit.formats.deepspeed.names import DeepSpeedFiles
 from ckptkit.formats.deepspeed.parts import blame
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
@@ -85,7 +85,7 @@ def join(*names: str) -> str:
 
 def model_files(root: Path, tag: str) -> list[str]:
     """Return a file of model states for each part of the model: that of all ranks, or else of the first."""
-    files = Files.of(names_in(root / tag), root / tag)
+    files = DeepSpeedFiles.of(names_in(root / tag), root / tag)
     if not files.models:
         raise Incomplete("its `*_model_states.pt` is missing: it has the names and shapes", path=root / tag)
     return [join(tag, next(iter(files.model_files(part).values()))) for part in files.parts if files.model_files(part)]

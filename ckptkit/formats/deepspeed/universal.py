@@ -13,19 +13,18 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, Report, Unsafe, refuse
 from ckptkit.files.file import check_name, is_there, read_small
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.state_files import opened
+from ckptkit.formats.archives.state_files import extents_of, opened
 from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.deepspeed.names import is_ours
 from ckptkit.formats.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, ZERO, check_files, read_universal
 from ckptkit.formats.deepspeed.write_universal import files_for
-from ckptkit.formats.protocols import Writer
+from ckptkit.formats.protocols import FormatWriter
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 _POINTER_LIMIT = 1 << 10  # bytes
 
 
-class Universal(Writer):
+class Universal(FormatWriter):
     """The format of universal checkpoints: the directory with all files, or one that points to it."""
 
     name = NAME

@@ -33,7 +33,7 @@ _SIZE = Global("torch", "Size")
 
 
 @dataclass(slots=True)
-class Entries:
+class UniversalEntries:
     """The entries of a layout by what they are: weights and the optimizer's states by parameter, groups, the rest."""
 
     weights: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Entries:
     others: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, wanted: Layout) -> Entries:
+    def of(cls, wanted: Layout) -> UniversalEntries:
         """Return the entries of a layout, of which the key paths tell what they are."""
         found = cls()
         for name in wanted.names:
@@ -78,7 +78,7 @@ def place_of(wanted: Layout, entry: str) -> StoredTensor | None:
 
 def files_for(wanted: Layout, options: Options) -> Iterator[NewFile]:
     """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
-    entries = Entries.of(wanted)
+    entries = UniversalEntries.of(wanted)
     expert = next(filter(without_number, entries.weights), None)
     if expert is not None:
         message = "an expert: each rank would look for its own experts under the same names, and find others"
@@ -118,7 +118,9 @@ def to_file(path: str, value: Any, storages: Storages) -> NewFile:
     return NewFile(path, envelope.nbytes, envelope.parts)
 
 
-def model_states(wanted: Layout, entries: Entries, path: str, world_size: int, *, with_module: bool) -> NewFile:
+def model_states(
+    wanted: Layout, entries: UniversalEntries, path: str, world_size: int, *, with_module: bool
+) -> NewFile:
     """Return the file of model states: shapes by name, and unless another has them, all that is not trained."""
     storages = Storages(wanted)
     tied = entries.tied(wanted)
@@ -145,11 +147,11 @@ def model_states(wanted: Layout, entries: Entries, path: str, world_size: int, *
     return to_file(path, value, storages)
 
 
-def shapes_of(wanted: Layout, entries: Entries, names: Iterable[str]) -> dict[str, Record]:
+def shapes_of(wanted: Layout, entries: UniversalEntries, names: Iterable[str]) -> dict[str, Record]:
     return {name: Record(_SIZE, (wanted.tensors[entries.weights[name]].spec.shape,)) for name in names}
 
 
-def groups_of(wanted: Layout, entries: Entries) -> tuple[list[dict[str, Any]], list[list[str]]]:
+def groups_of(wanted: Layout, entries: UniversalEntries) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Return the hyperparameters of each group of parameters, and the names in each; one group where none are known."""
     storages = Storages(wanted)
     if not entries.groups:
@@ -163,7 +165,7 @@ def groups_of(wanted: Layout, entries: Entries) -> tuple[list[dict[str, Any]], l
     return groups, names
 
 
-def optimizer_states(wanted: Layout, entries: Entries, path: str) -> NewFile:
+def optimizer_states(wanted: Layout, entries: UniversalEntries, path: str) -> NewFile:
     """Return the file with what all parameters have in common, for ZeRO 1 and 2 and once more for ZeRO 3."""
     storages = Storages(wanted)
     settings = [{**group, "params": [i]} for i, group in enumerate(groups_of(wanted, entries)[0])]
@@ -184,7 +186,7 @@ def optimizer_states(wanted: Layout, entries: Entries, path: str) -> NewFile:
     return to_file(path, value, storages)
 
 
-def step_of(wanted: Layout, entries: Entries, storages: Storages) -> Any:
+def step_of(wanted: Layout, entries: UniversalEntries, storages: Storages) -> Any:
     """Return the step of the first parameter, as ZeRO 3 takes it for all; None where groups count the steps."""
     entry = next(iter(entries.states.values())).get(STEP)
     if entry is None:

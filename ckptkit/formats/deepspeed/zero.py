@@ -15,9 +15,9 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.deepspeed.experts import Experts, fleets
-from ckptkit.formats.deepspeed.partitions import Group, Partition
-from ckptkit.formats.deepspeed.pieces import Run, join, runs_in_row, runs_of_each, share_of
+from ckptkit.formats.deepspeed.experts import ExpertFiles, fleets
+from ckptkit.formats.deepspeed.partitions import Partition, PartitionedGroup
+from ckptkit.formats.deepspeed.pieces import RankRun, join, runs_in_row, runs_of_each, share_of
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.tensors.box import Shape
 
@@ -26,7 +26,7 @@ _ALIGNMENT = 2  # elements, times the number of ranks: what a row is padded to a
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ZeroParameter:
     """A trained parameter: its fp32 master, what the optimizer has for it, and the number of its parameter group.
 
     `values` are what its whole group has in common, of the file of the first rank that has a part of it.
@@ -41,8 +41,8 @@ class Parameter:
 
 
 def parameters_of(
-    shapes: Sequence[Mapping[str, Shape]], partitions: Sequence[Partition], experts: Experts | None, root: Path
-) -> Iterator[Parameter]:
+    shapes: Sequence[Mapping[str, Shape]], partitions: Sequence[Partition], experts: ExpertFiles | None, root: Path
+) -> Iterator[ZeroParameter]:
     """Yield the parameters, by the names and shapes of each group, of which each rank has a partition.
 
     Of the parameters of experts ranks have different ones under the same names.
@@ -61,7 +61,7 @@ def parameters_of(
             yield from (cut_each if first.cuts_each else cut_row)(fleet.named, groups, root)
 
 
-def check_alike(groups: Sequence[Group], partitions: Sequence[Partition], root: Path) -> None:
+def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
     """Raise `Corrupt` unless every rank has the same of a group, in as many parts as there are files."""
     first = groups[0]
     for group, partition in zip(groups, partitions, strict=True):
@@ -79,7 +79,7 @@ def check_alike(groups: Sequence[Group], partitions: Sequence[Partition], root: 
                 raise Corrupt(f"`{name}` is of another dtype than in `{partitions[0].path}`", path=path)
 
 
-def cut_row(named: Mapping[str, Shape], groups: Sequence[Group], root: Path) -> Iterator[Parameter]:
+def cut_row(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path) -> Iterator[ZeroParameter]:
     """Yield the parameters of a group of ZeRO 1 or 2."""
     paddings = groups[0].paddings or (0,) * len(named)
     if len(paddings) != len(named):
@@ -108,7 +108,7 @@ def check_row(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
         raise Corrupt(message, path=root / buffers[0].path, hint=_HINT)
 
 
-def cut_each(named: Mapping[str, Shape], groups: Sequence[Group], root: Path) -> Iterator[Parameter]:
+def cut_each(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path) -> Iterator[ZeroParameter]:
     """Yield the parameters of a sub-group of ZeRO 3."""
     ranks = len(groups)
     needed = sum(share_of(prod(shape), ranks) for shape in named.values())
@@ -123,16 +123,16 @@ def cut_each(named: Mapping[str, Shape], groups: Sequence[Group], root: Path) ->
         at += share_of(prod(shape), ranks)
 
 
-def buffers_of(groups: Sequence[Group]) -> Iterator[list[Chunk]]:
+def buffers_of(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
     """Yield the ranks' buffers of a group with the masters, then with each moment."""
     yield [group.masters for group in groups]
     for name in groups[0].moments:
         yield [group.moments[name] for group in groups]
 
 
-def parameter(name: str, shape: Shape, groups: Sequence[Group], runs: Sequence[Run]) -> Parameter:
+def parameter(name: str, shape: Shape, groups: Sequence[PartitionedGroup], runs: Sequence[RankRun]) -> ZeroParameter:
     """Return the parameter that lies in runs of the ranks' buffers."""
     first = groups[0]
     masters, *moments = (join(shape, runs, buffers) for buffers in buffers_of(groups))
     by_name = dict(zip(first.moments, moments, strict=True))
-    return Parameter(name, masters, by_name, first.flattening, first.values, first.settings)
+    return ZeroParameter(name, masters, by_name, first.flattening, first.values, first.settings)

@@ -12,15 +12,14 @@ from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.flatten import FlatState
+from ckptkit.formats.archives.state_files import extents_of
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
-from ckptkit.formats.fairscale.shards import METADATA, count_ranks, cut_flat, read_flats
-from ckptkit.formats.fairscale.shards import Flat as FlatParameter
-from ckptkit.formats.protocols import Reader
-from ckptkit.formats.shards.held import RankFile, read_rank_file
+from ckptkit.formats.fairscale.shards import METADATA, FlatParameter, count_ranks, cut_flat, read_flats
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.join import OWN, join_blobs, join_tensors
+from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
 from ckptkit.layout import Extent, KeyPath, Layout, StoredTensor, check_cover
 from ckptkit.names.wrappers import unwrapped
 
@@ -29,7 +28,7 @@ _MOST = 1 << 16  # ranks
 MODEL = "model"
 
 
-class Fairscale(Reader):
+class Fairscale(FormatReader):
     """The format of a directory with the shards of one checkpoint of fairscale."""
 
     name = "fairscale"
@@ -126,7 +125,7 @@ def read_files(path: Path, names: list[str], report: Report) -> list[RankFile]:
     return list(files.values())
 
 
-def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]], names: Sequence[str]) -> Flat:
+def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]], names: Sequence[str]) -> FlatState:
     """Return the model of all ranks, its optimizer by name where that is certain, and the rest.
 
     `files` are those that could be read, each with the flat parameters in it, of those of all ranks.
@@ -136,7 +135,7 @@ def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]]
         absent = sorted(name for name in flats if name not in file.tensors)
         if flat.keys() != described[0].keys() or absent:
             raise Corrupt("ranks have different flat parameters", tensor=next(iter(absent), None))
-    rest = Flat()
+    rest = FlatState()
     whole = [replace(file, flat=only_model(file.flat, flats)) for file in files]
     for name, tensor in join_tensors(whole).items():
         key = (MODEL, unwrapped(".".join(map(str, files[0].flat.keys[name][1:]))))
@@ -152,19 +151,21 @@ def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]]
             way: KeyPath = (OWN, f"rank_{file.rank}", *file.flat.keys[name])
             rest.tensors[".".join(map(str, way))], rest.keys[".".join(map(str, way))] = tensor, way
     tensors = rest.tensors | optimizer.tensors
-    return Flat(tensors, blobs | optimizer.blobs, rest.keys | optimizer.keys | keys)
+    return FlatState(tensors, blobs | optimizer.blobs, rest.keys | optimizer.keys | keys)
 
 
-def only_model(flat: Flat, flats: set[str]) -> Flat:
+def only_model(flat: FlatState, flats: set[str]) -> FlatState:
     tensors = {n: t for n, t in flat.tensors.items() if flat.keys[n][0] == MODEL and n not in flats}
-    return Flat(tensors, {}, flat.keys)
+    return FlatState(tensors, {}, flat.keys)
 
 
-def blobs_of(flat: Flat, taken: Collection[str]) -> Flat:
+def blobs_of(flat: FlatState, taken: Collection[str]) -> FlatState:
     """Return the entries that are no tensors, but for those below keys that are `taken`."""
-    return Flat({}, {name: blob for name, blob in flat.blobs.items() if flat.keys[name][0] not in taken}, flat.keys)
+    return FlatState(
+        {}, {name: blob for name, blob in flat.blobs.items() if flat.keys[name][0] not in taken}, flat.keys
+    )
 
 
-def others(flat: Flat, taken: Collection[str]) -> list[tuple[str, StoredTensor]]:
+def others(flat: FlatState, taken: Collection[str]) -> list[tuple[str, StoredTensor]]:
     """Return the tensors, but for those below keys that are `taken`: each rank has its own."""
     return [(name, tensor) for name, tensor in flat.tensors.items() if flat.keys[name][0] not in taken]

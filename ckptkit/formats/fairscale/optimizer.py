@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptkit.formats.archives.flatten import Flat, pairs_of
-from ckptkit.formats.archives.param_groups import numbers_of
-from ckptkit.formats.archives.values import with_value
-from ckptkit.formats.fairscale.shards import Flat as FlatParameter
-from ckptkit.formats.fairscale.shards import cut_flat
-from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.archives.flatten import FlatState, pairs_of
+from ckptkit.formats.archives.values import numbers_of, with_value
+from ckptkit.formats.fairscale.shards import FlatParameter, cut_flat
 from ckptkit.formats.shards.join import OWN
+from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 from ckptkit.layout.matching import is_counted_through, match_if_certain
 from ckptkit.tensors.box import Shape
@@ -35,14 +33,14 @@ def keys_of_optimizers(value: Any) -> list[str]:
     return [str(key) for key, one in pairs if {STATE, "param_groups"} <= dict(pairs_of(one) or ()).keys()]
 
 
-def join_optimizer(files: Sequence[RankFile], described: Described, above: str, names: Sequence[str]) -> Flat:
+def join_optimizer(files: Sequence[RankFile], described: Described, above: str, names: Sequence[str]) -> FlatState:
     """Return the model's optimizer by name; or each rank's own as it is, if the order of its numbers is not certain.
 
     `above` is the key that the optimizer has, and that all names of flat parameters in the files begin with; `names`
     are the files of all ranks.
     """
     keys = [keys_of_optimizers(file.value) for file in files]
-    joined = Flat()
+    joined = FlatState()
     if all(len(found) == 1 and found == keys[0] for found in keys) and is_certain(files, described, keys[0][0], above):
         add_named(joined, files, described, keys[0][0], names)
         return joined
@@ -97,7 +95,9 @@ def content_of(file: RankFile, name: str) -> bytes | None:
     return blob.content if blob else None
 
 
-def add_named(joined: Flat, files: Sequence[RankFile], described: Described, key: str, names: Sequence[str]) -> None:
+def add_named(
+    joined: FlatState, files: Sequence[RankFile], described: Described, key: str, names: Sequence[str]
+) -> None:
     """Add an optimizer by the names of what is in the flat parameters."""
     first, flats = files[0], list(described[0])
     for (number, moment), name in moments_of(first, key).items():
@@ -120,7 +120,7 @@ def add_named(joined: Flat, files: Sequence[RankFile], described: Described, key
             add(joined, (OPTIMIZER, *path[1:]), entry)
 
 
-def add(joined: Flat, key: KeyPath, entry: StoredTensor | Blob) -> None:
+def add(joined: FlatState, key: KeyPath, entry: StoredTensor | Blob) -> None:
     """Add one entry by its key path."""
     name = ".".join(map(str, key))
     joined.keys[name] = key

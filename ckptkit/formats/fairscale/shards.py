@@ -15,7 +15,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.pickles.tensor_calls import as_shape
-from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import StoredTensor, nowhere
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.names.wrappers import unwrapped
@@ -25,7 +25,7 @@ METADATA = ("shard_metadata", "fsdp_metadata")  # as fairscale's own example and
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatParameter:
     """A flat parameter as one rank describes it: what it is made of, in order, and the padding at its own end."""
 
     members: tuple[tuple[str, Shape], ...]
@@ -37,13 +37,13 @@ class Flat:
         return sum(prod(shape) for _, shape in self.members)
 
 
-def read_flats(value: Any) -> dict[str, Flat]:
+def read_flats(value: Any) -> dict[str, FlatParameter]:
     """Return the flat parameters that a rank's file describes, by their names in its state dict."""
     saved = dict(pairs_of(value) or ())
     name = next((key for key in METADATA if key in saved), METADATA[0])
     try:
         found = dict(pairs_of(saved[name]) or ())
-        flats: dict[str, Flat] = {}
+        flats: dict[str, FlatParameter] = {}
         for unit in found["param_metadata"]:
             if unit.get("shared_param_info"):
                 raise Unsupported("flat parameters of which some are shared between modules")
@@ -55,22 +55,24 @@ def read_flats(value: Any) -> dict[str, Flat]:
     return flats
 
 
-def read_flat(above: str, described: Mapping[str, Any]) -> Flat:
+def read_flat(above: str, described: Mapping[str, Any]) -> FlatParameter:
     """Return one flat parameter of the unit whose names begin with `above`."""
     names, padding = described["names"], described["padding"]
     shapes = [as_shape(shape) for shape in described["shapes"]]
     if list(map(prod, shapes)) != list(described["numels"]) or type(padding) is not int or padding < 0:
         raise ValueError("numels")
-    return Flat(tuple((unwrapped(above + name), shape) for name, shape in zip(names, shapes, strict=True)), padding)
+    return FlatParameter(
+        tuple((unwrapped(above + name), shape) for name, shape in zip(names, shapes, strict=True)), padding
+    )
 
 
-def count_ranks(name: str, flat: Flat, file: RankFile) -> int:
+def count_ranks(name: str, flat: FlatParameter, file: RankFile) -> int:
     """Return how many ranks have a piece of a flat parameter, of which all are as large as that of one."""
     return -(-flat.numel // max(1, file.tensors[name].spec.numel))
 
 
 def cut_flat(
-    name: str, described: Sequence[Flat], files: Sequence[RankFile], names: Sequence[str]
+    name: str, described: Sequence[FlatParameter], files: Sequence[RankFile], names: Sequence[str]
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the members of a flat parameter, of which each rank has a piece and a description.
 

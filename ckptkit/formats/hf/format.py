@@ -16,7 +16,7 @@ from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Un
 from ckptkit.files.file import names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.indices import make_index, read_index
-from ckptkit.formats.protocols import Writer
+from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Spec, StoredTensor, check_cover
 
@@ -28,7 +28,7 @@ _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safete
 _HEAD = 1 << 16  # bytes; most headers are shorter
 
 
-class HuggingFace(Writer):
+class HuggingFace(FormatWriter):
     """The format of `model.safetensors`, or several such files with their index. The shards of ranks are only read."""
 
     name = "hf"
@@ -126,7 +126,7 @@ def new_file(name: str, specs: Mapping[str, Spec]) -> NewFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class IndexedFiles:
     """The files of a checkpoint in directory `root`, and what their index says, where there is one.
 
     `missing` are those that the index names besides. `world_size` is the number of ranks that wrote the files, where
@@ -141,12 +141,12 @@ class Files:
     lost: Corrupt | None = None
 
 
-def find_files(path: Path, report: Report) -> Files:
+def find_files(path: Path, report: Report) -> IndexedFiles:
     """Return the files that make the checkpoint at `path`; report missing ones. Two possible meanings are refused."""
     if not path.is_dir():
         if _SHARD.fullmatch(path.name):
             raise Unsupported("the file is the shard of one rank", path=path, hint="name the directory of all of them")
-        return Files(path.parent, [path.name])
+        return IndexedFiles(path.parent, [path.name])
     present = set(names_in(path))
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
@@ -156,10 +156,10 @@ def find_files(path: Path, report: Report) -> Files:
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
         return find_numbered(path, numbered, present, report)
-    return Files(path, [SINGLE if SINGLE in present else find_only(path, present)])
+    return IndexedFiles(path, [SINGLE if SINGLE in present else find_only(path, present)])
 
 
-def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> Files:
+def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> IndexedFiles:
     """Return the files of all ranks. Raises `Corrupt` if a part is missing, or another model lies there too.
 
     A rank has files only for those parts of the model that it holds something of.
@@ -176,10 +176,10 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
     lost = find_lost("shard-*-model-{:05d}-*", parts, count_of(path, shards, 3), path)
     if lost is not None:
         raise lost
-    return Files(path, names, world_size=len(ranks), lost=find_lost("shard-{:05d}-*", ranks, max(ranks), path))
+    return IndexedFiles(path, names, world_size=len(ranks), lost=find_lost("shard-{:05d}-*", ranks, max(ranks), path))
 
 
-def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str], report: Report) -> Files:
+def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str], report: Report) -> IndexedFiles:
     """Return the files `model-0000i-of-0000N` that have no index; report if one of the N is missing."""
     if SINGLE in present:
         raise of_two_exports(path, files[0][0])
@@ -187,7 +187,7 @@ def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str],
     lost = find_lost(f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", {int(match[1]) for match in files}, count, path)
     if lost is not None:
         report(lost)
-    return Files(path, [match[0] for match in files])
+    return IndexedFiles(path, [match[0] for match in files])
 
 
 def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
@@ -217,7 +217,7 @@ def of_two_exports(path: Path, other: str) -> Corrupt:
     )
 
 
-def find_indexed(path: Path, present: set[str], report: Report) -> Files:
+def find_indexed(path: Path, present: set[str], report: Report) -> IndexedFiles:
     """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
     index, _ = read_index(path / INDEX)
     names = sorted(set(index.values()))
@@ -227,7 +227,7 @@ def find_indexed(path: Path, present: set[str], report: Report) -> Files:
     if missing:
         message = f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}"
         report(Incomplete(message, path=path, files=missing))
-    return Files(path, [name for name in names if name in present], index, missing)
+    return IndexedFiles(path, [name for name in names if name in present], index, missing)
 
 
 def find_only(path: Path, present: set[str]) -> str:
@@ -260,7 +260,7 @@ def check_index(
             report(Corrupt(message, path=path, tensor=name))
 
 
-def find_absent(found: Files, unread: Container[str], layout: Layout) -> dict[str, str]:
+def find_absent(found: IndexedFiles, unread: Container[str], layout: Layout) -> dict[str, str]:
     """Return the names of tensors that are in unread files, each with its file; of the shards of ranks all may be."""
     if found.index is not None:
         return {name: file for name, file in found.index.items() if file in unread and name not in layout.tensors}

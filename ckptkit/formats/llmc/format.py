@@ -16,7 +16,7 @@ from ckptkit.formats.each_file import read_each
 from ckptkit.formats.llmc.header import HEADER, MODEL, Config, State, read_config, read_numbers, read_state, shapes_of
 from ckptkit.formats.llmc.states import find_moments
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.formats.protocols import Reader
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.layout import NOWHERE, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 
@@ -24,7 +24,7 @@ _MOST = 1 << 12  # ranks that are missing
 _MODEL = re.compile(r"model_([0-9]{8})\.bin")
 
 
-class LlmC(Reader):
+class LlmC(FormatReader):
     """The format of llm.c's files, which is only read: a model's file, and its ranks' states where it has some."""
 
     name = "llmc"

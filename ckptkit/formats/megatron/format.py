@@ -13,20 +13,19 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.state_files import entries_of, opened
+from ckptkit.formats.archives.state_files import entries_of, extents_of, opened
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.megatron.grid import FILES, Rank, file_in, find_directories, has_rank, place
 from ckptkit.formats.megatron.join import Job
 from ckptkit.formats.megatron.result import Result
-from ckptkit.formats.megatron.saved import VERSION, Saved, check_arguments
-from ckptkit.formats.protocols import Reader
+from ckptkit.formats.megatron.saved import VERSION, SavedRank, check_arguments
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.layout import Extent, Layout
 
 _EMBEDDING = "word_embeddings.weight"
 
 
-class Megatron(Reader):
+class Megatron(FormatReader):
     """The format of Megatron's legacy checkpoints, which is only read."""
 
     name = "megatron"
@@ -93,23 +92,25 @@ def find_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
     folder = path if path.is_dir() else path.parent
     others = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
     name = path.name if not path.is_dir() else next(name for name in FILES if is_there(path / name))
-    sizes = Saved.read(folder, name).sizes
+    sizes = SavedRank.read(folder, name).sizes
     if others > 1 or (sizes and sizes != (1, 1, 1)):
         message = "this is one of several ranks, of which each has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"name the directory above, {folder.parent}")
     return folder, {"": name}
 
 
-def read_files(root: Path, files: Mapping[str, str], report: Report) -> dict[str, Saved]:
+def read_files(root: Path, files: Mapping[str, str], report: Report) -> dict[str, SavedRank]:
     """Return what is in the files of ranks, by directory; report those that cannot be read. Raises if none can."""
     there = {name: file for name, file in files.items() if is_there(root / file)}
-    saved = read_each(root, there, lambda _, file: Saved.read(root, file), report)
+    saved = read_each(root, there, lambda _, file: SavedRank.read(root, file), report)
     if not saved:
         raise Corrupt("no rank's file can be read", path=root)
     return saved
 
 
-def arrange(root: Path, files: Mapping[str, str], saved: Mapping[str, Saved], report: Report) -> Mapping[Rank, Saved]:
+def arrange(
+    root: Path, files: Mapping[str, str], saved: Mapping[str, SavedRank], report: Report
+) -> Mapping[Rank, SavedRank]:
     """Return the files by rank, of which those in `saved` could be read; others are as those of their stage."""
     if "" in saved:
         return {Rank(0, 0, 0): saved[""]}
@@ -117,7 +118,7 @@ def arrange(root: Path, files: Mapping[str, str], saved: Mapping[str, Saved], re
     has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_embedding, saved.values()))
     places = place(root, find_directories(files), sizes, has_stages, report)
     of_stages = {rank.stage: saved[name] for rank, name in places.items() if name in saved}
-    ranks: dict[Rank, Saved] = {}
+    ranks: dict[Rank, SavedRank] = {}
     for rank, name in sorted(places.items()):
         like = saved.get(name) or of_stages.get(rank.stage)
         if like is None:
@@ -127,7 +128,7 @@ def arrange(root: Path, files: Mapping[str, str], saved: Mapping[str, Saved], re
     return ranks
 
 
-def has_embedding(saved: Saved) -> bool:
+def has_embedding(saved: SavedRank) -> bool:
     """Return whether a rank has the first tensor of a model, as only those of the first stage do."""
     return any(name.endswith(_EMBEDDING) for run in saved.models for name in saved.specs(run))
 

@@ -13,16 +13,18 @@ from ckptkit.formats.megatron.grid import GridSizes, Rank
 from ckptkit.formats.megatron.numbering import Numbering, Run, count_layers, number
 from ckptkit.formats.megatron.old_order import CURRENT, has_fused, in_new_order
 from ckptkit.formats.megatron.rules import rule_for
-from ckptkit.formats.megatron.saved import VERSION, Saved
+from ckptkit.formats.megatron.saved import VERSION, SavedRank
 from ckptkit.formats.shards.join_ranks import join_copies, join_ranks, spares_of
 from ckptkit.layout import Chunk, StoredTensor
 
 _GROUPED = (".experts.weight1", ".experts.weight2")
 
-Held = Mapping[Rank, Mapping[int, Mapping[str, StoredTensor]]]  # what ranks have of runs of layers, by local names
+HeldByRank = Mapping[
+    Rank, Mapping[int, Mapping[str, StoredTensor]]
+]  # what ranks have of runs of layers, by local names
 
 
-class Joined(NamedTuple):
+class JoinedTensor(NamedTuple):
     """A whole tensor, and the chunks of the other copies that ranks have of it."""
 
     tensor: StoredTensor
@@ -34,7 +36,7 @@ class Job:
     """The files of all ranks of one job in directory `root`."""
 
     root: Path
-    ranks: Mapping[Rank, Saved]
+    ranks: Mapping[Rank, SavedRank]
 
     @cached_property
     def sizes(self) -> GridSizes:
@@ -52,19 +54,19 @@ class Job:
         return number({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
 
     @property
-    def sound(self) -> Saved:
+    def sound(self) -> SavedRank:
         """Return the first rank's file that could be read."""
         return next(saved for saved in self.ranks.values() if not saved.is_lost)
 
-    def tensors(self) -> dict[str, Joined]:
+    def tensors(self) -> dict[str, JoinedTensor]:
         """Return the model's tensors, whole and by their names in it. Raises `Corrupt` where the ranks do not fit."""
         joined = self.join({rank: saved.weights for rank, saved in self.ranks.items()})
         self.check_layers(joined)
         return joined
 
-    def join(self, held: Held) -> dict[str, Joined]:
+    def join(self, held: HeldByRank) -> dict[str, JoinedTensor]:
         """Return what ranks have for the parameters of the model, such as these themselves, by their names in it."""
-        found: dict[str, Joined] = {}
+        found: dict[str, JoinedTensor] = {}
         for run, stage in self.runs:
             for expert in range(self.sizes.experts):
                 for name, local, parts in self.parts_of(held, run, Rank(0, stage, expert)):
@@ -75,7 +77,7 @@ class Job:
                         raise error.blame(path=self.root, tensor=name) from None
         return found
 
-    def parts_of(self, held: Held, run: int, first: Rank) -> Iterator[tuple[str, str, list[StoredTensor]]]:
+    def parts_of(self, held: HeldByRank, run: int, first: Rank) -> Iterator[tuple[str, str, list[StoredTensor]]]:
         """Yield each tensor of a run of layers: its name in the model, its local one, and each tensor rank's part."""
         found = [held[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
         for i, one in enumerate(found):
@@ -143,13 +145,13 @@ class Job:
             raise Corrupt(message, path=self.root / first.path)
 
 
-def joined(tensor: StoredTensor, parts: Sequence[StoredTensor], other: Joined | None) -> Joined:
+def joined(tensor: StoredTensor, parts: Sequence[StoredTensor], other: JoinedTensor | None) -> JoinedTensor:
     """Return a tensor that was joined of parts, or the `other` that ranks of other experts have, with its copies."""
     spares = spares_of(tensor, parts)
     if other is None:
-        return Joined(tensor, spares)
+        return JoinedTensor(tensor, spares)
     chosen = join_copies([other.tensor, tensor])
-    return Joined(chosen, (*other.spares, *spares_of(chosen, [other.tensor, tensor]), *spares))
+    return JoinedTensor(chosen, (*other.spares, *spares_of(chosen, [other.tensor, tensor]), *spares))
 
 
 def is_first(rank: Rank) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Report
 from ckptkit.files.file import is_there
-from ckptkit.formats.archives.flatten import Flat, flatten
+from ckptkit.formats.archives.flatten import FlatState, flatten
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.megatron.grid import BUFFERS, Rank
 from ckptkit.formats.megatron.join import Job
@@ -116,7 +116,7 @@ class Result:
                 above: KeyPath = (_RANKS, i) if len(values) > 1 else ()
                 self.put_all(above, self.job.ranks[rank].flatten({key: value}))
 
-    def put_all(self, above: KeyPath, flat: Flat) -> None:
+    def put_all(self, above: KeyPath, flat: FlatState) -> None:
         """Add what was flattened, below a key path."""
         entries: dict[str, StoredTensor | Blob] = {**flat.tensors, **flat.blobs}
         for name, entry in entries.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.flatten import Flat, Flattening, pairs_of
+from ckptkit.formats.archives.flatten import FlatState, Flattening, pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.megatron.grid import GridSizes
 from ckptkit.formats.pickles.inert_pickle import Record
@@ -26,7 +26,7 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRank:
     """The file `path` of a rank, as seen from directory `root`.
 
     Of one that `is_lost` the `state` is that of another rank of its stage: its tensors are as large, and lie nowhere.
@@ -38,7 +38,7 @@ class Saved:
     is_lost: bool = False
 
     @classmethod
-    def read(cls, root: Path, path: str) -> Saved:
+    def read(cls, root: Path, path: str) -> SavedRank:
         """Read a rank's file inertly. Raises `Corrupt` if there is no model in it."""
         saved = cls(root, path, read_state_file(root, path))
         if not any(_MODEL.fullmatch(key) for key in saved.entries):
@@ -80,7 +80,7 @@ class Saved:
         return sizes
 
     @cached_property
-    def models(self) -> Mapping[int, Flat]:
+    def models(self) -> Mapping[int, FlatState]:
         """Return the tensors and entries of the model, or of each run of layers that this rank has, by name."""
         found = {int(match[1] or 0): key for key in self.entries if (match := _MODEL.fullmatch(key))}
         return {run: self.flatten(self.entries[key]) for run, key in sorted(found.items())}
@@ -101,7 +101,7 @@ class Saved:
     def others(self) -> Mapping[str, Any]:
         return {key: value for key, value in self.entries.items() if not (_MODEL.fullmatch(key) or key == OPTIMIZER)}
 
-    def flatten(self, value: Any) -> Flat:
+    def flatten(self, value: Any) -> FlatState:
         """Return the tensors and entries in a part of what it holds."""
         flattening = Flattening(self.state.entries, self.path)
         try:
@@ -111,7 +111,7 @@ class Saved:
         return as_lost(flattening.flat, self.path) if self.is_lost else flattening.flat
 
 
-def check_arguments(saved: Saved, sizes: GridSizes) -> None:
+def check_arguments(saved: SavedRank, sizes: GridSizes) -> None:
     """Raise `Unsupported` for ways to split a model of which the names of the directories do not tell all."""
     args, path = saved.args, saved.root / saved.path
     groups = args.get("num_query_groups")

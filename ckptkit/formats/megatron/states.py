@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from ckptkit.formats.archives.flatten import Flat, pairs_of
-from ckptkit.formats.archives.param_groups import numbers_of
-from ckptkit.formats.megatron.saved import OPTIMIZER, Saved
+from ckptkit.formats.archives.flatten import FlatState, pairs_of
+from ckptkit.formats.archives.values import numbers_of
+from ckptkit.formats.megatron.saved import OPTIMIZER, SavedRank
 from ckptkit.layout import Blob, Spec, StoredTensor
 from ckptkit.layout.matching import match_if_certain
 from ckptkit.tensors.box import Shape
@@ -65,7 +65,7 @@ class Uncertain(Exception):
     """A sign that numbers and shapes are not those of the model's parameters in their order."""
 
 
-def name_states(saved: Saved) -> Named | None:
+def name_states(saved: SavedRank) -> Named | None:
     """Return the optimizer in a rank's file by the names of parameters; None where these are not certain."""
     try:
         return read_states(saved)
@@ -73,7 +73,7 @@ def name_states(saved: Saved) -> Named | None:
         return None
 
 
-def read_states(saved: Saved) -> Named:
+def read_states(saved: SavedRank) -> Named:
     """Return the optimizer by name. Raises `Uncertain`."""
     outer = as_dict(saved.entries.get(OPTIMIZER))
     inner = as_dict(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
@@ -93,7 +93,7 @@ def read_states(saved: Saved) -> Named:
     return named
 
 
-def flatten_states(saved: Saved, states: Mapping[Any, Any], numbers: Sequence[int]) -> dict[int, Flat]:
+def flatten_states(saved: SavedRank, states: Mapping[Any, Any], numbers: Sequence[int]) -> dict[int, FlatState]:
     """Return what the states hold, in the order of `numbers`. Raises `Uncertain` for a state of any other number."""
     if not states.keys() <= set(numbers):
         raise Uncertain
@@ -101,7 +101,7 @@ def flatten_states(saved: Saved, states: Mapping[Any, Any], numbers: Sequence[in
     return {number: flatten_state(saved, state) for number, state in known.items() if state}
 
 
-def flatten_state(saved: Saved, state: dict[Any, Any]) -> Flat:
+def flatten_state(saved: SavedRank, state: dict[Any, Any]) -> FlatState:
     """Return what the state of one parameter holds. Raises `Uncertain` for tensors that are nested in it."""
     flat = saved.flatten(state)
     if not flat.tensors.keys() <= state.keys():
@@ -110,7 +110,10 @@ def flatten_state(saved: Saved, state: dict[Any, Any]) -> Flat:
 
 
 def match_members(
-    saved: Saved, groups: Sequence[Mapping[str, Any]], numbers: Sequence[Sequence[int]], flats: Mapping[int, Flat]
+    saved: SavedRank,
+    groups: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[int]],
+    flats: Mapping[int, FlatState],
 ) -> dict[int, Parameter]:
     """Return the parameter that each number means, by whether its group decays weights. Raises `Uncertain`."""
     if any(group.get("is_expert_parallel") or group.get("is_decoupled_lr") for group in groups):
@@ -130,7 +133,7 @@ def match_members(
     return found
 
 
-def parameters_of(saved: Saved) -> list[Parameter]:
+def parameters_of(saved: SavedRank) -> list[Parameter]:
     """Return the parameters of a rank, run by run, in the model's order."""
     return [
         (run, name, spec)
@@ -145,7 +148,7 @@ def is_without_decay(parameter: Parameter) -> bool:
     return name.endswith(".bias") or len(spec.shape) == 1
 
 
-def shape_of(flat: Flat) -> Shape | None:
+def shape_of(flat: FlatState) -> Shape | None:
     """Return the shape of the tensors in a state, None for one of single numbers. Raises `Uncertain` for several."""
     shapes = {tensor.spec.shape for tensor in flat.tensors.values()} - {()}
     if len(shapes) > 1:
@@ -153,7 +156,7 @@ def shape_of(flat: Flat) -> Shape | None:
     return shapes.pop() if shapes else None
 
 
-def add_state(named: Named, member: Parameter, flat: Flat) -> None:
+def add_state(named: Named, member: Parameter, flat: FlatState) -> None:
     """Add the state of one parameter."""
     run, name, _ = member
     for moment, tensor in flat.tensors.items():
@@ -162,7 +165,7 @@ def add_state(named: Named, member: Parameter, flat: Flat) -> None:
         named.blobs[run, name, moment] = blob
 
 
-def add_masters(named: Named, saved: Saved, masters: Sequence[Any]) -> None:
+def add_masters(named: Named, saved: SavedRank, masters: Sequence[Any]) -> None:
     """Add the masters of parameters in 16 bits, which lie by group. Raises `Uncertain`."""
     if masters and len(masters) != len(named.groups):
         raise Uncertain

@@ -25,7 +25,8 @@ _LONGEST_NAME = 512  # characters of a name that is made of others
 class Global(type):
     """A name that the pickle would have imported. It is a class, since the unpickler asks for one.
 
-    A call of it gives a `Record`, and so does making an instance without a call, unless its instances are to be `Flat`.
+    A call of it gives a `Record`, and so does making an instance without a call, unless instances are to be a
+    `FlatInstance`.
     """
 
     module: str
@@ -35,7 +36,7 @@ class Global(type):
         """Return the class with this name."""
         made: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
         if is_flat:
-            return super().__new__(cls, "Global", (Flat,), made)
+            return super().__new__(cls, "Global", (FlatInstance,), made)
         return super().__new__(cls, "Global", (), {**made, "__new__": _make})
 
     def __init__(cls, module: str, name: str, *, is_flat: bool = False) -> None:
@@ -136,7 +137,7 @@ def _make(of: Global, *args: Any) -> Record:
     return Record(of, args, is_new=True)
 
 
-class Flat(list[Any]):
+class FlatInstance(list[Any]):
     """An instance of a class, of which there may be millions: it is a list, made and filled without a call of Python's.
 
     Of a state that would be a dict it has the names and values in turn, and of any other the state itself.
@@ -169,7 +170,7 @@ class Dict(dict[Any, Any]):
     __slots__ = ()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(key, (str, Flat)):
+        if not isinstance(key, (str, FlatInstance)):
             check_key(key)
         super().__setitem__(key, value)
 
@@ -211,7 +212,7 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
 
     `names` holds each `(module, name)` that may occur; an unknown one is `Unsupported`, since a checkpoint
     has no need of it. Anything malformed is `Corrupt`. For millions of objects there is `is_flat`: instances of a class
-    are `Flat`, and what would be a `torch.Size` is a tuple.
+    are `FlatInstance`, and what would be a `torch.Size` is a tuple.
     """
     harmless = Harmless(data, at, is_flat=is_flat)
     try:
@@ -296,5 +297,5 @@ def check_key(key: Any) -> None:
     if isinstance(key, tuple):
         if not all(isinstance(part, SCALARS) for part in key):
             raise TypeError("key")
-    elif not isinstance(key, (*SCALARS, Record, Flat, Global)):
+    elif not isinstance(key, (*SCALARS, Record, FlatInstance, Global)):
         raise TypeError("key")

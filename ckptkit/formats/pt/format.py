@@ -14,15 +14,14 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.files.ranges import read_ahead
-from ckptkit.formats.archives.extents import extents_of
 from ckptkit.formats.archives.flatten import flatten
-from ckptkit.formats.archives.state_files import HEAD, entries_of, is_torch_save, opened, read_state_file
+from ckptkit.formats.archives.state_files import HEAD, entries_of, extents_of, is_torch_save, opened, read_state_file
 from ckptkit.formats.archives.storages import Storages
 from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.formats.protocols import Writer
+from ckptkit.formats.protocols import FormatWriter
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
 
 MAIN = "state.pt"
@@ -34,7 +33,7 @@ _BESIDE = re.compile(
 )
 
 
-class Pt(Writer):
+class Pt(FormatWriter):
     """The format of torch.save: read from a file, or the directory that holds one; written as `state.pt`.
 
     Of a directory that is `state.pt`, or else the only file that is no optimizer, scheduler, sampler or random state by

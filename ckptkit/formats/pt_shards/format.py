@@ -15,11 +15,10 @@ from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import check_name, is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.flatten import Flat, Flattening, describe
-from ckptkit.formats.archives.state_files import entries_of, opened, read_state_file
+from ckptkit.formats.archives.flatten import FlatState, Flattening, describe
+from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_state_file
 from ckptkit.formats.indices import read_index
-from ckptkit.formats.protocols import Reader
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.layout import Extent, KeyPath, Layout
 
 _INDEX = re.compile(r".*\.(?:bin|pt|pth)\.index\.json")
@@ -47,7 +46,7 @@ class Index:
         return name if self.groups is None else f"{_OPTIMIZER}.state.{name}"
 
 
-class PtShards(Reader):
+class PtShards(FormatReader):
     """The format of a directory with an index of torch.save files."""
 
     name = "pt_shards"
@@ -79,7 +78,7 @@ class PtShards(Reader):
         Reports files that cannot be read, and names that the index has and its file has not, or the other way round.
         """
         index = find_index(path)
-        whole = Flat()
+        whole = FlatState()
         unread: list[str] = []
         for file in index.files:
             try:
@@ -122,7 +121,7 @@ def find_index(path: Path) -> Index:
     return Index(path, name, places, groups)
 
 
-def add_all(whole: Flat, index: Index, file: str, report: Report) -> None:
+def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
     """Add what is in one of the files. Every error names it."""
     above: KeyPath = () if index.groups is None else (_OPTIMIZER, _GROUPS if file == index.groups else "state")
     try:

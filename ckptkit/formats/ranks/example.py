@@ -14,16 +14,16 @@ from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk
 from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
 from ckptkit.formats.shards.dtensors import Placed, is_dtensor
-from ckptkit.formats.shards.held import RankFile, read_rank_file
-from ckptkit.formats.shards.sharded_tensors import Sharded
-from ckptkit.formats.shards.write_dtensors import Grid
+from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
+from ckptkit.formats.shards.sharded_tensors import ShardedTensor
+from ckptkit.formats.shards.write_dtensors import RankMesh
 from ckptkit.layout import Layout
 from ckptkit.tensors.placements import Placement, Shard
 
 _ROWS = Shard(0)
 
 
-ALONE = Grid((1,))  # the mesh of a single rank
+ALONE = RankMesh((1,))  # the mesh of a single rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Example:
 
     naming: Naming = WITH_WORLD
     label: str = ""
-    grid: Grid = ALONE
+    grid: RankMesh = ALONE
     spread: Mapping[str, tuple[Placement, ...] | None] = field(default_factory=dict)
     calls: Mapping[str, Record] = field(default_factory=dict)
     is_told: bool = False
     was_sharded: bool = False
 
-    def for_world(self, world: int) -> Grid:
+    def for_world(self, world: int) -> RankMesh:
         """Return the mesh of `world` ranks: the first axis has what the others leave."""
         rest = self.grid.shape[1:]
         if world % prod(rest):
@@ -63,10 +63,10 @@ def example_of(wanted: Layout) -> Example:
     if any(len(mesh.ranks) != found.world or mesh != meshes[0] for mesh in meshes):
         raise Unsupported("tensors lie on several meshes, or on a part of the ranks", hint="use `convert --to dcp`")
     calls = dtensors_in(model)
-    grid = Grid((found.world,))
+    grid = RankMesh((found.world,))
     if meshes:
         like = next(iter(calls.values())).args[3][-1]["_spec"].attributes()["mesh"]
-        grid = Grid(meshes[0].shape, meshes[0].names, meshes[0].device, like)
+        grid = RankMesh(meshes[0].shape, meshes[0].names, meshes[0].device, like)
     spread = {name: how_spread(held.spread) for name, held in model.tensors.items()}
     return Example(
         naming=found.naming,
@@ -75,7 +75,7 @@ def example_of(wanted: Layout) -> Example:
         spread=spread,
         calls=calls,
         is_told=any(spread.values()),
-        was_sharded=any(isinstance(held.spread, Sharded) for held in model.tensors.values()),
+        was_sharded=any(isinstance(held.spread, ShardedTensor) for held in model.tensors.values()),
     )
 
 
@@ -92,11 +92,11 @@ def ignore(_problem: CkptError) -> None:
     """Be the `Report` of what was said when the checkpoint was read."""
 
 
-def how_spread(spread: Placed | Sharded | None) -> tuple[Placement, ...] | None:
+def how_spread(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...] | None:
     """Return how a tensor lies on a mesh: ShardedTensors are written as DTensors in rows."""
     if isinstance(spread, Placed):
         return spread.placements
-    return (_ROWS,) if isinstance(spread, Sharded) else None
+    return (_ROWS,) if isinstance(spread, ShardedTensor) else None
 
 
 def dtensors_in(model: RankFile) -> dict[str, Record]:

@@ -13,27 +13,25 @@ from pathlib import Path
 from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse
 from ckptkit.files.file import names_in, read_small
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.flatten import Flat
-from ckptkit.formats.archives.state_files import entries_of, opened
+from ckptkit.formats.archives.flatten import FlatState
+from ckptkit.formats.archives.state_files import entries_of, extents_of, opened
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.json_text import parse_json
-from ckptkit.formats.protocols import Writer
+from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.ranks.example import example_of
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, RankFiles, find_files, is_there, rank_in
 from ckptkit.formats.ranks.optimizer import join_optimizer
 from ckptkit.formats.ranks.rest import join_rest
-from ckptkit.formats.ranks.seal import seal_files
 from ckptkit.formats.ranks.views import without_views
-from ckptkit.formats.ranks.write_files import arrange_files
-from ckptkit.formats.shards.held import RankFile, read_rank_file
+from ckptkit.formats.ranks.write_files import arrange_files, seal_files
 from ckptkit.formats.shards.join import join_files
+from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
 from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
 
 _CONFIG_LIMIT = 1 << 16  # bytes
 
 
-class Ranks(Writer):
+class FilePerRank(FormatWriter):
     """The format of one file of torch.save for each rank: a directory with the files of all ranks."""
 
     name = "ranks"
@@ -128,7 +126,7 @@ def check_config(path: Path, found: RankFiles) -> None:
         raise Corrupt(message, path=path / CONFIG, hint="are these files of one run?")
 
 
-def join_all(path: Path, found: RankFiles, report: Report) -> Flat:
+def join_all(path: Path, found: RankFiles, report: Report) -> FlatState:
     """Return model, optimizer and the rest of all ranks; report files that cannot be read, and leave them out."""
     model = without_views(read_files(path, found, MODEL, (MODEL,), report))
     if not model:
@@ -142,7 +140,7 @@ def join_all(path: Path, found: RankFiles, report: Report) -> Flat:
         report(error)
     files = read_files(path, found, REST, (), report)
     flats += [join_rest(files, (MODEL, OPTIMIZER))] if files else []
-    whole = Flat()
+    whole = FlatState()
     for flat in flats:
         whole.update(flat)
     return whole

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt
 from ckptkit.formats.shards.dtensors import Placed
-from ckptkit.formats.shards.held import Held, RankFile
+from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_if_certain
@@ -64,7 +64,7 @@ def match(
     return match_if_certain(groups, shapes, sizes)
 
 
-def is_moment(key: KeyPath, held: Held) -> bool:
+def is_moment(key: KeyPath, held: RankTensor) -> bool:
     """Return whether a tensor at a key path is a moment with a number for each of the parameter's."""
     return len(key) == AT + 2 and key[1] == "state" and key[-1] != _STEP and held.spec.shape != ()
 
@@ -133,7 +133,7 @@ def join_flattened(
         yield name, StoredTensor(replace(there[0][1].spec, shape=shape), tuple(cut_out(pieces, 0, shape)))
 
 
-def piece_of(moment: Held) -> tuple[Chunk, int]:
+def piece_of(moment: RankTensor) -> tuple[Chunk, int]:
     """Return the chunk of a flattened moment that one rank has, and how many elements are in it."""
     (chunk,) = moment.chunks
     return chunk, moment.spec.numel

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
-from ckptkit.formats.archives.flatten import Flat
-from ckptkit.formats.archives.param_groups import numbers_of
-from ckptkit.formats.archives.values import with_value
+from ckptkit.formats.archives.flatten import FlatState
+from ckptkit.formats.archives.values import numbers_of, with_value
 from ckptkit.formats.ranks import numbered
 from ckptkit.formats.ranks.numbered import Parameter, is_moment
 from ckptkit.formats.ranks.units import join_units, match_units
-from ckptkit.formats.shards.held import RankFile
 from ckptkit.formats.shards.join import join_files
+from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import StoredTensor
 
 PARAMS = "params"  # the list of a group's parameters
@@ -21,7 +20,7 @@ PARAMS = "params"  # the list of a group's parameters
 
 def join_optimizer(
     files: Sequence[RankFile], model: Sequence[RankFile], report: Report = refuse, world: int | None = None
-) -> Flat:
+) -> FlatState:
     """Return the optimizer of all ranks, whose `model` tells what its parameters are called.
 
     Where it is not certain which parameter a number is, all keep their numbers, and flattened moments one dimension.
@@ -47,7 +46,7 @@ def join_optimizer(
             return with_lists(join_units(own, units, rest, parameters), [parameters])
         tensors = {**dict(numbered.join_flattened(own, found)), **rest.tensors}
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
-        joined = Flat(tensors, rest.blobs, keys)
+        joined = FlatState(tensors, rest.blobs, keys)
     else:
         joined = join_files(files, report if found is None else naming_parameters(files, found, report))
     return joined if found is None else with_names(joined, groups, found)
@@ -67,10 +66,10 @@ def naming_parameters(files: Sequence[RankFile], found: Mapping[int, Parameter],
 
 def without_moments(file: RankFile) -> RankFile:
     tensors = {name: held for name, held in file.tensors.items() if not is_moment(file.flat.keys[name], held)}
-    return replace(file, flat=Flat(dict[str, StoredTensor](tensors), file.flat.blobs, file.flat.keys))
+    return replace(file, flat=FlatState(dict[str, StoredTensor](tensors), file.flat.blobs, file.flat.keys))
 
 
-def with_lists(joined: Flat, groups: Sequence[Sequence[Parameter]]) -> Flat:
+def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> FlatState:
     """Return an optimizer with the names of the parameters in the lists of its groups."""
     for name, blob in joined.blobs.items():
         key = joined.keys[name]
@@ -79,9 +78,9 @@ def with_lists(joined: Flat, groups: Sequence[Sequence[Parameter]]) -> Flat:
     return joined
 
 
-def with_names(joined: Flat, groups: Sequence[Sequence[int]], found: Mapping[int, Parameter]) -> Flat:
+def with_names(joined: FlatState, groups: Sequence[Sequence[int]], found: Mapping[int, Parameter]) -> FlatState:
     """Return an optimizer with the names of parameters in place of their numbers."""
-    named = Flat()
+    named = FlatState()
     for old, key in joined.keys.items():
         new = numbered.named(key, found)
         name = ".".join(map(str, new))

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptkit.errors import Corrupt
-from ckptkit.formats.archives.flatten import Flat
-from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.archives.flatten import FlatState
+from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import StoredTensor
 
 _OWN = ("rng",)  # what is each rank's own also where all have the same
 
 
-def join_rest(files: Sequence[RankFile], taken: Sequence[str]) -> Flat:
+def join_rest(files: Sequence[RankFile], taken: Sequence[str]) -> FlatState:
     """Return what is in the files: entries of a key under it, or under the ranks below it if they are not all the same.
 
     The keys that are `taken` are those of model and optimizer.
     """
-    joined = Flat()
+    joined = FlatState()
     for top in dict.fromkeys(key[0] for file in files for key in file.flat.keys.values()):
         if top in taken:
             raise Corrupt(f"an entry is called `{top}`, as what is in other files is", path=files[0].name)
@@ -39,7 +39,7 @@ def seen(file: RankFile, top: str | int) -> list[tuple[object, ...]]:
     return found
 
 
-def add(joined: Flat, file: RankFile, top: str | int, rank: tuple[str, ...]) -> None:
+def add(joined: FlatState, file: RankFile, top: str | int, rank: tuple[str, ...]) -> None:
     """Add a rank's entries below a key, under its rank if one is given."""
     for old, key in file.flat.keys.items():
         if key[0] != top:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment, piece_of
-from ckptkit.formats.shards.held import RankFile
+from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import KeyPath, StoredTensor
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_if_certain
@@ -69,7 +69,9 @@ def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping
     return match_if_certain(groups, totals, padded) is not None
 
 
-def join_units(files: Sequence[RankFile], units: Sequence[Unit], rest: Flat, order: Sequence[Parameter]) -> Flat:
+def join_units(
+    files: Sequence[RankFile], units: Sequence[Unit], rest: FlatState, order: Sequence[Parameter]
+) -> FlatState:
     """Return the optimizer by the names of parameters, in the model's order: moments cut out of units, and the rest.
 
     What a unit has once, such as its step, is that of each of its parameters.
@@ -99,4 +101,4 @@ def join_units(files: Sequence[RankFile], units: Sequence[Unit], rest: Flat, ord
         if name in rest.tensors and key[1:2] != ("state",):
             add(key, rest.tensors[name])
     blobs = {name: blob for name, blob in rest.blobs.items() if rest.keys[name][1:2] != ("state",)}
-    return Flat(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})
+    return FlatState(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ckptkit.formats.shards.held import RankFile
-from ckptkit.formats.shards.sharded_tensors import Sharded
+from ckptkit.formats.shards.rank_tensor import RankFile
+from ckptkit.formats.shards.sharded_tensors import ShardedTensor
 from ckptkit.names.wrappers import is_flat_name
 
 
@@ -30,7 +30,7 @@ def views_in(file: RankFile) -> Iterator[str]:
     spans = [
         (chunk.offset, chunk.offset + chunk.length)
         for name, one in held.items()
-        if isinstance(one.spread, Sharded) and is_flat_name(str(file.flat.keys[name][-1]))
+        if isinstance(one.spread, ShardedTensor) and is_flat_name(str(file.flat.keys[name][-1]))
         for chunk in one.chunks
     ]
     for name, one in held.items() if spans else ():

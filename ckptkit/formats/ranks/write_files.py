@@ -1,7 +1,8 @@
-"""Arrange the files of ranks: what each will hold of every tensor, with room for the data. Writes none.
+"""Write the files of ranks: arrange what each holds of every tensor, with room for the data, and seal them after it.
 
 Each rank's file has DTensors for what is spread, and whole copies of what is not. Of an optimizer that numbers its
-parameters they are numbered through its groups again.
+parameters they are numbered through its groups again. What several ranks have alike is filled in one file, and copied
+from it into the others.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
+from ckptkit.files.file import OpenFiles, read_at
+from ckptkit.formats.archives.state_files import entries_of, opened
 from ckptkit.formats.archives.storages import Storages
 from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.archives.write_archive import describe_tensor, make_envelope
+from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.ranks.example import Example
@@ -23,11 +28,14 @@ from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WOR
 from ckptkit.formats.ranks.numbered import AT
 from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.shards.meshes import unravel
-from ckptkit.formats.shards.write_dtensors import Grid, describe_dtensor, describe_mesh, rank_map
-from ckptkit.layout import KeyPath, Layout, NewFile, Spec
+from ckptkit.formats.shards.rank_tensor import RankFile
+from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
+from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, Part, Place, Spec
+from ckptkit.tensors.box import Box
 from ckptkit.tensors.placements import Placement, Shard, place
 
 _PARAMS = "params"
+_PIECE = 1 << 20  # bytes copied at once
 
 
 def arrange_files(wanted: Layout, example: Example, world: int) -> Iterator[NewFile]:
@@ -52,7 +60,7 @@ class Writing:
 
     wanted: Layout
     example: Example
-    grid: Grid
+    grid: RankMesh
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -201,3 +209,52 @@ def number(wanted: Layout) -> dict[str, int]:
     lists.sort(key=lambda name: int(wanted.key(name)[AT]))
     names = [one for name in lists for one in load_value(wanted.root, wanted.blobs[name])]
     return {one: i for i, one in enumerate(names)} if all(isinstance(one, str) for one in names) else {}
+
+
+def seal_files(root: Path, files: list[list[RankFile]], checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+    """Yield what is to be written, by file: copies, and the CRC-32 of each storage in both of its places.
+
+    `files` are those of all ranks by kind, as they can be read now.
+    """
+    with OpenFiles(root) as sources:
+        for of_kind in files:
+            written = written_in(of_kind, checksums)
+            for file in of_kind:
+                entries = entries_in(root, file.name)
+                for name, chunk in chunks_in(file):
+                    yield from seal_chunk(chunk, written[name, chunk.box], checksums, entries, sources)
+
+
+def written_in(files: list[RankFile], checksums: Mapping[Place, int]) -> dict[tuple[str, Box], Chunk]:
+    """Return, by name and box, the chunks that were filled with data."""
+    return {
+        (name, chunk.box): chunk
+        for file in files
+        for name, chunk in chunks_in(file)
+        if (chunk.path, chunk.offset) in checksums
+    }
+
+
+def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:
+    """Yield the chunks with bytes that a rank holds, with their names in its file."""
+    for name, tensor in file.flat.tensors.items():
+        for chunk in tensor.chunks:
+            if chunk.length:
+                yield name, chunk
+
+
+def entries_in(root: Path, name: str) -> dict[int, ZipEntry]:
+    with opened(root / name) as (read, length):
+        return {entry.offset: entry for entry in entries_of(read, length).values() if entry.length}
+
+
+def seal_chunk(
+    chunk: Chunk, source: Chunk, checksums: Mapping[Place, int], entries: Mapping[int, ZipEntry], sources: OpenFiles
+) -> Iterator[tuple[str, Part]]:
+    """Yield the bytes of a chunk, if they are still missing, and its CRC-32."""
+    if chunk is not source and (chunk.path, chunk.offset) != (source.path, source.offset):
+        for at in range(0, chunk.length, _PIECE):
+            size = min(_PIECE, chunk.length - at)
+            yield chunk.path, (chunk.offset + at, read_at(sources[source.path], size, source.offset + at))
+    content = checksums[source.path, source.offset].to_bytes(4, "little")
+    yield from ((chunk.path, (at, content)) for at in entries[chunk.offset].crc_at)

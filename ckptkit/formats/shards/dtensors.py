@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.read_archive import place_tensor
-from ckptkit.formats.archives.zip_entries import Entry
+from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor
 from ckptkit.formats.shards.meshes import Mesh, ReadIntegers, read_mesh, unravel
 from ckptkit.layout import Chunk, Spec
 from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.placements import Piece, Placement, Shard, place
+from ckptkit.tensors.placements import PlacedBox, Placement, Shard, place
 
 _REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -43,7 +43,7 @@ class Placed(NamedTuple):
         return any(shard is None and i for shard, i in zip(self.placements, self.mesh.coordinate, strict=True))
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[PlacedBox]:
         """Return the boxes that this rank holds. Raises `Corrupt` if its tensor has another shape."""
         found, pieces = place(self.spec.shape, self.mesh.shape, self.mesh.coordinate, self.placements, self.order)
         if self.held.shape != found:
@@ -168,12 +168,12 @@ def check_meta(value: Any, shape: Shape) -> None:
         raise Corrupt(f"the tensor has shape {list(shape)}, but {list(as_shape(value.args[0]))} in its spec")
 
 
-def chunks_of(placed: Placed, entries: Mapping[str, Entry], path: str) -> list[Chunk]:
+def chunks_of(placed: Placed, entries: Mapping[str, ZipEntry], path: str) -> list[Chunk]:
     """Return where each piece lies that a rank holds, in file `path` with these entries."""
     return [chunk_of(placed.held, piece.box, piece.at, entries, path) for piece in placed.pieces]
 
 
-def chunk_of(held: TensorRecord, box: Box, at: Shape, entries: Mapping[str, Entry], path: str) -> Chunk:
+def chunk_of(held: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
     """Return the place of a box that lies at index `at` of the tensor that a rank holds."""
     start = held.offset + sum(i * stride for i, stride in zip(at, held.strides, strict=True))
     record = TensorRecord(held.key, held.dtype, start, box.size, held.strides)

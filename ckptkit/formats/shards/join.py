@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.shards.dtensors import Placed
-from ckptkit.formats.shards.held import Held, RankFile
-from ckptkit.formats.shards.sharded_tensors import Sharded
+from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
+from ckptkit.formats.shards.sharded_tensors import ShardedTensor
 from ckptkit.layout import Blob, Chunk, KeyPath, StoredTensor
 from ckptkit.tensors.box import Box
 
@@ -17,13 +17,13 @@ OWN = "own_state"  # the key above what is another for each rank, where it shoul
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def join_files(files: Sequence[RankFile], report: Report = refuse) -> Flat:
+def join_files(files: Sequence[RankFile], report: Report = refuse) -> FlatState:
     """Return what is in the files of all ranks, each tensor whole; with its spares, where problems are reported."""
     tensors = join_tensors(files, report)
     spares = {} if report is refuse else spares_of(files, tensors)
     blobs, keys = join_blobs(files)
     every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
-    return Flat(tensors, blobs, {name: every[name] for name in tensors} | keys, spares)
+    return FlatState(tensors, blobs, {name: every[name] for name in tensors} | keys, spares)
 
 
 def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str, StoredTensor]:
@@ -58,7 +58,7 @@ def spares_of(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> 
     return {name: tuple(chunks) for name, chunks in found.items() if chunks}
 
 
-def join(held: Mapping[int, Held], report: Report, *, may_differ: bool = False) -> StoredTensor:
+def join(held: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False) -> StoredTensor:
     """Return one tensor with the chunks of all ranks. A plain one is that of the first rank, if no other has another.
 
     Raises `Unsupported` if one has, by its checksum, unless they may differ.
@@ -70,7 +70,7 @@ def join(held: Mapping[int, Held], report: Report, *, may_differ: bool = False) 
             raise Corrupt(message, hint="are these files of one run?")
     if isinstance(tensor.spread, Placed):
         return StoredTensor(tensor.spec, unique(join_placed(held, tensor.spread, report)))
-    if isinstance(tensor.spread, Sharded):
+    if isinstance(tensor.spread, ShardedTensor):
         check_same_shards(held, tensor.spread, report)
         return StoredTensor(tensor.spec, unique(chunk for other in held.values() for chunk in other.chunks))
     for rank, other in held.items():
@@ -79,12 +79,12 @@ def join(held: Mapping[int, Held], report: Report, *, may_differ: bool = False) 
     return StoredTensor(tensor.spec, tensor.chunks)
 
 
-def describe(held: Held) -> str:
-    kinds = {Placed: "a DTensor", Sharded: "a ShardedTensor"}
+def describe(held: RankTensor) -> str:
+    kinds = {Placed: "a DTensor", ShardedTensor: "a ShardedTensor"}
     return f"{kinds.get(type(held.spread), 'a plain tensor')} {held.spec}"
 
 
-def join_placed(held: Mapping[int, Held], of_first: Placed, report: Report) -> Iterable[Chunk]:
+def join_placed(held: Mapping[int, RankTensor], of_first: Placed, report: Report) -> Iterable[Chunk]:
     """Yield the chunks of a DTensor that are no replicas, in the order of the mesh.
 
     A mesh may be a part of a larger one: then ranks off it hold the same again.
@@ -116,7 +116,7 @@ def join_placed(held: Mapping[int, Held], of_first: Placed, report: Report) -> I
                 compare(same, held[same], rank, other)
 
 
-def compare(one: int, held: Held, other: int, other_held: Held) -> None:
+def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> None:
     """Raise `Unsupported` if by their checksums two ranks have other numbers where they should have the same."""
     for chunk, again in zip(held.chunks, other_held.chunks, strict=True):
         if None not in (chunk.crc32, again.crc32) and chunk.crc32 != again.crc32:
@@ -126,11 +126,11 @@ def compare(one: int, held: Held, other: int, other_held: Held) -> None:
             )
 
 
-def check_same_shards(held: Mapping[int, Held], of_first: Sharded, report: Report) -> None:
+def check_same_shards(held: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report) -> None:
     """Raise `Corrupt` unless all agree on all boxes, and each holds one of them; report a rank that is missing."""
     for rank, other in held.items():
         spread = other.spread
-        assert isinstance(spread, Sharded)
+        assert isinstance(spread, ShardedTensor)
         if spread.boxes != of_first.boxes:
             message = f"rank {rank} knows {len(spread.boxes)} shards, rank {min(held)} {len(of_first.boxes)} or others"
             raise Corrupt(message, hint="are these files of one run?")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.archives.flatten import Flat
+from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.layout import Chunk, StoredTensor, nowhere
 from ckptkit.layout.axes import concatenate, cut, replace_at
 
@@ -85,13 +85,13 @@ def sums_of(tensor: StoredTensor) -> list[int | None]:
     return [chunk.crc32 for chunk in tensor.chunks]
 
 
-def as_lost(flat: Flat, path: str) -> Flat:
+def as_lost(flat: FlatState, path: str) -> FlatState:
     """Return what a rank's file that cannot be read must have held of tensors, by what that of another rank holds."""
     lost = {
         name: replace(tensor, chunks=tuple(nowhere(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))
         for name, tensor in flat.tensors.items()
     }
-    return Flat(lost, {}, flat.keys)
+    return FlatState(lost, {}, flat.keys)
 
 
 def cut_in(tensor: StoredTensor, axis: int, count: int) -> list[StoredTensor]:

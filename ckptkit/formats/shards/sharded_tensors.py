@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.archives.zip_entries import Entry
+from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor
 from ckptkit.formats.shards.dtensors import attributes_of, chunk_of
@@ -22,7 +22,7 @@ _REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 _ROOM = "torch.distributed._shard"
 
 
-class Sharded(NamedTuple):
+class ShardedTensor(NamedTuple):
     """A tensor of which each rank holds shards: its own, and the box of each rank's, in the order of `ranks`."""
 
     spec: Spec
@@ -39,7 +39,7 @@ def is_sharded_tensor(value: Any) -> bool:
     return False
 
 
-def open_sharded(value: Record) -> Sharded:
+def open_sharded(value: Record) -> ShardedTensor:
     """Return the tensor that a pickled ShardedTensor would have been."""
     try:
         shards, metadata, *_ = value.args[3]
@@ -50,7 +50,7 @@ def open_sharded(value: Record) -> Sharded:
         dtype = held[0][1].dtype if held else as_tensor_dtype(value)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("a ShardedTensor is described in a way that ckptkit does not know") from error
-    return Sharded(Spec(dtype, shape), held, tuple(box for box, _ in every), tuple(rank for _, rank in every))
+    return ShardedTensor(Spec(dtype, shape), held, tuple(box for box, _ in every), tuple(rank for _, rank in every))
 
 
 def as_tensor_dtype(value: Record) -> Any:
@@ -80,12 +80,12 @@ def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
     return box, rank if type(rank) is int else None
 
 
-def chunks_of_shards(sharded: Sharded, entries: Mapping[str, Entry], path: str) -> list[Chunk]:
+def chunks_of_shards(sharded: ShardedTensor, entries: Mapping[str, ZipEntry], path: str) -> list[Chunk]:
     """Return where each shard lies that a rank holds, in file `path` with these entries."""
     return [shard_chunk(box, held, entries, path) for box, held in sharded.held]
 
 
-def shard_chunk(box: Box, held: TensorRecord, entries: Mapping[str, Entry], path: str) -> Chunk:
+def shard_chunk(box: Box, held: TensorRecord, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
     zeros: Shape = (0,) * len(box.size)
     return chunk_of(held if held.shape == box.size else empty_like(held, box), box, zeros, entries, path)
 

@@ -29,7 +29,7 @@ _OF_PROCESS = ("_hash", "_dim_group_names", "_dim_group_infos", "_pg_registry")
 _WHOLE_WORLD = ["0"]  # the name of the process group of all ranks
 
 
-class Grid(NamedTuple):
+class RankMesh(NamedTuple):
     """A mesh of all ranks to be written: its shape, the names of its axes, its device; and one to take after."""
 
     shape: Shape
@@ -45,7 +45,7 @@ def made(of: Global, state: dict[str, Any]) -> Record:
     return record
 
 
-def describe_mesh(grid: Grid, rank: int, ranks: Record) -> Record:
+def describe_mesh(grid: RankMesh, rank: int, ranks: Record) -> Record:
     """Return the mesh as `rank` sees it; `ranks` is the tensor of all ranks, in the shape that `rank_map` gives."""
     world = ranks_of(grid)
     where = unravel(rank, grid.shape)
@@ -72,7 +72,7 @@ def describe_mesh(grid: Grid, rank: int, ranks: Record) -> Record:
     return made(DEVICE_MESH, changes)
 
 
-def ranks_of(grid: Grid) -> tuple[int, ...]:
+def ranks_of(grid: RankMesh) -> tuple[int, ...]:
     """Return all ranks in order."""
     count = 1
     for extent in grid.shape:
@@ -80,7 +80,7 @@ def ranks_of(grid: Grid) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def rank_map(grid: Grid) -> tuple[Spec, bytes]:
+def rank_map(grid: RankMesh) -> tuple[Spec, bytes]:
     """Return the tensor of all ranks that a mesh has: in one dimension, or until torch 2.8 in the mesh's shape."""
     world = ranks_of(grid)
     is_old = grid.like is not None and "_layout" not in grid.like.attributes()
@@ -88,7 +88,7 @@ def rank_map(grid: Grid) -> tuple[Spec, bytes]:
     return Spec(DTYPES["int32"], shape), b"".join(rank.to_bytes(4, "little") for rank in world)
 
 
-def describe_layout(grid: Grid, like: Record | None) -> Record:
+def describe_layout(grid: RankMesh, like: Record | None) -> Record:
     """Return the shape and stride of each axis; those of size 1 are written as nothing, as torch does."""
     strides = row_major(grid.shape)
     if like is not None and "axes" not in like.attributes():

@@ -15,22 +15,21 @@ from pathlib import Path
 from ckptkit.collector import collector_paused
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
-from ckptkit.formats.archives.extents import extents_of
-from ckptkit.formats.archives.flatten import Flat
-from ckptkit.formats.archives.state_files import is_torch_save
-from ckptkit.formats.protocols import Reader
+from ckptkit.formats.archives.flatten import FlatState
+from ckptkit.formats.archives.state_files import extents_of, is_torch_save
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.dtensors import Placed
-from ckptkit.formats.shards.held import lost_file, read_rank_file
 from ckptkit.formats.shards.join import join_files
+from ckptkit.formats.shards.rank_tensor import lost_file, read_rank_file
 from ckptkit.formats.torch_checkpointing.items import missing, read_item_files
-from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, Item, read_items
+from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, CheckpointItem, read_items
 from ckptkit.layout import Extent, Layout, Place, check_cover
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetensors|json|bin)")
 _PLAIN = re.compile(r"(?!.*rank_)(?P<item>.+)_(?P<rank>0|[1-9][0-9]{0,6})\.pt")  # `..._rank_0.pt` is of others
 
 
-class TorchCheckpointing(Reader):
+class TorchCheckpointing(FormatReader):
     """The format of a directory with `metadata.pkl` and each rank's files."""
 
     name = "torch_checkpointing"
@@ -65,7 +64,7 @@ class TorchCheckpointing(Reader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`; each item is a key."""
         items, world = find_items(path)
-        whole = Flat()
+        whole = FlatState()
         with collector_paused():
             for name, item in items.items():
                 try:
@@ -90,7 +89,7 @@ class TorchCheckpointing(Reader):
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
 
-def join_item(path: Path, name: str, item: Item, report: Report) -> Flat:
+def join_item(path: Path, name: str, item: CheckpointItem, report: Report) -> FlatState:
     """Return what all ranks have of an item; report files that cannot be read, and tensors that are in no other."""
     files = read_item_files(path, name, item, report)
     absent = {rank for ranks in item.spread.values() for rank in ranks} - {file.rank for file in files}
@@ -119,7 +118,7 @@ def has_dtensors(path: Path, name: str) -> bool:
     return any(isinstance(held.spread, Placed) for held in tensors)
 
 
-def find_items(path: Path) -> tuple[dict[str, Item], int]:
+def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
     """Return the items that the metadata name, and those of which each rank has a file besides; and how many ranks.
 
     Raises `Corrupt` where there are no metadata, and files in a format that does not say how tensors are spread.
@@ -135,7 +134,7 @@ def find_items(path: Path) -> tuple[dict[str, Item], int]:
             message = f"missing: nothing else says where the tensors in `{lost}` belong"
             raise Corrupt(message, path=path / NAME, hint=ELSEWHERE)
     for name in dict.fromkeys(match["item"] for match in found if match["kind"] == "pt"):
-        items.setdefault(name, Item({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
+        items.setdefault(name, CheckpointItem({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
     return items, world
 
 
@@ -154,5 +153,5 @@ def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
             report(error.blame(path=path / file))
 
 
-def files_of(items: Iterable[Item]) -> Iterator[str]:
+def files_of(items: Iterable[CheckpointItem]) -> Iterator[str]:
     return (file for item in items for file, _ in item.files.values())

@@ -50,14 +50,14 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class CheckpointItem:
     """An item of a checkpoint: each rank's file and the format it is in, and by key path how tensors are spread."""
 
     files: Mapping[int, tuple[str, str]]
     spread: Mapping[KeyPath, Mapping[int, Spread]]
 
 
-def read_items(root: Path) -> tuple[dict[str, Item], int]:
+def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
     """Return the items that the metadata in directory `root` name, and the number of ranks."""
     path = root / NAME
     try:
@@ -90,7 +90,7 @@ def grouped(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return items
 
 
-def read_item(root: Path, name: str, item: Mapping[str, Any], world: int) -> Item:
+def read_item(root: Path, name: str, item: Mapping[str, Any], world: int) -> CheckpointItem:
     """Return one item."""
     said = {int(rank): file for rank, file in item["rank_to_layout_info"].items()}
     files = {rank: file_of(root, name, rank, said.get(rank)) for rank in range(world)}
@@ -102,7 +102,7 @@ def read_item(root: Path, name: str, item: Mapping[str, Any], world: int) -> Ite
         for group in groups:
             how = read_spread(group["sharding_metadata"])
             spread.setdefault(steps, {}).update(dict.fromkeys(group["ranks"], how))
-    return Item(files, spread)
+    return CheckpointItem(files, spread)
 
 
 def file_of(root: Path, name: str, rank: int, said: Mapping[str, Any] | None) -> tuple[str, str]:

@@ -14,10 +14,17 @@ from ckptkit.errors import Corrupt, Incomplete, Report, refuse
 from ckptkit.files.file import names_in, opening, read_at
 from ckptkit.formats.archives.locate import ENVELOPE, locate
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.formats.protocols import Reader
+from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.torchsnapshot.plain_lists import join_lists
-from ckptkit.formats.torchsnapshot.read_manifest import NAME, Entry, Places, is_container, read_manifest, value_of
+from ckptkit.formats.torchsnapshot.read_manifest import (
+    NAME,
+    ManifestEntry,
+    Places,
+    is_container,
+    read_manifest,
+    value_of,
+)
 from ckptkit.layout import NOWHERE, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, check_cover
 from ckptkit.tensors.box import Box
 
@@ -25,7 +32,7 @@ _TENSORS = ("Tensor", "ShardedTensor", "ChunkedTensor")
 _COMPARED = 1 << 20  # bytes of a tensor that every rank has, and that may be the same on all
 
 
-class TorchSnapshot(Reader):
+class TorchSnapshot(FormatReader):
     """The format of a directory with `.snapshot_metadata`."""
 
     name = "torchsnapshot"
@@ -47,7 +54,7 @@ class TorchSnapshot(Reader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the snapshot in directory `path`."""
         entries, world = read_manifest(path)
-        by_key: dict[KeyPath, list[Entry]] = {}
+        by_key: dict[KeyPath, list[ManifestEntry]] = {}
         try:
             gathering = _Gathering(path, Places(path, entries, report))
             for entry in entries:
@@ -83,7 +90,7 @@ class _Gathering:
     keys: dict[str, KeyPath] = field(default_factory=dict)
     values: dict[KeyPath, Any] = field(default_factory=dict)
 
-    def add(self, key: KeyPath, entries: list[Entry]) -> None:
+    def add(self, key: KeyPath, entries: list[ManifestEntry]) -> None:
         """Add what lies at one key path: once, or by rank if ranks have different things there."""
         if all(entry.kind == "ShardedTensor" for entry in entries):
             self.add_tensor(key, None, [chunk for entry in entries for chunk in self.places.chunks(entry)[1]])
@@ -93,7 +100,7 @@ class _Gathering:
             for entry in entries:
                 self.add_entry((OWN, f"rank_{entry.rank}", *key), entry)
 
-    def add_common(self, key: KeyPath, entries: list[Entry]) -> None:
+    def add_common(self, key: KeyPath, entries: list[ManifestEntry]) -> None:
         """Add what all ranks have alike, as one has it whose file is there. Reports what could not be compared."""
         there = [entry for entry in entries if self.is_there(entry)] or entries
         self.add_entry(key, there[0])
@@ -103,7 +110,7 @@ class _Gathering:
             message = "it may not have been what other ranks have"
             self.places.report(Incomplete(message, path=path, tensor=own, ranks=[entry.rank]))
 
-    def add_entry(self, key: KeyPath, entry: Entry) -> None:
+    def add_entry(self, key: KeyPath, entry: ManifestEntry) -> None:
         """Add what one rank has."""
         if entry.kind in _TENSORS:
             self.add_tensor(key, *self.places.chunks(entry))
@@ -138,7 +145,7 @@ class _Gathering:
         self.keys[name] = key
         return name
 
-    def are_same(self, entries: list[Entry]) -> bool:
+    def are_same(self, entries: list[ManifestEntry]) -> bool:
         """Return whether all ranks have the same value or, of small tensors, the same bytes where files are there."""
         if any(entry.kind != entries[0].kind for entry in entries) or entries[0].kind == "object":
             return False
@@ -152,7 +159,7 @@ class _Gathering:
         there = [chunk for _, (chunk,) in found if chunk.offset != NOWHERE]
         return not any(chunk.wrapper == ENVELOPE for chunk in there) and len(set(map(self.content, there))) < 2
 
-    def is_there(self, entry: Entry) -> bool:
+    def is_there(self, entry: ManifestEntry) -> bool:
         """Return whether no part of an entry is a tensor that lies nowhere."""
         return entry.kind not in _TENSORS or all(chunk.offset != NOWHERE for chunk in self.places.chunks(entry)[1])
 

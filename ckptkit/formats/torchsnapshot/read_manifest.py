@@ -30,7 +30,7 @@ _LISTS, _DICTS = ("list",), ("dict", "OrderedDict")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ManifestEntry:
     """An entry of one rank: the way to it, and what the manifest says of it."""
 
     rank: int
@@ -43,7 +43,7 @@ class Entry:
         return str(self.said["type"])
 
 
-def read_manifest(root: Path) -> tuple[list[Entry], int]:
+def read_manifest(root: Path) -> tuple[list[ManifestEntry], int]:
     """Return what is in the manifest of a snapshot at `root`, in its order, and the number of ranks."""
     path = root / NAME
     data = read_small(path, _LIMIT)
@@ -61,7 +61,7 @@ def read_manifest(root: Path) -> tuple[list[Entry], int]:
         raise Corrupt("the manifest makes no sense", path=path) from error
 
 
-def entry_of(name: str, said: Mapping[str, Any], kinds: Mapping[str, str]) -> Entry:
+def entry_of(name: str, said: Mapping[str, Any], kinds: Mapping[str, str]) -> ManifestEntry:
     """Return an entry; what lies in a list is led to by numbers."""
     rank, *steps = name.split("/")
     key: list[str | int] = []
@@ -69,15 +69,15 @@ def entry_of(name: str, said: Mapping[str, Any], kinds: Mapping[str, str]) -> En
     for step in steps:
         key.append(int(step) if kinds.get(above) in _LISTS else unquote(step))
         above = f"{above}/{step}"
-    return Entry(int(rank), tuple(key), said)
+    return ManifestEntry(int(rank), tuple(key), said)
 
 
-def is_container(entry: Entry) -> bool:
+def is_container(entry: ManifestEntry) -> bool:
     """Return whether an entry only says what others lie in."""
     return entry.kind in (*_LISTS, *_DICTS) and (entry.kind in _LISTS or bool(entry.said["keys"]))
 
 
-def value_of(entry: Entry) -> Any:
+def value_of(entry: ManifestEntry) -> Any:
     """Return the value of an entry that stands in the manifest itself. Raises `Unsupported` for an unknown kind."""
     if entry.kind in _DICTS:
         return {}
@@ -116,7 +116,7 @@ class Places:
     has a checksum. So all of it lies nowhere then.
     """
 
-    def __init__(self, root: Path, entries: Iterable[Entry], report: Report) -> None:
+    def __init__(self, root: Path, entries: Iterable[ManifestEntry], report: Report) -> None:
         self.root = root
         self.report = report
         self.sizes: dict[str, int | None] = {}
@@ -178,7 +178,7 @@ class Places:
             return nowhere(box, file, spec.dtype)
         return Chunk(box, file, offset, length, spec.dtype)
 
-    def chunks(self, entry: Entry) -> tuple[Spec | None, list[Chunk]]:
+    def chunks(self, entry: ManifestEntry) -> tuple[Spec | None, list[Chunk]]:
         """Return the chunks of a tensor that one rank saved, and its dtype and shape; None where only all tell it."""
         said = entry.said
         try:

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit import storage
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.destinations.allocation import create_file, write_parts
-from ckptkit.engine.copy import execute
+from ckptkit.checkpoints.seal import create_files, read_made, seal
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import get_writer, locate
 from ckptkit.formats.pickles.inert_pickle import PersistentId
@@ -33,6 +32,7 @@ from ckptkit.layout import Blob, Layout, NewFile, Options, edits
 from ckptkit.layout.plan import make_plan
 from tests import producers
 from tests.conftest import Produce
+from tests.execute import execute
 from tests.formats.contract import assert_holds, raw_bytes
 from tests.producers import counted, flatten
 
@@ -45,16 +45,11 @@ def arrange(wanted: Layout) -> NewFile:
 def convert(wanted: Layout, root: Path) -> Path:
     """Write a checkpoint as one file; where it is."""
     writer = get_writer("pt")
-    root.mkdir()
     file = arrange(wanted)
-    create_file(root / file.name, file.nbytes, file.parts)
-    made = writer.read(root)
-    assert wanted.tensors.keys() <= made.tensors.keys()
-    ours = edits.select(
-        made, set(wanted.names).__contains__
-    )  # what is inside an entry is found there under other names
-    copied = execute(make_plan(locate(wanted), ours), jobs=2)
-    write_parts(root, writer.seal(made, copied.checksums))
+    create_files(root, [file], anew=True)
+    made = read_made(writer, root, wanted.tensors, wanted.blobs)
+    copied = execute(make_plan(locate(wanted), made), jobs=2)
+    seal(writer, made, copied.checksums)
     return root / file.name
 
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.pickles.inert_pickle import Flat, Global, Record, load, walk
+from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, Record, load, walk
 from tests import producers
 from tests.conftest import Produce
 
@@ -257,7 +257,7 @@ def test_a_flat_state_says_the_same(metadata: bytes) -> None:
     (deep, end), (flat, same_end) = (load(metadata, EVERYTHING, is_flat=is_flat) for is_flat in (False, True))
     assert end == same_end == len(metadata)
     assert plain_of(flat) == plain_of(deep)
-    assert len([part for part in walk(flat) if isinstance(part, Flat)]) > 10
+    assert len([part for part in walk(flat) if isinstance(part, FlatInstance)]) > 10
 
 
 class Point:
@@ -293,7 +293,7 @@ def plain_of(value: Any) -> Any:
     """The same with dicts in the place of objects, and tuples in that of sizes."""
     if isinstance(value, Record) and value.of == Global("torch", "Size"):
         return plain_of(value.args[0])
-    if isinstance(value, Flat):
+    if isinstance(value, FlatInstance):
         state = value[0] if len(value) == 1 else value.attributes()
         return (str(type(value)), plain_of(()), plain_of(state))
     if isinstance(value, Record):

@@ -12,9 +12,9 @@ import torch
 
 from ckptkit.errors import CkptError
 from ckptkit.files.ahead import ReadAhead
-from ckptkit.files.file import Opened
-from ckptkit.formats.archives.moulds import Moulds
+from ckptkit.files.file import OpenFiles
 from ckptkit.formats.archives.read_archive import Located, open_archive
+from ckptkit.formats.archives.templates import ArchiveTemplates
 from tests.formats.archives.test_read_archive import reader
 
 
@@ -39,9 +39,9 @@ class Archives:
     """Archives as items of files that are read ahead."""
 
     def __init__(self, root: Path) -> None:
-        self.files = Opened(root)
+        self.files = OpenFiles(root)
         self.ahead = Counting(self.files)
-        self.moulds = Moulds()
+        self.templates = ArchiveTemplates()
         self._root = root
         self._count = itertools.count()
 
@@ -49,7 +49,7 @@ class Archives:
         """Find the tensor of an archive that lies in a file of its own, behind other bytes."""
         name = str(next(self._count))
         (self._root / name).write_bytes(b"before" + data + b"behind")
-        return self.moulds.locate(self.ahead, name, len(b"before"), len(data))
+        return self.templates.locate(self.ahead, name, len(b"before"), len(data))
 
 
 @pytest.fixture
@@ -78,13 +78,13 @@ def test_archives_of_one_shape_fit_the_first(archives: Archives) -> None:
         assert archives.ahead.reads == 2 or seed == 0
 
 
-def test_a_byte_that_differs_is_seen_as_without_the_mould(archives: Archives) -> None:
+def test_a_byte_that_differs_is_seen_as_without_the_template(archives: Archives) -> None:
     first, second = archive(0), archive(1)
     place = locate_anew(first)
     around = [*range(place.offset), *range(place.offset + place.length, len(first))]
     seen = set()
     for at in around:
-        archives.moulds = Moulds()
+        archives.templates = ArchiveTemplates()
         archives.locate(first)
         damaged = bytearray(second)
         damaged[at] ^= 0x11
@@ -101,7 +101,7 @@ def test_a_damaged_one_between_does_no_harm(archives: Archives) -> None:
 
 
 @pytest.mark.parametrize("what", ["a part of a storage", "a parameter"])
-def test_what_makes_no_mould_is_still_found(archives: Archives, what: str) -> None:
+def test_what_makes_no_template_is_still_found(archives: Archives, what: str) -> None:
     numbers = torch.arange(4000.0)
     file = io.BytesIO()
     torch.save(numbers[10:20] if what == "a part of a storage" else torch.nn.Parameter(numbers), file)

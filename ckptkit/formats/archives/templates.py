@@ -8,20 +8,20 @@ from struct import Struct
 
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.formats.archives.read_archive import Located, open_archive
-from ckptkit.formats.archives.zip_entries import GLANCE, Entry, ReadAt
+from ckptkit.formats.archives.zip_entries import GLANCE, ReadAt, ZipEntry
 
 _crc32 = Struct("<I")
-_MOST = 4096  # moulds that are kept at once
+_MOST = 4096  # templates that are kept at once
 _SERIAL = ".data/serialization_id"  # a number that torch makes of all checksums
 
 Span = tuple[int, int]
 
 
-class Moulds:
+class ArchiveTemplates:
     """The last archive of each length that was read, to compare the next of that length with."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Mould] = {}
+        self._kept: dict[int, ArchiveTemplate] = {}
 
     def locate(self, files: ReadAhead, path: str, offset: int, length: int) -> Located:
         """Find the one tensor of the archive of `length` bytes at `offset` of a file.
@@ -34,7 +34,7 @@ class Moulds:
             return fitting
         read = files.inside(path, offset, length)
         found, entries = open_archive(read, length)
-        made = make_mould(read, length, found, entries)
+        made = make_template(read, length, found, entries)
         if made is not None:
             if len(self._kept) == _MOST:
                 self._kept.clear()
@@ -43,7 +43,7 @@ class Moulds:
 
 
 @dataclass(frozen=True, slots=True)
-class Mould:
+class ArchiveTemplate:
     """The bytes before and behind the tensor of an archive, in which it was `found`.
 
     Another archive fits if it has the same `head`, and behind its tensor the `same` bytes, each from an offset in the
@@ -73,8 +73,8 @@ class Mould:
         return Located(tensor, start, nbytes, strides, crc32 or None)
 
 
-def make_mould(read: ReadAt, length: int, found: Located, entries: Mapping[str, Entry]) -> Mould | None:
-    """Return the mould of an archive; None where its tensor is not all of its storage, or more is about it than usual.
+def make_template(read: ReadAt, length: int, found: Located, entries: Mapping[str, ZipEntry]) -> ArchiveTemplate | None:
+    """Return the template of an archive, None if its tensor is not all of its storage or more is about it than usual.
 
     The number that torch makes of all checksums is told by them, and may differ too.
     """
@@ -92,7 +92,7 @@ def make_mould(read: ReadAt, length: int, found: Located, entries: Mapping[str, 
     if min(free)[0] < 0 or [tail[slice(*span)] for span in free[: len(checksums)]] != checksums:
         return None
     same = tuple((start, tail[start:stop]) for start, stop in between(free, len(tail)))
-    return Mould(read(0, storage.offset), len(tail), same, pairs, found)
+    return ArchiveTemplate(read(0, storage.offset), len(tail), same, pairs, found)
 
 
 def between(spans: Iterable[Span], end: int) -> Iterator[Span]:

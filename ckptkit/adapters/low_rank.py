@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ckptkit.engine.recipes import Array
 from ckptkit.errors import Corrupt
 from ckptkit.layout.plan import Operand
 from ckptkit.tensors.box import Box, Shape
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Product:
         return np.add(values, delta, out=delta)
 
 
-class Linear(Product):
+class LinearProduct(Product):
     """B `[out, r]` times A `[r, in]`, for a weight `[out, in]`; axes of a kernel may follow, of which B has 1 each."""
 
     def of_a(self, box: Box) -> Box:
@@ -68,7 +65,7 @@ class Linear(Product):
         return product(b.reshape(len(b), -1), a.reshape(len(a), -1), self.scaling).reshape(box.size)
 
 
-class Transposed(Product):
+class TransposedProduct(Product):
     """B `[out, r]` times A `[r, in]`, for a weight `[in, out]`: of an embedding, or of a layer that stores it so."""
 
     def of_a(self, box: Box) -> Box:
@@ -85,7 +82,7 @@ class Transposed(Product):
 
 
 @dataclass(frozen=True)
-class Experts(Product):
+class ExpertsProduct(Product):
     """A product for each of `count` experts, for a weight `[E, out, in]`, or `[E, in, out]` if it is transposed.
 
     Row `e*r + k` of A `[r*E, in]` is of expert e, and so is column `k*E + e` of B `[out, r*E]`.

@@ -9,23 +9,23 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.files.file import opening, read_at
-from ckptkit.formats.archives.flatten import Flat, Flattening, describe, pairs_of
+from ckptkit.formats.archives.flatten import FlatState, Flattening, describe, pairs_of
 from ckptkit.formats.archives.read_archive import place_tensor
 from ckptkit.formats.archives.state_files import read_state_file
-from ckptkit.formats.archives.zip_entries import Entry
+from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles.tensor_calls import as_tensor
 from ckptkit.formats.shards.dtensors import Placed, Specs, chunks_of, is_dtensor
-from ckptkit.formats.shards.sharded_tensors import Sharded, chunks_of_shards, is_sharded_tensor, open_sharded
+from ckptkit.formats.shards.sharded_tensors import ShardedTensor, chunks_of_shards, is_sharded_tensor, open_sharded
 from ckptkit.layout import KeyPath, StoredTensor, nowhere
 
 _MOST_INTEGERS = 1 << 20  # in the tensor that a mesh is
 
 
 @dataclass(frozen=True, slots=True)
-class Held(StoredTensor):
+class RankTensor(StoredTensor):
     """A tensor as one rank has it: the chunks in its file, and how it is spread over ranks; None if it is not."""
 
-    spread: Placed | Sharded | None = None
+    spread: Placed | ShardedTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class RankFile:
 
     rank: int
     name: str
-    flat: Flat
+    flat: FlatState
     value: Any
 
     @property
-    def tensors(self) -> Mapping[str, Held]:
-        return {name: held for name, held in self.flat.tensors.items() if isinstance(held, Held)}
+    def tensors(self) -> Mapping[str, RankTensor]:
+        return {name: held for name, held in self.flat.tensors.items() if isinstance(held, RankTensor)}
 
 
 class _Holding(Flattening):
     """The entries of one rank's file as they are gathered."""
 
-    def __init__(self, root: Path, rank: int, entries: Mapping[str, Entry], path: str) -> None:
+    def __init__(self, root: Path, rank: int, entries: Mapping[str, ZipEntry], path: str) -> None:
         super().__init__(entries, path)
         self.root = root
         self.specs = Specs(rank, self.read_integers, {}, {})
@@ -54,12 +54,12 @@ class _Holding(Flattening):
         """Return a tensor with the chunks that this rank holds of it."""
         if is_dtensor(value):
             placed = self.specs.open(value)
-            return Held(placed.spec, tuple(chunks_of(placed, self.entries, self.path)), spread=placed)
+            return RankTensor(placed.spec, tuple(chunks_of(placed, self.entries, self.path)), spread=placed)
         if is_sharded_tensor(value):
             sharded = open_sharded(value)
-            return Held(sharded.spec, tuple(chunks_of_shards(sharded, self.entries, self.path)), spread=sharded)
+            return RankTensor(sharded.spec, tuple(chunks_of_shards(sharded, self.entries, self.path)), spread=sharded)
         plain = super().stored(value)
-        return Held(plain.spec, plain.chunks)
+        return RankTensor(plain.spec, plain.chunks)
 
     def read_integers(self, value: Any) -> list[int]:
         """Return the numbers in a small tensor of integers, row by row."""
@@ -100,5 +100,5 @@ def lost_file(like: RankFile, rank: int, name: str) -> RankFile:
         if isinstance(held.spread, Placed) and rank in held.spread.mesh.ranks:
             placed = held.spread.of_rank(rank)
             chunks = (nowhere(box, name, held.spec.dtype) for box, _ in placed.pieces)
-            tensors[own] = Held(held.spec, tuple(chunks), spread=placed)
-    return RankFile(rank, name, Flat(tensors, {}, like.flat.keys), None)
+            tensors[own] = RankTensor(held.spec, tuple(chunks), spread=placed)
+    return RankFile(rank, name, FlatState(tensors, {}, like.flat.keys), None)

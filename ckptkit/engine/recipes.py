@@ -1,0 +1,43 @@
+"""What recipes have in common: the dtypes that they compute in, and the rounding to the one that is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.layout.plan import Operand
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.casting import cast
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+Array = NDArray[Any]
+FLOAT32, FLOAT64 = DTYPES["float32"], DTYPES["float64"]
+
+
+class Taken:
+    """The recipe of a tensor that is another, of another source or by another name."""
+
+    def __init__(self, operand: Operand) -> None:
+        self.operands = (operand,)
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
+        """Return the elements of a box as they are."""
+        return blocks[0], False
+
+
+def working_dtype(dtype: DType) -> DType:
+    """Return the dtype in which changes of a tensor of `dtype` are computed."""
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32
+
+
+def as_stored(values: Array, src: DType, dst: DType) -> memoryview:
+    """Return numbers of dtype `src`, rounded once to `dst`, as row-major bytes."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if src == dst:
+        return flat.data.cast("B")
+    rounded = np.empty(len(flat), f"u{dst.itemsize}")
+    cast(flat, src, dst, rounded)
+    return rounded.data.cast("B")
