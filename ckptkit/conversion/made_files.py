@@ -19,7 +19,7 @@ from ckptkit.errors import Mismatch, translate_os_errors
 from ckptkit.files.file import opening, read_at
 from ckptkit.files.system import again
 from ckptkit.formats import locate
-from ckptkit.layout import Chunk, Extent, Layout, Place, edits
+from ckptkit.layout import Chunk, Extent, FileOffset, Layout, edits
 from ckptkit.layout.plan import Plan, Recipe, Target, make_plan, needed, same
 from ckptkit.tensors.box import Box
 
@@ -88,7 +88,7 @@ def join(sources: Sequence[Layout], made: Layout, recipes: Mapping[str, Recipe])
 
 def check_ties(plan: Plan) -> None:
     """Raise `Mismatch` if tensors that share their bytes in the destination are made of others in a source."""
-    made_of: dict[tuple[int, Place], list[tuple[int, Box, Chunk]]] = {}
+    made_of: dict[tuple[int, FileOffset], list[tuple[int, Box, Chunk]]] = {}
     for target in plan.targets:
         for number, source in enumerate(plan.sources):
             found = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]

@@ -9,7 +9,7 @@ from ckptkit.engine.blocks import Block
 from ckptkit.engine.gather import STEP_BYTES
 from ckptkit.engine.visit import Worker
 from ckptkit.files.crc32 import combine, crc32
-from ckptkit.layout import ZEROS, Chunk, Piece
+from ckptkit.layout import Chunk, ReadRun
 from ckptkit.tensors.blocks import span_of
 
 Run = tuple[int, Chunk, int, int]  # where in the block, of which chunk, where in that, and how long; in bytes
@@ -28,7 +28,7 @@ def carry(worker: Worker, block: Block) -> int | None:
     whole = 0
     for at, chunk, start, length in runs:
         crc = carry_run(worker, chunk, start, length, target.path, begin + at)
-        worker.pieces[0].append(Piece(chunk, start, length, crc))
+        worker.pieces[0].append(ReadRun(chunk, start, length, crc))
         whole = combine(whole, crc, length)
     return whole
 
@@ -42,7 +42,7 @@ def runs_of(block: Block) -> list[Run] | None:
     runs: list[Run] = []
     for chunk, part in parts:
         here, there = span_of(part, block.box, None), span_of(part, chunk.box, chunk.strides)
-        if not (here.is_run and there.is_run and chunk.dtype == dtype) or chunk.path == ZEROS:
+        if not (here.is_run and there.is_run and chunk.dtype == dtype) or chunk.is_zeros:
             return None
         runs.append((here.start * dtype.itemsize, chunk, there.start * dtype.itemsize, here.length * dtype.itemsize))
     return sorted(runs)

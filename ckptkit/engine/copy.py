@@ -23,7 +23,7 @@ from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import crc32
-from ckptkit.layout import Place
+from ckptkit.layout import FileOffset
 from ckptkit.layout.plan import Plan, Recipe
 
 Progress = Callable[[int], None]
@@ -33,7 +33,7 @@ Progress = Callable[[int], None]
 class Copied:
     """The CRC-32 of each chunk written, and how many source bytes had one to compare with."""
 
-    checksums: Mapping[Place, int]
+    checksums: Mapping[FileOffset, int]
     checked_bytes: int
     unchecked_bytes: int
 
@@ -172,7 +172,7 @@ def settle(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     """Check that all of a plan was done, in whatever shares, and that every source chunk is what its CRC-32 says."""
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
-    checksums: dict[Place, int] = {}
+    checksums: dict[FileOffset, int] = {}
     for target in plan.targets:
         crc = ledger.written.whole(place_of(target.chunk), target.chunk.bytes[1])
         if crc is None:

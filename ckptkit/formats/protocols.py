@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse, translate_os_errors
-from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 
 class Reader(Protocol):
@@ -91,14 +91,14 @@ class Writer(Reader, Protocol):
     suffixes: tuple[str, ...] = ()
     needs_names: bool = False
 
-    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files for the tensors and blobs of `wanted`: final names and sizes, all but the data."""
 
     def remarks(self, wanted: Layout) -> Iterable[str]:  # noqa: ARG002 - most have nothing to say
         """Return in words how what `arrange` makes of `wanted` is of another kind than that."""
         return ()
 
-    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:  # noqa: ARG002
+    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterable[tuple[str, Patch]]:  # noqa: ARG002
         """Return what is to be written, by file, when the data is there: `checksums` has the CRC-32 of each chunk."""
         return ()
 
@@ -118,5 +118,5 @@ class EntryWriter(Writer, Protocol):
     def entries_file(self, rank: int) -> str:
         """Return the name of the file for the entries of a rank. One that the format does not own goes in the end."""
 
-    def embed(self, wanted: Layout, options: Options) -> Iterable[tuple[str, Part]]:
+    def embed(self, wanted: Layout, options: WriterOptions) -> Iterable[tuple[str, Patch]]:
         """Return what is to be written, by file, for the blobs of `wanted` to be in the checkpoint, before `seal`."""

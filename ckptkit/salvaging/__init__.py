@@ -1,1 +1,1 @@
-"""Salvage a damaged checkpoint: tell what of it is whole, mend what has copies, and account for the rest."""
+"""Salvage a damaged checkpoint: tell what of it is whole, repair what has copies, and account for the rest."""

@@ -9,14 +9,12 @@ from operator import add
 from pathlib import Path
 
 from ckptkit.errors import Corrupt
-from ckptkit.layout import Chunk, StoredTensor, axes, find_fault
-from ckptkit.salvaging.faults import Fault, Faults
+from ckptkit.layout import Chunk, Fault, StoredTensor, axes, find_fault
+from ckptkit.salvaging.faults import Faults
 from ckptkit.tensors.box import Box, find_outside, find_overlap, intersect, subtract, whole
 
 
-def complete(
-    tensor: StoredTensor, root: Path, spares: Sequence[Chunk], faults: Faults, why: Fault | None = None
-) -> StoredTensor:
+def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None) -> StoredTensor:
     """Return a tensor with spare chunks where others are lost or missing; what no chunk covers then is lost.
 
     `why` is the reason for that, if it is known.
@@ -28,7 +26,7 @@ def complete(
     boxes = [chunk.box for chunk in tensor.chunks]
     if find_outside(shape, boxes) is not None or find_overlap(boxes) is not None:
         assert broken is not None
-        return replace(tensor, chunks=(faults.lost(whole(shape), tensor.spec.dtype, Fault.of(broken)),))
+        return replace(tensor, chunks=(Chunk.lost(whole(shape), tensor.spec.dtype, Fault.of(broken)),))
     good = [chunk for chunk in tensor.chunks if not chunk.is_lost]
     for spare in spares:
         if not any(intersect(spare.box, chunk.box) for chunk in good):
@@ -37,7 +35,7 @@ def complete(
     gone = [chunk._replace(box=box) for chunk in tensor.chunks if chunk.is_lost for box in subtract(chunk.box, held)]
     gaps = subtract(whole(shape), [*held, *(chunk.box for chunk in gone)])
     fault = why or Fault.of(broken or Corrupt("it is in no file"))
-    gone += [faults.lost(box, tensor.spec.dtype, fault) for box in gaps]
+    gone += [Chunk.lost(box, tensor.spec.dtype, fault) for box in gaps]
     return replace(tensor, chunks=(*good, *gone))
 
 
@@ -78,7 +76,7 @@ def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
 
 def elsewhere(chunk: Chunk, root: Path) -> Chunk:
     """Return a chunk of a file in directory `root` as one that can be put among those of other directories."""
-    return chunk._replace(path=absolute(root, chunk.path)) if chunk.path else chunk
+    return chunk._replace(path=absolute(root, chunk.path)) if chunk.is_in_file else chunk
 
 
 def absolute(root: Path, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Salvage what a conversion is to read: mark and mend its source before, and account for what is lost after."""
+"""Salvage what a conversion is to read: repair its source before, and account for what is lost after."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.conversion.account import LIMIT, NAME, Account, Filled, Lost, describe_account, read_account
 from ckptkit.conversion.destination import check_apart
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.options import ConvertOptions
@@ -14,21 +15,10 @@ from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Corrupt, IOFailure
 from ckptkit.files.file import file_size, read_small
 from ckptkit.files.origin import Origin
-from ckptkit.salvaging.account import (
-    LIMIT,
-    NAME,
-    Account,
-    Filled,
-    Lost,
-    describe_account,
-    filled_tensors,
-    lost_entries,
-    lost_tensors,
-    read_account,
-)
-from ckptkit.salvaging.faults import Fault, Faults
+from ckptkit.layout import Fault
+from ckptkit.salvaging.faults import Faults, filled_tensors, lost_entries, lost_tensors
 from ckptkit.salvaging.fill import fill
-from ckptkit.salvaging.mend import mend
+from ckptkit.salvaging.repair import repair
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +40,7 @@ class Salvage:
         filled: list[Filled] = []
         for draft in conversion.drafts:
             assert draft.given is not None
-            lost += lost_tensors({name: one for name, one in draft.given.tensors.items() if one.is_lost}, faults)
+            lost += lost_tensors(draft.given.tensors)
             filled += filled_tensors(draft.given, faults)
         lost += lost_entries(self.unshaped(options))
         if not options.writer.is_model_only:
@@ -112,13 +102,13 @@ def fault_of(path: Path) -> Fault | None:
 def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Salvage:
     """Survey a checkpoint, mend it from the copies that it has, and fill the rest from another if one is given."""
     faults, notes = Faults(), list[str]()
-    mended = mend(checkpoint, faults, jobs=options.jobs, progress=options.progress)
+    repaired = repair(checkpoint, faults, jobs=options.jobs, progress=options.progress)
     if options.fill_from is None:
-        return Salvage(mended, faults, (), notes)
+        return Salvage(repaired, faults, (), notes)
     other = Checkpoint.open(options.fill_from)
     check_apart(other, output, options.writer)
     origin = Origin.of(other.path)
-    return Salvage(fill(mended, other, faults, notes), faults, (origin,), notes)
+    return Salvage(fill(repaired, other, faults, notes), faults, (origin,), notes)
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:

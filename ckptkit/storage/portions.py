@@ -20,7 +20,7 @@ from ckptkit.destinations.allocation import create_file, write_parts
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
 from ckptkit.files.crc32 import whole_crc32
 from ckptkit.formats import EntryWriter, Writer, get_writer, locate
-from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, StoredTensor, edits
+from ckptkit.layout import Blob, Extent, FileOffset, Layout, NewFile, StoredTensor, WriterOptions, edits
 from ckptkit.names.weights import find_prefix, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -44,12 +44,12 @@ class Portion:
         """Return the directory, wherever the checkpoint is being made."""
         return self.planned.root
 
-    def arrange(self, options: Options, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
+    def arrange(self, options: WriterOptions, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
         """Return the files to be made before any data is there, with the small ones that are given."""
         made = get_writer(self.format).arrange(replace(self.planned, blobs={}), options)
         return *made, *(NewFile(name, len(content), ((0, content),)) for name, content in files.items())
 
-    def finish(self, options: Options, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
+    def finish(self, options: WriterOptions, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
         """Complete the files, with the entries and the checksums that needed the data, and add the manifest.
 
         Raises `Corrupt` if not all was written that was planned.
@@ -69,7 +69,7 @@ class Portion:
         manifest = Manifest(sums, checksums_of_whole(made, checksums)).to_bytes()
         create_file(self.root / MANIFEST, len(manifest), [(0, manifest)])
 
-    def _embed(self, writer: Writer, options: Options, results: Iterable[WriteResult]) -> dict[str, list[Extent]]:
+    def _embed(self, writer: Writer, options: WriterOptions, results: Iterable[WriteResult]) -> dict[str, list[Extent]]:
         """Make the entries a part of the checkpoint; return the files that they remain in, with the bytes of each."""
         found = {self.names[r.index.fqn]: r.storage_data for r in results if isinstance(r.storage_data, Blob)}
         if found.keys() != self.planned.blobs.keys():
@@ -120,9 +120,9 @@ def read_made(writer: Writer, root: Path, names: Iterable[str]) -> Layout:
         return locate(edits.select(writer.read(root), set(names).__contains__))
 
 
-def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[Place, int]:
+def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
     """Return the CRC-32 of every chunk that has bytes, from what each result adds to its sum."""
-    sums: dict[Place, int] = {}
+    sums: dict[FileOffset, int] = {}
     for result in results:
         if not isinstance(result.storage_data, Blob):
             for place, part in result.storage_data.items():
@@ -131,7 +131,7 @@ def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[Place, int]:
     return {place: whole_crc32(sums[place], chunk.length) for place, chunk in chunks.items()}
 
 
-def extents_of(made: Layout, checksums: Mapping[Place, int]) -> Iterator[Extent]:
+def extents_of(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[Extent]:
     """Yield the bytes of each chunk that has a checksum."""
     for name, tensor in made.tensors.items():
         for chunk in tensor.chunks:
@@ -139,7 +139,7 @@ def extents_of(made: Layout, checksums: Mapping[Place, int]) -> Iterator[Extent]
                 yield Extent(chunk.path, chunk.offset, chunk.length, checksums[chunk.path, chunk.offset], name)
 
 
-def checksums_of_whole(made: Layout, checksums: Mapping[Place, int]) -> dict[str, int]:
+def checksums_of_whole(made: Layout, checksums: Mapping[FileOffset, int]) -> dict[str, int]:
     """Return by name the CRC-32 of each tensor that lies in one chunk; an empty tensor has that of no bytes."""
     whole: dict[str, StoredTensor] = {name: t for name, t in made.tensors.items() if len(t.chunks) == 1}
     firsts = {name: tensor.chunks[0] for name, tensor in whole.items()}

@@ -16,7 +16,7 @@ from ckptkit.engine.read import read
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
 from ckptkit.formats import find_format, get_writer, locate
-from ckptkit.layout import Blob, Layout, Options
+from ckptkit.layout import Blob, Layout, Wrapped, WriterOptions
 from ckptkit.layout.plan import make_plan
 from tests.conftest import Produce
 from tests.producers import fsdp2
@@ -56,7 +56,7 @@ def test_nothing_is_written_of_what_is_in_an_envelope(produce: Produce, tmp_path
     here = find_format(root).read(root)
     here = replace(here, blobs={})
     writer = get_writer("hf")
-    for file in writer.arrange(here, Options(1 << 30)):
+    for file in writer.arrange(here, WriterOptions(1 << 30)):
         create_file(tmp_path / file.name, file.nbytes, file.parts)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(Usage):
@@ -68,7 +68,7 @@ def test_nothing_is_written_of_what_is_in_an_envelope(produce: Produce, tmp_path
 
 def test_a_transformed_entry_is_not_copied_as_it_is() -> None:
     plain = Layout(Path("dst"), "any", {}, {"step": Blob("f", 0, 4)})
-    transformed = Layout(Path("src"), "any", {}, {"step": Blob("f", 8, 4, wrapper="inverted")})
+    transformed = Layout(Path("src"), "any", {}, {"step": Blob("f", 8, 4, where=Wrapped("inverted"))})
     with pytest.raises(Usage) as raised:
         make_plan(transformed, plain)
     assert (raised.value.tensor, raised.value.path) == ("step", Path("src/f"))

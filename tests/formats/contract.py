@@ -17,7 +17,7 @@ from ckptkit.destinations.allocation import create_file, write_parts
 from ckptkit.engine.copy import execute
 from ckptkit.errors import CkptError
 from ckptkit.formats import detect_format, get_writer, locate
-from ckptkit.layout import Layout, Options, Spec, StoredTensor
+from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES as OURS
@@ -129,7 +129,7 @@ class WriterContract(ReaderContract):
         source = files.layout(**stored)
         writer = get_writer(self.format)
         root.mkdir()
-        for file in writer.arrange(source, Options(max_shard_size, self.world_size)):
+        for file in writer.arrange(source, WriterOptions(max_shard_size, self.world_size)):
             create_file(root / file.name, file.nbytes, file.parts)
         made = locate(writer.read(root))
         copied = execute(make_plan(source, made), jobs=2)
@@ -169,5 +169,5 @@ class WriterContract(ReaderContract):
         for dtype in self.cannot_hold:
             stored = StoredTensor(spec_of(torch.empty(2, dtype=dtype)), ())
             with pytest.raises(CkptError) as raised:
-                get_writer(self.format).arrange(Layout(tmp_path, "raw", {"w": stored}), Options(1 << 40))
+                get_writer(self.format).arrange(Layout(tmp_path, "raw", {"w": stored}), WriterOptions(1 << 40))
             assert raised.value.tensor == "w"

@@ -36,4 +36,4 @@ def reading(path: Path, blob: Blob) -> ReadAt:
 
 def with_value(blob: Blob, value: Any) -> Blob:
     """Return the blob with another value."""
-    return blob._replace(length=0, content=dump(value), wrapper=None)
+    return blob._replace(length=0, content=dump(value), where=None)

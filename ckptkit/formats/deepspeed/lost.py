@@ -1,4 +1,4 @@
-"""Replace the partitions of ranks whose files cannot be read: by others as large, which lie nowhere. Opens no file.
+"""Replace the partitions of ranks whose files cannot be read: by others as large, which are unreadable.
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py: a row is padded to a multiple of twice the number of ranks, who cut it
 in equal parts, and the last rank saves its part without the padding.
@@ -13,7 +13,7 @@ from math import prod
 from ckptkit.errors import Unsupported
 from ckptkit.formats.deepspeed.names import name_of
 from ckptkit.formats.deepspeed.partitions import Group, Partition
-from ckptkit.layout import nowhere
+from ckptkit.layout import Chunk
 from ckptkit.tensors.box import Shape, whole
 
 _ALIGNMENT = 2  # elements, times the number of ranks
@@ -22,7 +22,7 @@ _ALIGNMENT = 2  # elements, times the number of ranks
 def with_lost(
     partitions: Mapping[int, Partition], names: dict[int, str], count: int, shapes: Sequence[Mapping[str, Shape]]
 ) -> dict[int, Partition]:
-    """Return the partitions of all of `count` ranks: of those that are not among `partitions` the chunks lie nowhere.
+    """Return the partitions of `count` ranks: chunks of those that are not among `partitions` are unreadable.
 
     `names` are those of the files that are there, `shapes` those of each group of parameters. Raises `Unsupported` if
     the sizes of what is here do not fit together.
@@ -44,8 +44,8 @@ def lost(
     for number, group in enumerate(like.groups):
         known = {of: one.groups[number].masters.box.numel for of, one in partitions.items()}
         size = known[min(known)] if like.cuts_each else size_in_row(known, rank, count, shapes[number], group)
-        moments = {what: nowhere(whole((size,)), name, chunk.dtype) for what, chunk in group.moments.items()}
-        masters = nowhere(whole((size,)), name, group.masters.dtype)
+        moments = {what: Chunk.unreadable(whole((size,)), name, chunk.dtype) for what, chunk in group.moments.items()}
+        masters = Chunk.unreadable(whole((size,)), name, group.masters.dtype)
         groups.append(replace(group, masters=masters, moments=moments))
     return replace(like, path=name, groups=tuple(groups))
 

@@ -9,13 +9,15 @@ from ckptkit.files.file import Opened, read_at
 from ckptkit.formats.archives.state_files import entries_of, opened
 from ckptkit.formats.archives.zip_entries import Entry
 from ckptkit.formats.shards.held import RankFile
-from ckptkit.layout import Chunk, Part, Place
+from ckptkit.layout import Chunk, FileOffset, Patch
 from ckptkit.tensors.box import Box
 
 _PIECE = 1 << 20  # bytes copied at once
 
 
-def seal_files(root: Path, files: list[list[RankFile]], checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+def seal_files(
+    root: Path, files: list[list[RankFile]], checksums: Mapping[FileOffset, int]
+) -> Iterator[tuple[str, Patch]]:
     """Yield what is to be written, by file: copies, and the CRC-32 of each storage in both of its places.
 
     `files` are those of all ranks by kind, as they can be read now.
@@ -29,7 +31,7 @@ def seal_files(root: Path, files: list[list[RankFile]], checksums: Mapping[Place
                     yield from seal_chunk(chunk, written[name, chunk.box], checksums, entries, sources)
 
 
-def written_in(files: list[RankFile], checksums: Mapping[Place, int]) -> dict[tuple[str, Box], Chunk]:
+def written_in(files: list[RankFile], checksums: Mapping[FileOffset, int]) -> dict[tuple[str, Box], Chunk]:
     """Return, by name and box, the chunks that were filled with data."""
     return {
         (name, chunk.box): chunk
@@ -53,8 +55,8 @@ def entries_in(root: Path, name: str) -> dict[int, Entry]:
 
 
 def seal_chunk(
-    chunk: Chunk, source: Chunk, checksums: Mapping[Place, int], entries: Mapping[int, Entry], sources: Opened
-) -> Iterator[tuple[str, Part]]:
+    chunk: Chunk, source: Chunk, checksums: Mapping[FileOffset, int], entries: Mapping[int, Entry], sources: Opened
+) -> Iterator[tuple[str, Patch]]:
     """Yield the bytes of a chunk, if they are still missing, and its CRC-32."""
     if chunk is not source and (chunk.path, chunk.offset) != (source.path, source.offset):
         for at in range(0, chunk.length, _PIECE):

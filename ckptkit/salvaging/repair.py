@@ -1,4 +1,4 @@
-"""Mend the parts of a checkpoint: mark what is lost in each, and put the copies that it has itself in its place."""
+"""Repair the parts of a checkpoint: mark what is lost in each part, and replace it by copies that the part has."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.part import Part, with_sums
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files.file import is_there
-from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout import Chunk, Fault, Layout, Spec, StoredTensor
 from ckptkit.models.companions import find_companions
 from ckptkit.models.find_form import form_or_reason
 from ckptkit.models.form import Form
 from ckptkit.progress import Progress
 from ckptkit.salvaging.copies import complete, names_repaired, patch
-from ckptkit.salvaging.faults import Fault, Faults
+from ckptkit.salvaging.faults import Faults
 from ckptkit.salvaging.survey import Survey, survey, without_files
 from ckptkit.tensors.box import whole
 
@@ -30,7 +30,7 @@ _ROUNDED = "its rounded copy"
 _MASTER = "the master weights"
 
 
-def mend(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: Progress | None) -> Checkpoint:
+def repair(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: Progress | None) -> Checkpoint:
     """Return a checkpoint with its damage marked as lost in each part, but for what the part has copies of itself.
 
     Raises what makes the part with the model unreadable as a whole; any other part is left out then.
@@ -43,7 +43,7 @@ def mend(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: 
     parts = []
     for part in checkpoint.parts:
         try:
-            parts.append(mend_part(part, faults, look))
+            parts.append(repair_part(part, faults, look))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
             if part is model:
                 error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
@@ -55,7 +55,7 @@ def mend(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: 
     return replace(checkpoint, parts=tuple(parts), strange=())
 
 
-def mend_part(part: Part, faults: Faults, look: Look) -> Part:
+def repair_part(part: Part, faults: Faults, look: Look) -> Part:
     """Return a part with what is lost in it marked, and copies in the place of what has any."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
@@ -67,8 +67,8 @@ def mend_part(part: Part, faults: Faults, look: Look) -> Part:
     found = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
     told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
-    mended = with_copies(found.mark(layout, faults), faults, look, told)
-    return replace(part, salvaged=replace(mended, spares={}, absent={}))
+    repaired = with_copies(found.mark(layout), faults, look, told)
+    return replace(part, salvaged=replace(repaired, spares={}, absent={}))
 
 
 def manifest_of(part: Part, faults: Faults) -> Manifest | None:
@@ -83,7 +83,7 @@ def manifest_of(part: Part, faults: Faults) -> Manifest | None:
 def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
     """Note what was reported of tensors that are not in the layout; return what nothing of the layout explains."""
     known = {*layout.names, *layout.absent}
-    used = {layout.root / path for path in (*paths_of(layout), *layout.absent.values())}
+    used = {layout.root / path for path in (*layout.paths, *layout.absent.values())}
     explains = bool(layout.absent) or any(not is_there(path) for path in used)
     for error in reported:
         if error.tensor is not None and error.tensor not in known:
@@ -114,15 +114,11 @@ def with_absent(layout: Layout, part: Part, faults: Faults, unexplained: Sequenc
             tensors[name] = replace(tensors[name], spec=replace(tensors[name].spec, shape=shapes[name]))
         elif name in shapes and dtypes:
             spec = Spec(dtypes[0][0], shapes[name])
-            tensors[name] = StoredTensor(spec, (faults.lost(whole(spec.shape), spec.dtype, fault),))
+            tensors[name] = StoredTensor(spec, (Chunk.lost(whole(spec.shape), spec.dtype, fault),))
         else:
             tensors.pop(name, None)
             faults.unplaced[name] = fault
     return replace(layout, tensors=tensors)
-
-
-def paths_of(layout: Layout) -> set[str]:
-    return {place.path for _, place in layout.stored}
 
 
 def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, Fault]) -> Layout:
@@ -133,14 +129,13 @@ def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, F
     root = layout.root
     spares = sound_spares(layout, look)
     tensors = {
-        name: complete(tensor, root, spares.get(name, ()), faults, told.get(name))
-        for name, tensor in layout.tensors.items()
+        name: complete(tensor, root, spares.get(name, ()), told.get(name)) for name, tensor in layout.tensors.items()
     }
     faults.repaired.update(dict.fromkeys(names_repaired(layout.tensors, tensors)))
     if not layout.twins:
         return replace(layout, tensors=tensors)
     seen = replace(layout, tensors=layout.twins, blobs={}, twins={})
-    twins = look(seen).mark(seen, faults).tensors
+    twins = look(seen).mark(seen).tensors
     return replace(
         layout,
         tensors={name: patch(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
@@ -156,5 +151,5 @@ def sound_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]:
         if name in layout.tensors
     }
     seen = replace(layout, tensors=spares, blobs={}, twins={})
-    found = look(seen).mark(seen, Faults()).tensors if spares else {}
+    found = look(seen).mark(seen).tensors if spares else {}
     return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.layout import Layout, StoredTensor
-from ckptkit.salvaging.faults import Fault, Faults
-from ckptkit.tensors.box import Box, whole
+from ckptkit.tensors.box import Box
 
 NAME = "salvage.json"
 LIMIT = 1 << 28  # bytes
@@ -105,32 +103,6 @@ class Account:
 
 def span(start: int, size: int, extent: int) -> str:
     return ":" if size == extent else f"{start}:{start + size}"
-
-
-def lost_tensors(lost: Mapping[str, StoredTensor], faults: Faults) -> Iterator[Lost]:
-    """Yield the account of tensors that have lost chunks."""
-    for name, tensor in lost.items():
-        gone = [chunk for chunk in tensor.chunks if chunk.is_lost]
-        fault, spec = faults.of(gone[0]), tensor.spec
-        boxes = () if tensor.splits else tuple(sorted(chunk.box for chunk in gone))
-        is_all = boxes == (whole(spec.shape),)
-        yield Lost(name, fault.why, fault.path, () if is_all else boxes, spec.shape, spec.nbytes)
-
-
-def lost_entries(entries: Iterable[tuple[str, Fault]]) -> Iterator[Lost]:
-    """Yield the account of what has no shape: entries that are no tensors, and what nothing is known of."""
-    for name, fault in entries:
-        yield Lost(name, fault.why, fault.path)
-
-
-def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
-    """Yield the account of tensors with bytes from elsewhere."""
-    for name, tensor in layout.tensors.items() if faults.filled else ():
-        taken = [chunk for chunk in tensor.chunks if chunk.path in faults.filled]
-        if taken:
-            before, after = taken[0].dtype, tensor.spec.dtype
-            cast = f"{before} => {after}" if before != after else ""
-            yield Filled(name, faults.filled[taken[0].path], cast)
 
 
 def read_account(root: Path) -> Mapping[str, Any] | None:
