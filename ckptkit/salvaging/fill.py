@@ -20,7 +20,7 @@ from ckptkit.salvaging.faults import Faults
 
 
 @dataclass(frozen=True, slots=True)
-class Filler:
+class FillSource:
     """Another checkpoint: its tensors and entries by the names that they have apart from what they lie under.
 
     `weights` are those of its model.
@@ -58,7 +58,7 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, notes: list[
     return replace(checkpoint, parts=tuple(parts))
 
 
-def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: list[str]) -> Filler:
+def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: list[str]) -> FillSource:
     """Return what is in a layout of the other checkpoint, by the names of the family that this one has."""
     if checkpoint.family is not other.family and has_weights(layout):
         config = other.companions.config or checkpoint.companions.config
@@ -70,7 +70,7 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: 
             notes.append(f"the names in {other.path} stay as they are: {error.message}")
     own, found = own_names(layout), find_model(layout)
     weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
-    return Filler(other.path, layout, {new: name for name, new in own.items()}, weights)
+    return FillSource(other.path, layout, {new: name for name, new in own.items()}, weights)
 
 
 def own_names(layout: Layout) -> dict[str, str]:
@@ -83,7 +83,7 @@ def own_names(layout: Layout) -> dict[str, str]:
     return own if len(set(own.values())) == len(own) else names
 
 
-def fill_part(part: Part, filler: Filler, faults: Faults, notes: list[str]) -> Part:
+def fill_part(part: Part, filler: FillSource, faults: Faults, notes: list[str]) -> Part:
     """Return a part with what the other checkpoint has of what it has lost."""
     layout = part.salvaged
     assert layout is not None
@@ -109,7 +109,7 @@ def fill_part(part: Part, filler: Filler, faults: Faults, notes: list[str]) -> P
     return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs))
 
 
-def absent_from(part: Part, layout: Layout, filler: Filler, faults: Faults) -> list[str]:
+def absent_from(part: Part, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
     """Return the names of tensors that a part should have and of which it says nothing, not even a shape.
 
     Where it has files of which nothing says what was in them, these are all weights that the other checkpoint has more.
@@ -128,7 +128,7 @@ def own_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def entries_in(lost: Mapping[str, str], filler: Filler) -> Iterator[tuple[str, Blob]]:
+def entries_in(lost: Mapping[str, str], filler: FillSource) -> Iterator[tuple[str, Blob]]:
     """Yield the lost entries that the other checkpoint has."""
     for name, own in lost.items():
         blob = filler.entry(own)

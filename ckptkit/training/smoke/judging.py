@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.training.metrics import Step
-from ckptkit.training.smoke.rank_tasks import Account
+from ckptkit.training.smoke.rank_tasks import RankAccount
 from ckptkit.training.smoke.runs import Failed, read_tensors
 
 
@@ -34,6 +34,6 @@ def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor])
     return len(expected)
 
 
-def of_rank_0(accounts: list[Account]) -> list[Step]:
+def of_rank_0(accounts: list[RankAccount]) -> list[Step]:
     """Return the steps as rank 0 saw them."""
     return [step for account in accounts[:1] for step in account.steps]

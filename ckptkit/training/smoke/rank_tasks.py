@@ -24,7 +24,7 @@ from ckptkit.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class RankAccount:
     """The account that a rank gives of a run: its steps, and what it held at the end.
 
     `states` are those of the scheduler and of the place in the data, by step: where it began, and at each checkpoint.
@@ -55,7 +55,7 @@ def train_and_report(config: TrainConfig, place: Place, report: Report) -> None:
                     states[step.step] = state_of(trainer)
         moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         report(
-            Account(
+            RankAccount(
                 place.rank,
                 tuple(steps),
                 states,
@@ -80,7 +80,7 @@ def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: Plac
     """Resume each of some checkpoints for one step. Saves nothing."""
     with process_group(place, config.device, deterministic=True) as mesh:
         trainers = (start(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints)
-        report(Account(place.rank, tuple(trainer.step() for trainer in trainers)))
+        report(RankAccount(place.rank, tuple(trainer.step() for trainer in trainers)))
 
 
 def state_of(trainer: Trainer) -> tuple[dict[str, Any], dict[str, int]]:

@@ -22,7 +22,7 @@ from ckptkit.training.launch import launch
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.smoke.rank_tasks import Account, load_and_save, step_from_each, train_and_report
+from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, step_from_each, train_and_report
 
 STEPS, SAVED = 8, 4
 ADAPTED = 4  # steps of the training of adapters, which is saved in the middle and at the end
@@ -43,15 +43,15 @@ class SmokeRuns:
     scratch: Path
 
     @cached_property
-    def first(self) -> list[Account]:
+    def first(self) -> list[RankAccount]:
         return run_ranks(partial(train_and_report, self.config), self.nproc)
 
     @cached_property
-    def resumed(self) -> list[Account]:
+    def resumed(self) -> list[RankAccount]:
         return run_ranks(partial(train_and_report, self._go_on("resumed", self.config.run, SAVED)), self.nproc)
 
     @cached_property
-    def replicated(self) -> list[Account]:
+    def replicated(self) -> list[RankAccount]:
         config = replace(self.config, run=self.scratch / "ddp", strategy="ddp", steps=2)
         return run_ranks(partial(train_and_report, config), self.nproc)
 
@@ -78,7 +78,7 @@ class SmokeRuns:
         return made[1:]
 
     @cached_property
-    def stepped(self) -> list[Account]:
+    def stepped(self) -> list[RankAccount]:
         """Return the accounts of one rank more of the step after the first checkpoint: from it, and resharded."""
         original = Run(self.config.run).checkpoint(SAVED)
         size = self.nproc + 1
@@ -117,11 +117,11 @@ class SmokeRuns:
         )  # fmt: skip
 
     @cached_property
-    def adapted(self) -> list[Account]:
+    def adapted(self) -> list[RankAccount]:
         return run_ranks(partial(train_and_report, self._lora), self.nproc)
 
     @cached_property
-    def adapted_again(self) -> list[Account]:
+    def adapted_again(self) -> list[RankAccount]:
         """Return the ranks' accounts of one that resumes it in the middle."""
         middle = Run(self._lora.run).checkpoint(ADAPTED // 2)
         config = replace(self._lora, run=self.scratch / "adapters-again", resume=str(middle))
@@ -159,9 +159,9 @@ class SmokeRuns:
         return torch.randint(self.trained.config.vocab_size, (4, self.config.sequence_length), generator=generator)
 
 
-def run_ranks(task: Callable[..., None], nproc: int) -> list[Account]:
+def run_ranks(task: Callable[..., None], nproc: int) -> list[RankAccount]:
     """Do a task on `nproc` ranks, and return the accounts that they give, in the order of ranks."""
-    heard: list[Account] = []
+    heard: list[RankAccount] = []
     launch(task, nproc, heard.append)
     return sorted(heard, key=lambda account: account.rank)
 

@@ -17,7 +17,7 @@ from ckptkit.training.config import TrainConfig
 from ckptkit.training.metrics import Step
 from ckptkit.training.smoke.adapter_checks import ADAPTER_CHECKS
 from ckptkit.training.smoke.checks import CHECKS
-from ckptkit.training.smoke.rank_tasks import Account
+from ckptkit.training.smoke.rank_tasks import RankAccount
 from ckptkit.training.smoke.runs import SmokeRuns
 from ckptkit.training.smoke.smoke import Check, make, smoke
 from tests.train.test_commands import ckptkit
@@ -41,7 +41,7 @@ def runs(made: Path, tmp_path: Path) -> SmokeRuns:
     return make_runs(tmp_path)
 
 
-def make_runs(root: Path, *, heard: Sequence[Account] = (), resumed: Sequence[Account] = ()) -> SmokeRuns:
+def make_runs(root: Path, *, heard: Sequence[RankAccount] = (), resumed: Sequence[RankAccount] = ()) -> SmokeRuns:
     """A runs in `root`, whose ranks have given these accounts."""
     (root / "room").mkdir(exist_ok=True)
     config = TrainConfig(run=root / "run", untied=True, sequence_length=128)
@@ -62,9 +62,9 @@ def taken(rank: int, number: int, **others: Any) -> Step:
     return Step(step=number, tokens_per_second=1.0, **{**usual, **others})
 
 
-def account(rank: int, *steps: Step, state: tuple[dict[str, Any], dict[str, int]] | None = None) -> Account:
+def account(rank: int, *steps: Step, state: tuple[dict[str, Any], dict[str, int]] | None = None) -> RankAccount:
     """What a rank tells of these steps, and of its state after the fourth."""
-    return Account(rank, steps, {} if state is None else {4: state})
+    return RankAccount(rank, steps, {} if state is None else {4: state})
 
 
 GOOD = [[taken(rank, number) for number in range(1, 9)] for rank in (0, 1)]
@@ -183,7 +183,7 @@ def test_an_export_that_does_not_come_back_is_found(runs: SmokeRuns) -> None:
 
 
 def test_memory_beyond_the_estimate_is_found(runs: SmokeRuns) -> None:
-    runs.first.append(Account(0, parameters=1_000_000, optimizer=2_000_000))
+    runs.first.append(RankAccount(0, parameters=1_000_000, optimizer=2_000_000))
     found = check(runs, "memory as estimated")
     assert found.ok is False
     assert found.detail.startswith("1,000,000 bytes of parameters and 2,000,000 of moments; estimated (2")
