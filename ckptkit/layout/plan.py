@@ -85,7 +85,8 @@ class Plan:
 
     The sources are `src` and `others`: a target without a recipe is copied from the first, or compared with all.
     Of a plan for a part of a destination, `before` and `behind` are the bytes that lie on its two sides.
-    Raises `Usage` for a chunk that has not been located: its bytes are not yet known from their envelope.
+    Raises `Usage` for a chunk that has not been located, since its bytes are not yet known from their envelope, and for
+    a chunk that is lost or unreadable.
     """
 
     src: Layout
@@ -124,9 +125,11 @@ class Plan:
 
 
 def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
-    """Return the error for a chunk that is still in its envelope."""
+    """Return the error for a chunk that is still in its envelope, or whose bytes are not there."""
     message = f"the bytes at {chunk.offset} are an envelope, `{chunk.wrapper}`, and not yet the elements in it"
     hint = "a layout is planned, read and compared after `ckptkit.formats.locate`"
+    if chunk.wrapper is None:
+        message, hint = "the bytes of a chunk are lost or unreadable", "leave the tensor out before planning"
     return Usage(message, path=layout.root / chunk.path, tensor=name, offset=chunk.offset, hint=hint)
 
 
