@@ -74,7 +74,8 @@ class Filled:
 class Account:
     """The account of a salvage: what was lost, what was taken from elsewhere, and what has other copies of its own.
 
-    `source` is the checkpoint that was salvaged.
+    `source` is the checkpoint that was salvaged; `described_by` is the one whose metadata describes its files, if its
+    own is missing.
     """
 
     lost: Sequence[Lost] = ()
@@ -82,16 +83,18 @@ class Account:
     repaired: Sequence[str] = ()
     kept: int = 0
     source: Path = Path()
+    described_by: Path | None = None
 
     @property
     def is_whole(self) -> bool:
         """Return whether all is there, and is the checkpoint's own."""
-        return not (self.lost or self.filled)
+        return not (self.lost or self.filled or self.described_by)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as scripts know it."""
         lost, filled = ([one.to_json() for one in found] for found in (self.lost, self.filled))
-        return {"lost": lost, "filled": filled, "repaired": list(self.repaired)}
+        described = {"described_by": str(self.described_by.absolute())} if self.described_by else {}
+        return {"lost": lost, "filled": filled, "repaired": list(self.repaired), **described}
 
     def to_bytes(self, before: Path | None = None) -> bytes:
         """Return the file that lies in what was salvaged, with that which lay in its source `before`."""
@@ -122,4 +125,6 @@ def describe_account(found: Mapping[str, Any]) -> str:
         for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere"))
         if sizes.get(kind)
     ]
+    if found.get("described_by"):
+        words.append(f"names and shapes from {found['described_by']}")
     return f"salvaged from a damaged checkpoint: {', '.join(words)}"

@@ -65,6 +65,14 @@ class Reader(Protocol):
         Reports whatever is missing, too short or contradicts itself; raises what makes it unreadable.
         """
 
+    def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:  # noqa: ARG002
+        """Return the layout of files at `path` that lack a description, by that of another checkpoint of the same run.
+
+        None if the format cannot, or if the files have a description. Raises `Mismatch` if the files differ from what
+        `other` describes; reports files that are missing or cut short.
+        """
+        return None
+
     def is_bound(self, path: Path) -> bool:  # noqa: ARG002 - most are loaded by any number
         """Return True if its own library loads the checkpoint at `path` with as many ranks only as have written it."""
         return False

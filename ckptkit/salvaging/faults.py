@@ -19,7 +19,8 @@ class Faults:
     names in the checkpoint. `unnamed` are faults of files whose contents nothing tells, and `places` the paths of parts
     that cannot be read at all. `filled` are the absolute paths of chunks that were taken from elsewhere, each with a
     description of the source; no other chunks have absolute paths. `repaired` are names of tensors that have another
-    copy of the same bytes.
+    copy of the same bytes. `described_by` is the checkpoint whose metadata describes the files, if
+    their own is missing.
     """
 
     entries: dict[str, Fault] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class Faults:
     filled: dict[str, str] = field(default_factory=dict)
     filled_entries: dict[str, str] = field(default_factory=dict)
     repaired: dict[str, None] = field(default_factory=dict)
+    described_by: Path | None = None
 
     def note_filled(self, chunks: Iterable[Chunk], source: str) -> None:
         """Note that chunks were taken from elsewhere."""

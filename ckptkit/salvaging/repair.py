@@ -10,7 +10,16 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.part import Part, with_sums
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    IOFailure,
+    Mismatch,
+    Report,
+    Unsafe,
+    Unsupported,
+    translate_os_errors,
+)
 from ckptkit.files.file import is_there
 from ckptkit.layout import Chunk, Fault, Layout, Spec, StoredTensor
 from ckptkit.models.companions import find_companions
@@ -30,10 +39,13 @@ _ROUNDED = "its rounded copy"
 _MASTER = "the master weights"
 
 
-def repair(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: Progress | None) -> Checkpoint:
+def repair(
+    checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, *, jobs: int | None, progress: Progress | None
+) -> Checkpoint:
     """Return a checkpoint with its damage marked as lost in each part, but for what the part has copies of itself.
 
-    Raises what makes the part with the model unreadable as a whole; any other part is left out then.
+    The metadata of `other` describes a part that has none, if everything in the files of that part matches it. Raises
+    what makes the part with the model unreadable as a whole; any other part is left out then.
     """
 
     def look(layout: Layout) -> Survey:
@@ -43,7 +55,7 @@ def repair(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress
     parts = []
     for part in checkpoint.parts:
         try:
-            parts.append(repair_part(part, faults, look))
+            parts.append(repair_part(part, other, faults, look))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
             if part is model:
                 error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
@@ -55,11 +67,11 @@ def repair(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress
     return replace(checkpoint, parts=tuple(parts), strange=())
 
 
-def repair_part(part: Part, faults: Faults, look: Look) -> Part:
+def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look) -> Part:
     """Return a part with what is lost in it marked, and copies in the place of what has any."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
-        read = part.dress(part.reader.read(part.path, reported.append))
+        read = part.dress(read_part(part, other, faults, reported.append))
     unexplained = note_rest(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
     layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, unexplained, why)
@@ -69,6 +81,18 @@ def repair_part(part: Part, faults: Faults, look: Look) -> Part:
     told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
     repaired = with_copies(found.mark(layout), faults, look, told)
     return replace(part, salvaged=replace(repaired, spares={}, absent={}))
+
+
+def read_part(part: Part, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
+    """Return the layout of a part, by the metadata of another checkpoint if the part has none."""
+    if other is not None:
+        alike = (one for one in other.parts if (one.place, one.reader.name) == (part.place, part.reader.name))
+        layouts = (part.reader.read_like(part.path, one.path, report) for one in alike)
+        layout = next(layouts, None)
+        if layout is not None:
+            faults.described_by = other.path
+            return layout
+    return part.reader.read(part.path, report)
 
 
 def manifest_of(part: Part, faults: Faults) -> Manifest | None:

@@ -49,7 +49,8 @@ class Salvage:
         if not kept:
             raise nothing_left(self.checkpoint.path, lost)
         carried, unread = self.readable(conversion.carried)
-        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, self.checkpoint.path)
+        path, described_by = self.checkpoint.path, faults.described_by
+        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by)
         made: Mapping[str, bytes] = conversion.made
         if not (found.is_whole or conversion.is_file):
             made = {**made, NAME: found.to_bytes(carried.pop(NAME, None))}
@@ -100,13 +101,17 @@ def fault_of(path: Path) -> Fault | None:
 
 
 def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Salvage:
-    """Survey a checkpoint, mend it from the copies that it has, and fill the rest from another if one is given."""
+    """Survey a checkpoint, repair it from the copies that it has, and fill the rest from another if one is given."""
     faults, notes = Faults(), list[str]()
-    repaired = repair(checkpoint, faults, jobs=options.jobs, progress=options.progress)
-    if options.fill_from is None:
+    other = None if options.fill_from is None else Checkpoint.open(options.fill_from)
+    if other is not None:
+        check_apart(other, output, options.writer)
+    repaired = repair(checkpoint, other, faults, jobs=options.jobs, progress=options.progress)
+    if other is None:
         return Salvage(repaired, faults, (), notes)
-    other = Checkpoint.open(options.fill_from)
-    check_apart(other, output, options.writer)
+    if faults.described_by is not None:
+        words = "every item in its files has the dtype, shape, length and order that it says"
+        notes.append(f"{checkpoint.path} has no metadata, so that of {faults.described_by} was used: {words}")
     origin = Origin.of(other.path)
     return Salvage(fill(repaired, other, faults, notes), faults, (origin,), notes)
 

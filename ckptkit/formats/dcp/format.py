@@ -56,6 +56,20 @@ class Dcp(Writer):
             check_cover(layout, report)
             return unfold(replace(layout, world_size=count_ranks(layout)), report)
 
+    def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:
+        """Return the layout by the metadata of another checkpoint whose items all match; None if `path` has its own."""
+        if any(map(is_metadata, names_in(path))):
+            return None
+        from ckptkit.formats.dcp.match_items import match_items  # only salvaging needs it
+
+        with collector_paused():
+            plan = self.read_items(other)
+            match_items(path, plan)
+            layout = replace(plan, root=path, descriptions=())
+            check_files(layout, report)
+            check_cover(layout, report)
+            return unfold(replace(layout, world_size=count_ranks(layout)), report)
+
     def read_items(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of a checkpoint as its metadata says it, which is not compared with the files.
 
