@@ -1,4 +1,4 @@
-"""Account for what a salvaged checkpoint lacks, and what was taken from elsewhere: in the result and in a file."""
+"""Account for the tensors that a salvaged checkpoint lost or took from elsewhere, in the result and in a file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DAMAGED = "bytes changed after they were written: their CRC-32 is not that reco
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A tensor or entry that was left out, by its name in the output: why, and the file that has, or had, its bytes.
+    """A tensor or entry that was left out, by its name in the output: the reason, and the file that contained it.
 
-    `boxes` are the parts that are lost, if it is not all. Where nothing says what was in a file, there is no name.
+    `boxes` are the lost parts, empty if all of it is lost. `name` is empty for a file with unknown contents.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Lost:
 
     @property
     def label(self) -> str:
-        """Return its name, with the part that is lost in brackets if it is not all."""
+        """Return its name, with the lost part in brackets unless all of it is lost."""
         if not (self.boxes and self.shape):
             return self.name
         parts = [", ".join(map(span, box.start, box.size, self.shape)) for box in self.boxes]
@@ -43,7 +43,7 @@ class Lost:
         return f"{self.name}[{parts[0]}]" + (f" and {len(parts) - 1} more parts" if parts[1:] else "")
 
     def describe(self, source: Path) -> str:
-        """Return why it was lost, and which file of the checkpoint at `source` it was in."""
+        """Return why it was lost, and the file of the checkpoint at `source` that contained it."""
         why = _DAMAGED if "CRC-32" in self.why else self.why
         if self.path is None:
             return why
@@ -51,7 +51,7 @@ class Lost:
         return f"{self.path.relative_to(source) if is_inside else self.path.name}: {why}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as scripts know it."""
+        """Return it as `--json` prints it."""
         boxes = [{"start": list(box.start), "size": list(box.size)} for box in self.boxes]
         path = None if self.path is None else str(self.path.absolute())
         return {"name": self.name or None, "why": self.why, "path": path, "shape": self.shape, "boxes": boxes}
@@ -59,20 +59,20 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A tensor or entry of which some bytes were taken from elsewhere; `cast` says what dtype they had, if another."""
+    """A tensor or entry with bytes from elsewhere; `cast` tells the dtype that they had, if it was another."""
 
     name: str
     source: str
     cast: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as scripts know it."""
+        """Return it as `--json` prints it."""
         return {"name": self.name, "from": self.source, "cast": self.cast or None}
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The account of a salvage: what was lost, what was taken from elsewhere, and what has other copies of its own.
+    """The account of a salvage: lost tensors, tensors with bytes from elsewhere, and tensors with another copy.
 
     `source` is the checkpoint that was salvaged; `described_by` is the one whose metadata describes its files, if its
     own is missing.
@@ -87,17 +87,17 @@ class Account:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all is there, and is the checkpoint's own."""
+        """Return whether nothing is lost and everything comes from the checkpoint itself."""
         return not (self.lost or self.filled or self.described_by)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as scripts know it."""
+        """Return it as `--json` prints it."""
         lost, filled = ([one.to_json() for one in found] for found in (self.lost, self.filled))
         described = {"described_by": str(self.described_by.absolute())} if self.described_by else {}
         return {"lost": lost, "filled": filled, "repaired": list(self.repaired), **described}
 
     def to_bytes(self, before: Path | None = None) -> bytes:
-        """Return the file that lies in what was salvaged, with that which lay in its source `before`."""
+        """Return the content of the account's file; it includes the account that the source had at path `before`."""
         value = {"source": str(self.source.absolute()), "tensors_kept": self.kept, **self.to_json()}
         earlier = read_account(before.parent) if before else None
         value |= {"before": earlier} if earlier else {}
@@ -109,7 +109,7 @@ def span(start: int, size: int, extent: int) -> str:
 
 
 def read_account(root: Path) -> Mapping[str, Any] | None:
-    """Return what the file in a directory says that was salvaged; None without one that can be read."""
+    """Return the account in a directory; None if there is no readable one."""
     try:
         found = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
     except (Corrupt, IOFailure, Unsafe):
@@ -118,7 +118,7 @@ def read_account(root: Path) -> Mapping[str, Any] | None:
 
 
 def describe_account(found: Mapping[str, Any]) -> str:
-    """Return in words how much an account says was lost, and filled."""
+    """Return a summary of an account: how many tensors were lost and filled."""
     sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
     words = [
         f"{sizes[kind]:,} {what}"

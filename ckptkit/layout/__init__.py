@@ -1,4 +1,4 @@
-"""Say where every byte of a checkpoint lies. Opens no file and names no format."""
+"""Describe where every byte of a checkpoint is: in which file, at which offset, or why in none."""
 
 from __future__ import annotations
 
@@ -179,9 +179,9 @@ class StoredTensor:
 
 
 class Blob(NamedTuple):
-    """An entry that is no tensor: an archive of torch.save, `length` bytes at `offset` of file `path`.
+    """An entry that is not a tensor: an archive of torch.save, `length` bytes at `offset` of file `path`.
 
-    Where it has no bytes to itself, but lies with all others in one pickle, `content` is the pickle of its own value.
+    If it is part of a pickle with other entries, `content` is the pickle of its own value.
     `where` is None if the archive lies there, else `Wrapped` or `Unreadable` as for a `Chunk`. `crc32` is that of all
     its bytes, taken when what is in it was compared with the checksums recorded there.
     """
@@ -233,9 +233,10 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class WriterOptions:
-    """The wishes to a writer: the most bytes in a file, how many ranks are to load it; each heeds its own.
+    """The options of a writer: the most bytes in a file, and how many ranks will load the checkpoint.
 
-    `file` is the name of the one file that is to hold all, where loaders look for that.
+    `file` is the name of the single file to write, if loaders look for that name. A writer ignores options that its
+    format does not have.
     """
 
     max_shard_size: int

@@ -1,4 +1,4 @@
-"""Put copies in the place of lost chunks: replicas of the same bytes, and second copies of whole tensors."""
+"""Replace lost chunks by copies: replicas of the same bytes, and second copies of whole tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ckptkit.tensors.box import Box, find_outside, find_overlap, intersect, subt
 
 
 def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None) -> StoredTensor:
-    """Return a tensor with spare chunks where others are lost or missing; what no chunk covers then is lost.
+    """Return a tensor with spare chunks where others are lost or missing. Elements that no chunk covers are lost.
 
-    `why` is the reason for that, if it is known.
+    `why` is the reason why they are lost, if it is known.
     """
     broken = find_fault(root, tensor)
     if broken is None and not tensor.is_lost:
@@ -40,9 +40,9 @@ def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fau
 
 
 def patch(tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str) -> StoredTensor:
-    """Return a tensor with parts of another one, of the same numbers, in the place of what is lost, where it has them.
+    """Return a tensor in which parts of `other`, a tensor with the same numbers, replace the lost chunks.
 
-    The chunks taken are known by their absolute paths.
+    The chunks of `other` get absolute paths. A chunk stays lost if `other` does not have all of it.
     """
     if other is None or not fits(tensor, other) or any(chunk.wrapper for chunk in other.chunks):
         return tensor
@@ -75,15 +75,15 @@ def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
 
 
 def elsewhere(chunk: Chunk, root: Path) -> Chunk:
-    """Return a chunk of a file in directory `root` as one that can be put among those of other directories."""
+    """Return a chunk of a file in directory `root` with its absolute path, to use it in other layouts."""
     return chunk._replace(path=absolute(root, chunk.path)) if chunk.is_in_file else chunk
 
 
 def absolute(root: Path, name: str) -> str:
-    """Return where a file of directory `root`, which may be several, lies as seen from that of the file system."""
+    """Return the absolute path of a file in `root`, which may consist of several directories."""
     return os.path.abspath(root / name)
 
 
 def names_repaired(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the names of tensors that were not whole, and are."""
+    """Return the names of tensors that were damaged before and are whole now."""
     return [name for name, one in before.items() if after[name] is not one and not after[name].is_lost]

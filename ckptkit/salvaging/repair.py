@@ -42,10 +42,10 @@ _MASTER = "the master weights"
 def repair(
     checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, *, jobs: int | None, progress: Progress | None
 ) -> Checkpoint:
-    """Return a checkpoint with its damage marked as lost in each part, but for what the part has copies of itself.
+    """Return a checkpoint with the damage in each part marked as lost, unless the part has a copy of the same bytes.
 
     The metadata of `other` describes a part that has none, if everything in the files of that part matches it. Raises
-    what makes the part with the model unreadable as a whole; any other part is left out then.
+    the error that makes the part with the model unreadable; leaves out any other unreadable part.
     """
 
     def look(layout: Layout) -> Survey:
@@ -58,7 +58,8 @@ def repair(
             parts.append(repair_part(part, other, faults, look))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
             if part is model:
-                error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
+                if not isinstance(error, Mismatch):  # which hints at another --fill-from
+                    error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
                 raise
             faults.unnamed.append(Fault.of(error.blame(path=part.path)))
             faults.places.append(part.path)
@@ -68,7 +69,7 @@ def repair(
 
 
 def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look) -> Part:
-    """Return a part with what is lost in it marked, and copies in the place of what has any."""
+    """Return a part with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
         read = part.dress(read_part(part, other, faults, reported.append))
@@ -96,7 +97,7 @@ def read_part(part: Part, other: Checkpoint | None, faults: Faults, report: Repo
 
 
 def manifest_of(part: Part, faults: Faults) -> Manifest | None:
-    """Return the manifest of a part; one that is damaged is noted, and none."""
+    """Return the manifest of a part. Notes a damaged one and returns None."""
     try:
         return part.manifest
     except (Corrupt, IOFailure, Unsafe) as error:
@@ -105,7 +106,7 @@ def manifest_of(part: Part, faults: Faults) -> Manifest | None:
 
 
 def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
-    """Note what was reported of tensors that are not in the layout; return what nothing of the layout explains."""
+    """Note the problems of tensors that the layout does not have; return those that nothing in the layout explains."""
     known = {*layout.names, *layout.absent}
     used = {layout.root / path for path in (*layout.paths, *layout.absent.values())}
     explains = bool(layout.absent) or any(not is_there(path) for path in used)
@@ -117,9 +118,9 @@ def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> 
 
 
 def with_absent(layout: Layout, part: Part, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
-    """Return the layout with the tensors that could not be read as lost, if config.json says what shapes they have.
+    """Return the layout with the unreadable tensors as lost ones, if config.json tells their shapes.
 
-    Their dtype is that of most others. What is `unexplained` has all that config.json calls for besides.
+    They get the most frequent dtype. The first `unexplained` fault stands for all other missing parameters.
     """
     config = find_companions(part.path, part.base).config if layout.absent or unexplained else None
     form = form_or_reason({*layout.tensors, *layout.absent}, config) if config else None
@@ -146,9 +147,9 @@ def with_absent(layout: Layout, part: Part, faults: Faults, unexplained: Sequenc
 
 
 def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, Fault]) -> Layout:
-    """Return a layout that has been marked with spare chunks and second copies in the place of what is lost.
+    """Return a marked layout in which spare chunks and second copies replace lost chunks.
 
-    `told` are the reasons that were reported of single tensors.
+    `told` are the reported problems of single tensors.
     """
     root = layout.root
     spares = sound_spares(layout, look)

@@ -1,4 +1,4 @@
-"""Salvage what a conversion is to read: repair its source before, and account for what is lost after."""
+"""Salvage the source of a conversion: repair it before the draft, and account for the lost tensors after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptkit.salvaging.repair import repair
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """A checkpoint with its damage marked, and what there is to say of it."""
+    """A checkpoint with its damage marked, its faults, and remarks for the report."""
 
     checkpoint: Checkpoint
     faults: Faults
@@ -31,9 +31,9 @@ class Salvage:
     notes: list[str] = field(default_factory=list)
 
     def account(self, conversion: Conversion) -> Conversion:
-        """Return a conversion with the account of what is lost to its output, also as a file if that is a directory.
+        """Return a conversion with the account of its lost tensors; an output directory gets the account as a file too.
 
-        Raises `Corrupt` if nothing is left.
+        Raises `Corrupt` if no tensor is left.
         """
         options, faults = conversion.options, self.faults
         lost: list[Lost] = []
@@ -64,14 +64,14 @@ class Salvage:
         )
 
     def readable(self, carried: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
-        """Return the other files that can be read, but for those of parts that are lost, and an account of the rest."""
+        """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""
         places = self.faults.places
         kept = {name: path for name, path in carried.items() if not {path, *path.parents}.intersection(places)}
         unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]
         return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
 
     def unshaped(self, options: ConvertOptions) -> list[tuple[str, Fault]]:
-        """Return what is lost and has no shape, as far as it was asked for."""
+        """Return the faults of lost entries without a shape, if `options` ask for them: name and fault."""
         entries = {} if options.writer.is_model_only else self.faults.entries
         named = [
             (name, fault) for name, fault in {**self.faults.unplaced, **entries}.items() if options.edits.admit(name)
@@ -80,7 +80,7 @@ class Salvage:
 
 
 def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
-    """Return the error for a checkpoint of which no tensor is whole."""
+    """Return the error for a checkpoint without a single whole tensor."""
     named, files = ([one for one in lost if bool(one.name) is has_name] for has_name in (True, False))
     reasons = [one.describe(path) for one in files[:1]]
     if not named:
@@ -117,7 +117,7 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Sa
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:
-    """Return a conversion of what was salvaged once with that account in it, and a word on it."""
+    """Return a conversion that copies the account of an earlier salvage of its source, with a note on it."""
     earlier = read_account(source)
     if earlier is None:
         return conversion

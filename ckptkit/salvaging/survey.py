@@ -22,7 +22,7 @@ class Survey:
     entries: dict[str, CkptError] = field(default_factory=dict)
 
     def explained(self, reported: Iterable[CkptError]) -> Survey:
-        """Return the damage with what was reported of files in the place of what was found by their sizes."""
+        """Return the damage with the problems that were reported of files instead of those found by their sizes."""
         why = {error.path: error for error in reported}
         return replace(self, chunks={place: why.get(error.path, error) for place, error in self.chunks.items()})
 
@@ -40,7 +40,7 @@ class Survey:
 
 
 def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> Survey:
-    """Find all damage in a layout: read every byte of its tensors once. What is lost already is left alone."""
+    """Find all damage in a layout: read every byte of its tensors once, except those of lost chunks."""
     found = look_at_sizes(layout)
     reported: list[CkptError] = []
     located = locate(unpack(found.mark(layout), reported.append), reported.append)
@@ -49,7 +49,7 @@ def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None
         found.entries[str(name)] = error
     for name, i, chunk in numbered(located):
         if chunk.wrapper is not None:
-            unknown = Corrupt("what lies there cannot be read", path=layout.root / chunk.path)
+            unknown = Corrupt("the item there cannot be read", path=layout.root / chunk.path)
             found.chunks[name, i] = told.get((name, chunk.offset), unknown)
     sound = found.mark(located)
     damage = find_damage(sound, jobs=jobs, progress=telling(progress, nbytes_of(sound)))
@@ -61,7 +61,7 @@ def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None
 
 
 def without_files(layout: Layout) -> Layout:
-    """Return the layout with chunks that have no elements in no file: the one that is named may be missing."""
+    """Return the layout with chunks without elements as zeros, since the files that they name may be missing."""
 
     def apart(chunk: Chunk) -> Chunk:
         return chunk if chunk.box.numel else Chunk.of_zeros(chunk.box, chunk.dtype)
@@ -85,7 +85,7 @@ def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
 
 
 def look_at_sizes(layout: Layout) -> Survey:
-    """Return what lies in files that are missing, or behind the end of one."""
+    """Return the chunks and entries of missing files, and those behind the end of a file."""
     found, sizes = Survey(), dict[str, int | CkptError]()
     for name, i, chunk in numbered(layout):
         error = None if chunk.is_lost else problem_of(chunk, layout.root, sizes)
