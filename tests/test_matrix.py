@@ -31,7 +31,7 @@ from ckptkit.conversion.pipeline import write
 from ckptkit.errors import Unsupported
 from ckptkit.files.origin import Origin
 from ckptkit.formats import FORMATS, FormatWriter, get_format, get_writer, locate, writable_formats
-from ckptkit.layout import Layout, Options, Spec, StoredTensor
+from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.ops.convert import convert
 from ckptkit.tensors.dtypes import DTYPES
 from tests import producers
@@ -141,7 +141,7 @@ SOURCES: tuple[Producer, ...] = (
     *(producers.hf_alone, single_file),
 )
 UNHOLDABLE: dict[tuple[Producer, str], str] = {(producers.dtypes, "hf"): "complex128"}
-OPTIONS = (Options(1 << 40), Options(150, world_size=3))
+OPTIONS = (WriterOptions(1 << 40), WriterOptions(150, world_size=3))
 # what is no tensor in sources that their own library does not load whole
 HELD_BESIDE: dict[Producer, Leaves] = {
     producers.no_collectives: {("step",): 7},
@@ -173,7 +173,7 @@ def test_the_table_says_which_formats_are_written() -> None:
 # -- the matrix --------------------------------------------------------------------------------------------------------
 
 
-def write_as(form: str, wanted: Layout, root: Path, options: Options) -> Layout:
+def write_as(form: str, wanted: Layout, root: Path, options: WriterOptions) -> Layout:
     """A checkpoint of all that is in a layout, of which every byte is found."""
     writer = get_writer(form)
     asked = ConvertOptions(to=form, max_shard_size=options.max_shard_size, sync=False, jobs=2)
@@ -189,7 +189,7 @@ def test_every_reader_with_every_writer(produce: Produce, tmp_path: Path, produc
     source = locate(open_layout(made.root))
     if (what := UNHOLDABLE.get((producer, form))) is not None:
         with pytest.raises(Unsupported, match=what):
-            write_as(form, source, tmp_path / "out", Options(1 << 40))
+            write_as(form, source, tmp_path / "out", WriterOptions(1 << 40))
         return
     expected = as_held(state_of(made, producer), form)
     for i, options in enumerate(OPTIONS):
@@ -210,7 +210,7 @@ def test_what_convert_keeps(produce: Produce, tmp_path: Path, producer: Producer
 def test_what_was_written_is_read_again(produce: Produce, tmp_path: Path, producer: Producer, first: str) -> None:
     made = produce(producer)
     expected = as_held(state_of(made, producer), first)
-    once = write_as(first, locate(open_layout(made.root)), tmp_path / "once", Options(150, world_size=3))
+    once = write_as(first, locate(open_layout(made.root)), tmp_path / "once", WriterOptions(150, world_size=3))
     for form, (i, options) in product(WRITERS, enumerate(OPTIONS)):
         out = tmp_path / f"{form}-{i}"
         write_as(form, once, out, options)
@@ -235,7 +235,7 @@ def test_any_chunks_through_every_writer(form: str, data: st.DataObject) -> None
             boxes = data.draw(tilings(shape))
             chunks = [files.put(numbers[name], box, dtype, order=data.draw(orders)) for box in boxes]
             stored[name] = StoredTensor(Spec(dtype, shape), tuple(chunks))
-        options = Options(data.draw(st.integers(1, 200)), world_size=data.draw(st.integers(1, 6)))
+        options = WriterOptions(data.draw(st.integers(1, 200)), world_size=data.draw(st.integers(1, 6)))
         made = write_as(form, files.layout(**stored), Path(home, "dst"), options)
         assert made.specs == {name: tensor.spec for name, tensor in stored.items()}
         for name in stored:

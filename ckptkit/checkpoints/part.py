@@ -113,7 +113,7 @@ def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
     if crc is None or len(tensor.chunks) != 1:
         return tensor
     (chunk,) = tensor.chunks
-    is_plain = chunk.wrapper is None and chunk.strides is None and chunk.dtype == tensor.spec.dtype
+    is_plain = chunk.where is None and chunk.strides is None and chunk.dtype == tensor.spec.dtype
     if chunk.crc32 is not None or chunk.run is not None or not is_plain or chunk.box != whole(tensor.spec.shape):
         return tensor
     return replace(tensor, chunks=(chunk._replace(crc32=crc),))

@@ -16,7 +16,7 @@ from ckptkit.destinations.allocation import create_file, make_folder, write_file
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, translate_os_errors
 from ckptkit.formats import FormatWriter
-from ckptkit.layout import Chunk, Extent, Layout, NewFile, Place, edits
+from ckptkit.layout import Chunk, Extent, FileOffset, Layout, NewFile, edits
 
 
 def create_files(root: Path, files: Iterable[NewFile], *, anew: bool) -> None:
@@ -44,7 +44,7 @@ def read_made(writer: FormatWriter, root: Path, tensors: Collection[str], entrie
     return made
 
 
-def seal(writer: FormatWriter, made: Layout, checksums: Mapping[Place, int]) -> None:
+def seal(writer: FormatWriter, made: Layout, checksums: Mapping[FileOffset, int]) -> None:
     """Write the bytes that had to wait for the data, such as checksums in headers.
 
     `checksums` has the CRC-32 of every chunk of `made`. Raises `Corrupt` if the format's own library reads something
@@ -56,7 +56,7 @@ def seal(writer: FormatWriter, made: Layout, checksums: Mapping[Place, int]) -> 
 
 def write_manifest(
     made: Layout,
-    checksums: Mapping[Place, int],
+    checksums: Mapping[FileOffset, int],
     names: Iterable[str],
     *,
     anew: bool,
@@ -72,7 +72,7 @@ def write_manifest(
     write_file(made.root / NAME, Manifest(sums, sums_of_tensors(made, checksums), source).to_bytes(), anew=anew)
 
 
-def extents_of(made: Layout, checksums: Mapping[Place, int]) -> Iterator[Extent]:
+def extents_of(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[Extent]:
     """Yield the bytes of each chunk and blob that has a checksum."""
     for name, stored in made.stored:
         offset, length = stored.bytes if isinstance(stored, Chunk) else (stored.offset, stored.length)
@@ -80,7 +80,7 @@ def extents_of(made: Layout, checksums: Mapping[Place, int]) -> Iterator[Extent]
             yield Extent(stored.path, offset, length, checksums[stored.path, offset], name)
 
 
-def sums_of_tensors(made: Layout, checksums: Mapping[Place, int]) -> dict[str, int]:
+def sums_of_tensors(made: Layout, checksums: Mapping[FileOffset, int]) -> dict[str, int]:
     """Return by name the CRC-32 of each tensor that lies in one chunk: 0, that of no bytes, of an empty one."""
     whole = {name: tensor.chunks[0] for name, tensor in made.tensors.items() if len(tensor.chunks) == 1}
     return {name: checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}

@@ -10,9 +10,9 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.conversion.account import describe_account
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, format_count
-from ckptkit.salvaging.account import describe_account
 
 if TYPE_CHECKING:
     from ckptkit.adapters.summary import InspectedAdapter

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckptkit.cli.output import count, note
+from ckptkit.conversion.account import NAME, Account, Filled, Lost
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.salvaging.account import NAME, Account, Filled, Lost
 
 _MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")

@@ -18,7 +18,7 @@ from ckptkit.errors import Unsupported, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import LOST, Blob, KeyPath, Layout, Spec, edits
+from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
 from ckptkit.names.parameters import is_list_of_parameters, rename_parameters, way_in_optimizer
 from ckptkit.names.weights import Weights, find_weights, summarise
 from ckptkit.names.wrappers import own_name
@@ -164,6 +164,6 @@ def with_steps(layout: Layout, step: int | None) -> Layout:
     """Return the layout with the number of steps made, if it has none and the checkpoint's name says it."""
     if step is None or STEPS in layout.names:
         return layout
-    path = next(place.path for _, place in layout.stored if LOST not in place.path)
+    path = next(place.path for _, place in layout.stored if place.path)
     blobs = {**layout.blobs, STEPS: Blob(path, 0, 0, dump(step))}
     return replace(layout, blobs=blobs, keys={**layout.keys, STEPS: (STEPS,)})

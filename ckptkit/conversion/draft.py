@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckptkit.checkpoints.manifest import source_of
+from ckptkit.conversion.account import Account
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.other_files import read_files
@@ -20,11 +21,10 @@ from ckptkit.files.joined import roots_of
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import FormatWriter, locate, unpack
-from ckptkit.layout import Layout, NewFile, Options, StoredTensor
+from ckptkit.layout import Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
 from ckptkit.names.weights import LeftOut
-from ckptkit.salvaging.account import Account
 from ckptkit.tensors.box import whole
 from ckptkit.version import __version__
 
@@ -62,7 +62,7 @@ class Draft:
             given = with_lost_operands(sources, more.get("recipes", {}))
             sources = [without_lost(source)[0] for source in (given, *sources[1:])]
         unpacked = tuple(map(unpack, sources))
-        files = options.writer.arrange(unpacked[0], Options(options.max_shard_size, world_size, file))
+        files = options.writer.arrange(unpacked[0], WriterOptions(options.max_shard_size, world_size, file))
         remarks = tuple(options.writer.remarks(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(read_files(layout)))
         more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}

@@ -17,7 +17,7 @@ from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch
 from ckptkit.files.file import opening, read_at
 from ckptkit.formats import locate
-from ckptkit.layout import Chunk, Layout, Place
+from ckptkit.layout import Chunk, FileOffset, Layout
 from ckptkit.layout.plan import Plan, Recipe, make_plan, needed, same
 from ckptkit.tensors.box import Box
 
@@ -74,7 +74,7 @@ def join(sources: Sequence[Layout], made: Layout, recipes: Mapping[str, Recipe])
 
 def check_ties(plan: Plan) -> None:
     """Raise `Mismatch` if tensors that share their bytes in the destination are made of others in a source."""
-    made_of: dict[tuple[int, Place], list[tuple[int, Box, Chunk]]] = {}
+    made_of: dict[tuple[int, FileOffset], list[tuple[int, Box, Chunk]]] = {}
     for target in plan.targets:
         for number, source in enumerate(plan.sources):
             found = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]

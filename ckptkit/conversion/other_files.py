@@ -9,7 +9,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import translate_os_errors
 from ckptkit.files.folders import children
 from ckptkit.formats import get_format
-from ckptkit.layout import ZEROS, Layout
+from ckptkit.layout import Layout
 from ckptkit.trainers import is_kept
 
 
@@ -48,7 +48,7 @@ def is_left(name: str, beside: Iterable[str]) -> bool:
 
 def read_files(layout: Layout) -> set[str]:
     """Return the names of the files that a layout is read from: those with its bytes, and those that describe it."""
-    return {item.path for _, item in layout.stored if item.path != ZEROS} | set(layout.descriptions)
+    return layout.paths | set(layout.descriptions)
 
 
 def own_files(layout: Layout) -> list[Path]:

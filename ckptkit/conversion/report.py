@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckptkit.conversion.account import Account
 from ckptkit.conversion.draft import Conversion
 from ckptkit.destinations.allocation import free_bytes
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import LeftOut
-from ckptkit.salvaging.account import Account
 
 Written = tuple[Sequence[Copied], Sequence[Ledger]]  # of each draft, where all is finished
 

@@ -13,6 +13,7 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, rewrite
 from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure, Unsafe, Unsupported
+from ckptkit.layout import Chunk
 
 Damage = Mapping[Path, Sequence[CkptError]]
 
@@ -73,8 +74,11 @@ def can_be_salvaged(part: Part, *, is_filled: bool) -> bool:
         }
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return False
-    ends = ([chunk.offset + chunk.length <= sizes[chunk.path] for chunk in t.chunks] for t in layout.tensors.values())
-    return is_filled or any(map(all, ends))
+
+    def is_there(chunk: Chunk) -> bool:
+        return chunk.is_in_file and chunk.offset + chunk.length <= sizes[chunk.path]
+
+    return is_filled or any(all(map(is_there, tensor.chunks)) for tensor in layout.tensors.values())
 
 
 def size_of(path: Path) -> int:

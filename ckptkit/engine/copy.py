@@ -23,7 +23,7 @@ from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import combine, crc32
-from ckptkit.layout import ZEROS, Chunk, Piece, Place
+from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.plan import Plan, Recipe
 from ckptkit.tensors.blocks import span_of
 
@@ -35,7 +35,7 @@ ByteRun = tuple[int, Chunk, int, int]  # where in the block, of which chunk, whe
 class Copied:
     """The CRC-32 of each chunk written, and how many source bytes had one to compare with."""
 
-    checksums: Mapping[Place, int]
+    checksums: Mapping[FileOffset, int]
     checked_bytes: int
     unchecked_bytes: int
 
@@ -132,7 +132,7 @@ def copy_unchanged(worker: Worker, block: Block) -> int | None:
     whole = 0
     for at, chunk, start, length in runs:
         crc = copy_run(worker, chunk, start, length, target.path, begin + at)
-        worker.pieces[0].append(Piece(chunk, start, length, crc))
+        worker.pieces[0].append(ReadRun(chunk, start, length, crc))
         whole = combine(whole, crc, length)
     return whole
 
@@ -146,7 +146,7 @@ def runs_of(block: Block) -> list[ByteRun] | None:
     runs: list[ByteRun] = []
     for chunk, part in parts:
         here, there = span_of(part, block.box, None), span_of(part, chunk.box, chunk.strides)
-        if not (here.is_run and there.is_run and chunk.dtype == dtype) or chunk.path == ZEROS:
+        if not (here.is_run and there.is_run and chunk.dtype == dtype) or chunk.is_zeros:
             return None
         runs.append((here.start * dtype.itemsize, chunk, there.start * dtype.itemsize, here.length * dtype.itemsize))
     return sorted(runs)
@@ -214,7 +214,7 @@ def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Co
     """
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
-    checksums: dict[Place, int] = {}
+    checksums: dict[FileOffset, int] = {}
     for target in plan.targets:
         crc = ledger.written.whole(place_of(target.chunk), target.chunk.bytes[1])
         if crc is None:

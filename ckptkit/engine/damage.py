@@ -11,7 +11,7 @@ from ckptkit.engine.blocks import Block
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.errors import CkptError, Corrupt, IOFailure
 from ckptkit.files.crc32 import Checksums, crc32, tell_damage
-from ckptkit.layout import ZEROS, Chunk, Layout
+from ckptkit.layout import Chunk, Layout
 from ckptkit.layout.plan import plan_bytes
 
 Run = tuple[str, int, int]  # a file, and the offset and length of bytes in it that have a checksum together
@@ -62,7 +62,7 @@ def runs_in(layout: Layout) -> Iterator[tuple[Run, int | None]]:
     """Yield each run of bytes that a layout has tensors in, with the CRC-32 that is recorded for it."""
     for tensor in layout.tensors.values():
         for chunk in tensor.chunks:
-            if chunk.box.numel and chunk.path != ZEROS and not chunk.is_lost:
+            if chunk.box.numel and chunk.is_in_file:
                 yield run_of(chunk), chunk.crc32
 
 

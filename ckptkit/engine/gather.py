@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import OpenFiles
 from ckptkit.files.path import RemotePath
-from ckptkit.layout import ZEROS, Chunk, Piece
+from ckptkit.layout import Chunk, ReadRun
 from ckptkit.tensors.blocks import span_of
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
@@ -37,12 +37,12 @@ class Gatherer:
         """Return a block's worth of bytes, for elements that are not yet in place."""
         return memoryview(bytearray(BLOCK_BYTES))
 
-    def fill(self, parts: Iterable[tuple[Chunk, Box]], box: Box, dtype: DType, out: memoryview) -> list[Piece]:
+    def fill(self, parts: Iterable[tuple[Chunk, Box]], box: Box, dtype: DType, out: memoryview) -> list[ReadRun]:
         """Put the elements of `box`, which `parts` tile with a box of a chunk each, into `out`: row-major, as `dtype`.
 
         Returns the runs of bytes that were read in one piece.
         """
-        pieces: list[Piece] = []
+        pieces: list[ReadRun] = []
         for chunk, part in parts:
             here = span_of(part, box, None)
             there = span_of(part, chunk.box, chunk.strides)
@@ -55,18 +55,18 @@ class Gatherer:
                 pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).fill(part, box, out))
         return pieces
 
-    def read_into(self, chunk: Chunk, start: int, target: memoryview) -> Piece:
+    def read_into(self, chunk: Chunk, start: int, target: memoryview) -> ReadRun:
         """Fill `target` with the chunk's bytes from `start`, as they lie, or with zeros."""
-        if chunk.path == ZEROS:
+        if chunk.is_zeros:
             target[:] = bytes(len(target))
-            return Piece(chunk, start, len(target), crc32(target))
+            return ReadRun(chunk, start, len(target), crc32(target))
         file, offset = self.files[chunk.path], chunk.offset + start
         crc = 0
         for at in range(0, len(target), self.step):
             part = target[at : at + self.step]
             file.read_into(part, offset + at)
             crc = crc32(part, crc)
-        return Piece(chunk, start, len(target), crc)
+        return ReadRun(chunk, start, len(target), crc)
 
     def load(self, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes of a file from `offset`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.files.crc32 import Checksums
-from ckptkit.layout import Chunk, Piece, Place
+from ckptkit.layout import Chunk, FileOffset, ReadRun
 
 SourcePlace = tuple[int, str, int]  # a source's number in the plan, a file and an offset in it
 
@@ -20,7 +20,7 @@ class Ledger:
     """
 
     read: Checksums[SourcePlace] = field(default_factory=Checksums)
-    written: Checksums[Place] = field(default_factory=Checksums)
+    written: Checksums[FileOffset] = field(default_factory=Checksums)
     noted: set[str] = field(default_factory=set)
 
     def add(self, other: Ledger) -> None:
@@ -31,7 +31,7 @@ class Ledger:
             self.written.add(target, *piece)
         self.noted |= other.noted
 
-    def add_read(self, number: int, pieces: Iterable[Piece]) -> None:
+    def add_read(self, number: int, pieces: Iterable[ReadRun]) -> None:
         """Enter what was read of the source of this number."""
         for piece in pieces:
             path, offset, start = place_in_run(piece.chunk, piece.start)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.layout import Chunk, Piece
+from ckptkit.layout import Chunk, ReadRun
 from ckptkit.tensors.blocks import halve, row_major, span_of
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.casting import cast
 from ckptkit.tensors.dtypes import DType
 
 Array = NDArray[Any]
-Read = Callable[[Chunk, int, memoryview], Piece]  # fills a buffer with a chunk's bytes from the given one on
+Read = Callable[[Chunk, int, memoryview], ReadRun]  # fills a buffer with a chunk's bytes from the given one on
 
 _SMALL_SPAN = 1 << 16  # bytes that are cheaper to read with others between than one by one
 _RAW = {size: np.dtype(f"u{size}" if size <= 8 else f"V{size}") for size in (1, 2, 4, 8, 16)}
@@ -31,7 +31,7 @@ class Rearrangement:
     chunk: Chunk
     dtype: DType
 
-    def fill(self, part: Box, box: Box, out: memoryview) -> Iterator[Piece]:
+    def fill(self, part: Box, box: Box, out: memoryview) -> Iterator[ReadRun]:
         """Put the elements of `part` of the chunk where they belong in `out`, which holds those of `box` row-major.
 
         Yields what was read in one piece.
@@ -39,7 +39,7 @@ class Rearrangement:
         whole = np.frombuffer(out, _RAW[self.dtype.itemsize], box.numel).reshape(box.size)
         yield from self._fill(part, view_of(whole, part, box))
 
-    def _fill(self, part: Box, view: Array) -> Iterator[Piece]:
+    def _fill(self, part: Box, view: Array) -> Iterator[ReadRun]:
         """Fill `view` with the elements of `part`, in as few reads as their order in the chunk allows."""
         chunk, itemsize = self.chunk, self.chunk.dtype.itemsize
         span = span_of(part, chunk.box, chunk.strides)

@@ -19,7 +19,7 @@ from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.errors import CkptError, Report
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import OpenFiles, read_at
-from ckptkit.layout import Extent, Place
+from ckptkit.layout import Extent, FileOffset
 from ckptkit.layout.plan import plan_bytes
 
 Progress = Callable[[int], None]
@@ -30,7 +30,7 @@ _PAGE = 4096  # bytes
 class Scanned:
     """The CRC-32 of every extent and of every file that could be read whole."""
 
-    extents: Mapping[Place, int]
+    extents: Mapping[FileOffset, int]
     files: Mapping[str, int]
 
 
@@ -47,7 +47,7 @@ def scan(
 
     Reports files that cannot be read, and extents that overlap; compares nothing. `progress` is told of bytes read.
     """
-    parts: Checksums[Place] = Checksums()
+    parts: Checksums[FileOffset] = Checksums()
     wholes: Checksums[str] = Checksums()
     regions = {path: cut(root, path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
 

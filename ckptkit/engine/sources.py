@@ -10,7 +10,7 @@ from ckptkit.collector import collector_paused
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import tell_damage
-from ckptkit.layout import ZEROS, Chunk, Piece, Place
+from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.plan import Copy, Plan, Target, in_order, itself
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
@@ -30,7 +30,7 @@ class Sources:
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
         copies = ((name_of(target, copy), copy) for target in plan.targets for copy in target.copies)
-        runs = {source_place(copy): (name, copy.src) for name, copy in copies if copy.src.path != ZEROS}
+        runs = {source_place(copy): (name, copy.src) for name, copy in copies if copy.src.where is None}
         self._waiting = {place: run for place, run in runs.items() if run[1].crc32 is not None}
         self._read = ledger.read
         self._asked = count_asked(plan, runs)
@@ -43,7 +43,7 @@ class Sources:
         """Return the bytes of what is read that have not been compared with a CRC-32."""
         return sum(self._asked.values()) - self.checked_bytes
 
-    def note(self, pieces: Sequence[Iterable[Piece]]) -> None:
+    def note(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
         """Account for what was read of each source; compare the CRC-32 of each run that is whole with this.
 
         Raises `Corrupt` for one that differs.
@@ -94,7 +94,7 @@ def count_asked(plan: Plan, runs: Mapping[SourcePlace, tuple[str, Chunk]]) -> Co
     """Return the bytes of each run that are asked for: of a chunk by itself all, of one with others those read."""
     asked: Counter[SourcePlace] = Counter()
     for copy in plan.copies:
-        if copy.src.run is not None and copy.src.path != ZEROS:
+        if copy.src.run is not None and copy.src.where is None:
             asked[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
     for place, (_, chunk) in runs.items():
         _, length = chunk.bytes
@@ -111,6 +111,6 @@ def source_place(copy: Copy) -> SourcePlace:
     return copy.source, copy.src.path, copy.src.bytes[0]
 
 
-def place_of(chunk: Chunk) -> Place:
+def place_of(chunk: Chunk) -> FileOffset:
     """Return the file and offset by which the bytes of a chunk, or those that it was cut out of, are known."""
     return chunk.path, chunk.bytes[0]

@@ -16,13 +16,13 @@ from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import CkptError, Report, refuse
 from ckptkit.files.file import OpenFiles
-from ckptkit.layout import Piece
+from ckptkit.layout import ReadRun
 from ckptkit.layout.plan import Plan
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
 Seen = TypeVar("Seen")
-Pieces = Sequence[Sequence[Piece]]  # what was read of each source in one piece
+Pieces = Sequence[Sequence[ReadRun]]  # what was read of each source in one piece
 
 
 class Worker:
@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self, plan: Plan) -> None:
         self.sources = [Gatherer(layout.root) for layout in plan.sources]
-        self.pieces: list[list[Piece]] = [[] for _ in self.sources]  # read for the block at hand
+        self.pieces: list[list[ReadRun]] = [[] for _ in self.sources]  # read for the block at hand
         self._buffers: dict[int, memoryview] = {}
         self._held: dict[int, tuple[str, Box]] = {}  # of operands: the target and the box that is in the buffer
         self.files = OpenFiles(plan.dst.root, writable=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse, translate_os_errors
-from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 
 class FormatReader(Protocol):
@@ -65,6 +65,14 @@ class FormatReader(Protocol):
         Reports whatever is missing, too short or contradicts itself; raises what makes it unreadable.
         """
 
+    def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:  # noqa: ARG002
+        """Return the layout of files at `path` that lack a description, by that of another checkpoint of the same run.
+
+        None if the format cannot, or if the files have a description. Raises `Mismatch` if the files differ from what
+        `other` describes; reports files that are missing or cut short.
+        """
+        return None
+
     def is_bound(self, path: Path) -> bool:  # noqa: ARG002 - most are loaded by any number
         """Return True if its own library loads the checkpoint at `path` with as many ranks only as have written it."""
         return False
@@ -91,14 +99,14 @@ class FormatWriter(FormatReader, Protocol):
     suffixes: tuple[str, ...] = ()
     needs_names: bool = False
 
-    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files for the tensors and blobs of `wanted`: final names and sizes, all but the data."""
 
     def remarks(self, wanted: Layout) -> Iterable[str]:  # noqa: ARG002 - most have nothing to say
         """Return in words how what `arrange` makes of `wanted` is of another kind than that."""
         return ()
 
-    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterable[tuple[str, Part]]:  # noqa: ARG002
+    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterable[tuple[str, Patch]]:  # noqa: ARG002
         """Return what is to be written, by file, when the data is there: `checksums` has the CRC-32 of each chunk."""
         return ()
 
@@ -118,5 +126,5 @@ class EntryWriter(FormatWriter, Protocol):
     def entries_file(self, rank: int) -> str:
         """Return the name of the file for the entries of a rank. One that the format does not own goes in the end."""
 
-    def embed(self, wanted: Layout, options: Options) -> Iterable[tuple[str, Part]]:
+    def embed(self, wanted: Layout, options: WriterOptions) -> Iterable[tuple[str, Patch]]:
         """Return what is to be written, by file, for the blobs of `wanted` to be in the checkpoint, before `seal`."""

@@ -1,4 +1,4 @@
-"""Say where every byte of a checkpoint lies. Opens no file and names no format."""
+"""Describe where every byte of a checkpoint is: in which file, at which offset, or why in none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap, whole
 from ckptkit.tensors.dtypes import DType
 
@@ -37,20 +37,46 @@ class Spec:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
-ZEROS = ""  # the path of a chunk that lies in no file: all its elements are zero
-NOWHERE = 1 << 62  # the offset of a chunk whose file cannot be read: no file is as long
-LOST = "\0"  # begins the path of a chunk whose bytes are gone, before the number of the fault, by whoever found it
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """The bytes are inside an envelope of this name; `offset` and `length` of the chunk are the envelope's."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """All elements are zero, and no file has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """The file is missing or cannot be read, as its reader has reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why bytes are lost, and the file that should contain them, if that is known."""
+
+    why: str
+    path: Path | None
+
+    @classmethod
+    def of(cls, error: CkptError) -> Fault:
+        return cls(error.message, error.path)
 
 
 class Chunk(NamedTuple):
     """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
 
-    Row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
-    recorded over those bytes, None where none was; of a box that was cut out of a chunk it is over that chunk's, which
-    are the `run`: their offset and length. While `wrapper` is set the bytes are still inside an
-    envelope of that name, and `offset` and `length` are the envelope's: the reader's `locate` opens it, and no plan is
-    made before. A chunk whose path is `ZEROS` lies in no file; no file that a checkpoint names may be called so.
-    One with `LOST` in its path has lost its bytes: its tensor is left out before anything is planned.
+    The elements are row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
+    recorded over those bytes, None if it recorded none. For a box that was cut out of a chunk, the checksum is over the
+    bytes of that chunk: the `run`, an offset and a length.
+
+    `where` is None if the bytes lie there as they are. Otherwise it says where they are instead: `Wrapped` in an
+    envelope, which the reader's `locate` opens before anything is planned; nowhere, as they are `Zeros`; in an
+    `Unreadable` file; or lost by a `Fault`. A tensor that has a lost chunk is left out before anything is planned. A
+    chunk that no file contains has the path "", and an `offset` that only tells it from other chunks.
     """
 
     box: Box
@@ -60,8 +86,23 @@ class Chunk(NamedTuple):
     dtype: DType
     strides: Shape | None = None
     crc32: int | None = None
-    wrapper: str | None = None
+    where: Wrapped | Zeros | Unreadable | Fault | None = None
     run: tuple[int, int] | None = None
+
+    @classmethod
+    def of_zeros(cls, box: Box, dtype: DType, offset: int = 0) -> Chunk:
+        """Return a chunk of zeros; `offset` tells it from other zeros."""
+        return cls(box, "", offset, box.numel * dtype.itemsize, dtype, where=Zeros())
+
+    @classmethod
+    def unreadable(cls, box: Box, path: str, dtype: DType) -> Chunk:
+        """Return a chunk of a file that is missing or cannot be read, which its reader has reported."""
+        return cls(box, path, 0, box.numel * dtype.itemsize, dtype, where=Unreadable())
+
+    @classmethod
+    def lost(cls, box: Box, dtype: DType, fault: Fault) -> Chunk:
+        """Return a chunk whose bytes are lost."""
+        return cls(box, "", 0, box.numel * dtype.itemsize, dtype, where=fault)
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -69,9 +110,26 @@ class Chunk(NamedTuple):
         return self.run or (self.offset, self.length)
 
     @property
+    def wrapper(self) -> str | None:
+        """Return the name of the envelope that the bytes are in."""
+        return self.where.name if isinstance(self.where, Wrapped) else None
+
+    @property
+    def is_in_file(self) -> bool:
+        """Return whether a file contains the bytes, perhaps inside an envelope."""
+        return self.where is None or isinstance(self.where, Wrapped)
+
+    @property
+    def is_zeros(self) -> bool:
+        return isinstance(self.where, Zeros)
+
+    @property
+    def is_unreadable(self) -> bool:
+        return isinstance(self.where, Unreadable)
+
+    @property
     def is_lost(self) -> bool:
-        """Return whether its bytes are gone."""
-        return LOST in self.path
+        return isinstance(self.where, Fault)
 
     @property
     def start(self) -> Shape:
@@ -84,7 +142,7 @@ class Chunk(NamedTuple):
         return self.box.size
 
 
-class Piece(NamedTuple):
+class ReadRun(NamedTuple):
     """A run of bytes of a chunk that were read as they lie: `length` of them from `start`, and their CRC-32."""
 
     chunk: Chunk
@@ -110,9 +168,9 @@ class StoredTensor:
         return any(chunk.is_lost for chunk in self.chunks)
 
     @property
-    def is_nowhere(self) -> bool:
-        """Return whether any of it was in a file that cannot be read, as its reader knows."""
-        return any(chunk.offset >= NOWHERE for chunk in self.chunks)
+    def is_unreadable(self) -> bool:
+        """Return whether any of it was in a file that cannot be read, as its reader has reported."""
+        return any(chunk.is_unreadable for chunk in self.chunks)
 
     @property
     def shape_of_chunks(self) -> Shape:
@@ -121,19 +179,29 @@ class StoredTensor:
 
 
 class Blob(NamedTuple):
-    """An entry that is no tensor: an archive of torch.save, `length` bytes at `offset` of file `path`.
+    """An entry that is not a tensor: an archive of torch.save, `length` bytes at `offset` of file `path`.
 
-    Where it has no bytes to itself, but lies with all others in one pickle, `content` is the pickle of its own value.
-    While `wrapper` is set the archive is inside an envelope of that name. `crc32` is that of all its bytes, taken when
-    what is in it was compared with the checksums recorded there.
+    If it is part of a pickle with other entries, `content` is the pickle of its own value.
+    `where` is None if the archive lies there, else `Wrapped` or `Unreadable` as for a `Chunk`. `crc32` is that of all
+    its bytes, taken when what is in it was compared with the checksums recorded there.
     """
 
     path: str
     offset: int
     length: int
     content: bytes | None = None
-    wrapper: str | None = None
+    where: Wrapped | Unreadable | None = None
     crc32: int | None = None
+
+    @property
+    def wrapper(self) -> str | None:
+        """Return the name of the envelope that the archive is in."""
+        return self.where.name if isinstance(self.where, Wrapped) else None
+
+    @property
+    def is_in_file(self) -> bool:
+        """Return whether a file contains it that can be read."""
+        return not isinstance(self.where, Unreadable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +215,8 @@ class Extent:
     name: str
 
 
-Place = tuple[str, int]  # a file and an offset in it: what tells one chunk from another
-Part = tuple[int, bytes]  # bytes, and the offset in a file that they lie at
+FileOffset = tuple[str, int]  # a file and an offset in it: tells one chunk from another
+Patch = tuple[int, bytes]  # bytes, and their offset in a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +228,15 @@ class NewFile:
 
     name: str
     nbytes: int
-    parts: Iterable[Part]
+    parts: Iterable[Patch]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The wishes to a writer: the most bytes in a file, how many ranks are to load it; each heeds its own.
+class WriterOptions:
+    """The options of a writer: the most bytes in a file, and how many ranks will load the checkpoint.
 
-    `file` is the name of the one file that is to hold all, where loaders look for that.
+    `file` is the name of the single file to write, if loaders look for that name. A writer ignores options that its
+    format does not have.
     """
 
     max_shard_size: int
@@ -185,9 +254,9 @@ class Layout:
     not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
     copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are.
 
-    Of what is damaged a reader may say more, where its problems are reported and not raised: chunks of files that are
-    missing or cannot be read lie `nowhere`; `spares` are further copies of chunks, by the names of their tensors, and
-    `absent` the names of tensors that could not be read, each with the file that it should lie in.
+    A reader that reports problems instead of raising them also describes what is damaged: chunks of files that are
+    missing or cannot be read are `Unreadable`; `spares` are further copies of chunks, by the names of their tensors;
+    `absent` are the names of tensors that could not be read, each with the file that should contain it.
     """
 
     root: Path
@@ -226,6 +295,11 @@ class Layout:
         yield from self.blobs.items()
 
     @property
+    def paths(self) -> set[str]:
+        """Return the names of the files that contain its chunks and blobs, or should contain them."""
+        return {place.path for _, place in self.stored if place.path}
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Return the name of every tensor, then of every blob."""
         return (*self.tensors, *self.blobs)
@@ -233,11 +307,6 @@ class Layout:
     def key(self, name: str) -> KeyPath:
         """Return the recorded way to `name` through the producer's nested dict."""
         return self.keys.get(name, (name,))
-
-
-def nowhere(box: Box, path: str, dtype: DType) -> Chunk:
-    """Return a chunk of a file that is missing or cannot be read, which its reader has reported."""
-    return Chunk(box, path, NOWHERE, box.numel * dtype.itemsize, dtype)
 
 
 def check_cover(layout: Layout, report: Report = refuse) -> None:

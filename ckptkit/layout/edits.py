@@ -98,6 +98,6 @@ def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
 
 
 def without_lost(layout: Layout) -> tuple[Layout, dict[str, StoredTensor]]:
-    """Return the tensors that are whole, and apart from them those of which bytes are lost."""
+    """Return the layout without its lost tensors, and the lost tensors."""
     lost = {name: t for name, t in layout.tensors.items() if t.is_lost}
     return select(layout, lambda name: name not in lost), lost

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.layout import Blob, Chunk, Layout, Place, Spec, StoredTensor
+from ckptkit.layout import Blob, Chunk, FileOffset, Layout, Spec, StoredTensor
 from ckptkit.layout.axes import resplit, unsplit
 from ckptkit.tensors.box import Box, BoxIndex, whole
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -85,7 +85,8 @@ class Plan:
 
     The sources are `src` and `others`: a target without a recipe is copied from the first, or compared with all.
     Of a plan for a part of a destination, `before` and `behind` are the bytes that lie on its two sides.
-    Raises `Usage` for a chunk that has not been located: its bytes are not yet known from their envelope.
+    Raises `Usage` for a chunk that has not been located, since its bytes are not yet known from their envelope, and for
+    a chunk that is lost or unreadable.
     """
 
     src: Layout
@@ -97,10 +98,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for target in self.targets:
-            if target.chunk.wrapper is not None:
+            if target.chunk.where is not None:
                 raise not_located(self.dst, target.chunk, target.name)
             for copy in target.copies:
-                if copy.src.wrapper is not None:
+                if not (copy.src.where is None or copy.src.is_zeros):
                     raise not_located(self.sources[copy.source], copy.src, target.name)
 
     @property
@@ -124,9 +125,11 @@ class Plan:
 
 
 def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
-    """Return the error for a chunk that is still in its envelope."""
+    """Return the error for a chunk that is still in its envelope, or whose bytes are not there."""
     message = f"the bytes at {chunk.offset} are an envelope, `{chunk.wrapper}`, and not yet the elements in it"
     hint = "a layout is planned, read and compared after `ckptkit.formats.locate`"
+    if chunk.wrapper is None:
+        message, hint = "the bytes of a chunk are lost or unreadable", "leave the tensor out before planning"
     return Usage(message, path=layout.root / chunk.path, tensor=name, offset=chunk.offset, hint=hint)
 
 
@@ -150,11 +153,11 @@ def make_plan(
     return Plan(src, dst, in_order(targets), tuple(others))
 
 
-def data_of(dst: Layout, src: Layout) -> list[tuple[Place, int, str, Chunk | Blob]]:
+def data_of(dst: Layout, src: Layout) -> list[tuple[FileOffset, int, str, Chunk | Blob]]:
     """Return all that is to be filled of one layout from another: place, bytes and name, in the order of the files."""
     chunks = [(name, chunk) for name, tensor in dst.tensors.items() for chunk in tensor.chunks if chunk.box.numel]
     blobs = [(name, blob) for name, blob in dst.blobs.items() if join_blob(name, blob, src) is not None]
-    found: list[tuple[Place, int, str, Chunk | Blob]] = [
+    found: list[tuple[FileOffset, int, str, Chunk | Blob]] = [
         ((chunk.path, chunk.offset), chunk.box.numel * chunk.dtype.itemsize, name, chunk) for name, chunk in chunks
     ]
     found += (((blob.path, blob.offset), blob.length, name, blob) for name, blob in blobs)
@@ -282,7 +285,7 @@ def as_bytes(stored: Blob | Chunk) -> Chunk:
     box = whole((stored.length,))
     uint8 = DTYPES["uint8"]
     run = stored.run if isinstance(stored, Chunk) else None
-    return Chunk(box, stored.path, stored.offset, stored.length, uint8, None, stored.crc32, stored.wrapper, run)
+    return Chunk(box, stored.path, stored.offset, stored.length, uint8, None, stored.crc32, stored.where, run)
 
 
 def in_order(targets: Iterable[Target]) -> tuple[Target, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import Mismatch
-from ckptkit.layout import ZEROS, Chunk, Spec, StoredTensor, axes
+from ckptkit.layout import Chunk, Spec, StoredTensor, axes
 from ckptkit.tensors.box import whole
 
 # every family's names of what has a row for each token
@@ -38,7 +38,7 @@ def resize_one(tensor: StoredTensor, rows: int) -> StoredTensor:
     if rows <= there:
         return tensor if rows == there else axes.cut(tensor, 0, 0, rows)
     spec = Spec(dtype, (rows - there, *others))
-    zeros = Chunk(whole(spec.shape), ZEROS, 0, spec.nbytes, dtype)
+    zeros = Chunk.of_zeros(whole(spec.shape), dtype)
     return axes.concatenate([tensor, StoredTensor(spec, (zeros,))], 0)
 
 

@@ -15,6 +15,7 @@ from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
+from ckptkit.conversion.account import NAME as ACCOUNT
 from ckptkit.conversion.destination import check_apart
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
@@ -28,7 +29,6 @@ from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_local
 from ckptkit.names import HUB, KEEP
 from ckptkit.quantized.signs import may_be_quantized, may_hold_quantized
-from ckptkit.salvaging.account import NAME as ACCOUNT
 
 
 @spell_out

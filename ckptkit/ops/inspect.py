@@ -11,6 +11,7 @@ from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
+from ckptkit.conversion.account import read_account
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.inspection.groups import Group, bytes_by_dtype, group
@@ -20,7 +21,6 @@ from ckptkit.models.companions import find_config
 from ckptkit.names.weights import find_weights, has_weights
 from ckptkit.optimizers.keys import kind_of_keys
 from ckptkit.quantized.signs import may_be_quantized
-from ckptkit.salvaging.account import read_account
 
 if TYPE_CHECKING:
     from ckptkit.adapters.summary import InspectedAdapter

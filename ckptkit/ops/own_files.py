@@ -29,8 +29,7 @@ class OwnFiles:
     @property
     def needed(self) -> set[str]:
         """Return the files that the checkpoint cannot do without."""
-        tensors = {chunk.path for tensor in self.layout.tensors.values() for chunk in tensor.chunks}
-        return tensors | {blob.path for blob in self.layout.blobs.values()} | set(self.layout.descriptions)
+        return self.layout.paths | set(self.layout.descriptions)
 
     @property
     def recorded(self) -> Mapping[str, FileSum]:
@@ -60,7 +59,7 @@ def within(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """Return the layout with only the chunks and blobs that lie inside files of these sizes."""
 
     def is_there(place: Chunk | Blob) -> bool:
-        return place.offset + place.length <= sizes.get(place.path, -1)
+        return place.is_in_file and place.offset + place.length <= sizes.get(place.path, -1)
 
     chunks = {name: tuple(filter(is_there, tensor.chunks)) for name, tensor in layout.tensors.items()}
     tensors = {name: replace(layout.tensors[name], chunks=found) for name, found in chunks.items() if found}

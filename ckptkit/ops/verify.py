@@ -23,7 +23,7 @@ from ckptkit.files.file import file_size, is_there
 from ckptkit.files.folders import children
 from ckptkit.files.origin import Origin
 from ckptkit.formats import find_format, locate
-from ckptkit.layout import Extent, Layout, Place
+from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.layout.edits import twins_as_rounded
 from ckptkit.ops.own_files import OwnFiles, within
 from ckptkit.progress import Progress, Told, telling
@@ -255,7 +255,7 @@ def look_inside(
     return content, [extent for extent in extents if (extent.path, extent.offset) not in compared]
 
 
-def find_compared(layout: Layout, located: Layout) -> set[Place]:
+def find_compared(layout: Layout, located: Layout) -> set[FileOffset]:
     """Return the places of what was unpacked, and so compared with the checksums in it, where there are any."""
     return {
         (old.path, old.offset)
@@ -264,7 +264,9 @@ def find_compared(layout: Layout, located: Layout) -> set[Place]:
     }
 
 
-def compare_extents(own: OwnFiles, extents: Iterable[Extent], found: Mapping[Place, int], problems: Problems) -> None:
+def compare_extents(
+    own: OwnFiles, extents: Iterable[Extent], found: Mapping[FileOffset, int], problems: Problems
+) -> None:
     """Note the extents that were read and do not have the CRC-32 that they should have."""
     for extent in extents:
         crc, wanted = found.get((extent.path, extent.offset)), own.expected(extent)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.values import load_value, with_value
-from ckptkit.layout import ZEROS, Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.names.parameters import FLATTENED, way_in_optimizer
 from ckptkit.optimizers.keys import Optimizer, find_optimizers, keys_of_states
 from ckptkit.tensors.box import whole
@@ -145,9 +145,8 @@ def zeros(spec: Spec, like: StoredTensor, at: int) -> StoredTensor:
     is_alike = like.splits is None and like.spec.shape == spec.shape
     chunks: list[Chunk] = []
     for box in [chunk.box for chunk in like.chunks] if is_alike else [whole(spec.shape)]:
-        nbytes = box.numel * spec.dtype.itemsize
-        chunks.append(Chunk(box, ZEROS, at, nbytes, spec.dtype))
-        at += nbytes
+        chunks.append(Chunk.of_zeros(box, spec.dtype, at))
+        at += chunks[-1].length
     return StoredTensor(spec, tuple(chunks))
 
 

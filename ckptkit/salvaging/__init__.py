@@ -1,1 +1,1 @@
-"""Salvage a damaged checkpoint: tell what of it is whole, mend what has copies, and account for the rest."""
+"""Salvage a damaged checkpoint: find the damage, use copies where there are any, and account for the rest."""

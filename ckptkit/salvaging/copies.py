@@ -1,4 +1,4 @@
-"""Put copies in the place of lost chunks: replicas of the same bytes, and second copies of whole tensors."""
+"""Replace lost chunks by copies: replicas of the same bytes, and second copies of whole tensors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from operator import add
 from pathlib import Path
 
 from ckptkit.errors import Corrupt
-from ckptkit.layout import Chunk, StoredTensor, axes, find_fault
-from ckptkit.salvaging.faults import Fault, Faults
+from ckptkit.layout import Chunk, Fault, StoredTensor, axes, find_fault
+from ckptkit.salvaging.faults import Faults
 from ckptkit.tensors.box import Box, find_outside, find_overlap, intersect, subtract, whole
 
 
-def complete(
-    tensor: StoredTensor, root: Path, spares: Sequence[Chunk], faults: Faults, why: Fault | None = None
-) -> StoredTensor:
-    """Return a tensor with spare chunks where others are lost or missing; what no chunk covers then is lost.
+def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None) -> StoredTensor:
+    """Return a tensor with spare chunks where others are lost or missing. Elements that no chunk covers are lost.
 
-    `why` is the reason for that, if it is known.
+    `why` is the reason why they are lost, if it is known.
     """
     broken = find_fault(root, tensor)
     if broken is None and not tensor.is_lost:
@@ -28,7 +26,7 @@ def complete(
     boxes = [chunk.box for chunk in tensor.chunks]
     if find_outside(shape, boxes) is not None or find_overlap(boxes) is not None:
         assert broken is not None
-        return replace(tensor, chunks=(faults.lost(whole(shape), tensor.spec.dtype, Fault.of(broken)),))
+        return replace(tensor, chunks=(Chunk.lost(whole(shape), tensor.spec.dtype, Fault.of(broken)),))
     good = [chunk for chunk in tensor.chunks if not chunk.is_lost]
     for spare in spares:
         if not any(intersect(spare.box, chunk.box) for chunk in good):
@@ -37,14 +35,14 @@ def complete(
     gone = [chunk._replace(box=box) for chunk in tensor.chunks if chunk.is_lost for box in subtract(chunk.box, held)]
     gaps = subtract(whole(shape), [*held, *(chunk.box for chunk in gone)])
     fault = why or Fault.of(broken or Corrupt("it is in no file"))
-    gone += [faults.lost(box, tensor.spec.dtype, fault) for box in gaps]
+    gone += [Chunk.lost(box, tensor.spec.dtype, fault) for box in gaps]
     return replace(tensor, chunks=(*good, *gone))
 
 
 def patch(tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str) -> StoredTensor:
-    """Return a tensor with parts of another one, of the same numbers, in the place of what is lost, where it has them.
+    """Return a tensor in which parts of `other`, a tensor with the same numbers, replace the lost chunks.
 
-    The chunks taken are known by their absolute paths.
+    The chunks of `other` get absolute paths. A chunk stays lost if `other` does not have all of it.
     """
     if other is None or not fits(tensor, other) or any(chunk.wrapper for chunk in other.chunks):
         return tensor
@@ -77,15 +75,15 @@ def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
 
 
 def elsewhere(chunk: Chunk, root: Path) -> Chunk:
-    """Return a chunk of a file in directory `root` as one that can be put among those of other directories."""
-    return chunk._replace(path=absolute(root, chunk.path)) if chunk.path else chunk
+    """Return a chunk of a file in directory `root` with its absolute path, to use it in other layouts."""
+    return chunk._replace(path=absolute(root, chunk.path)) if chunk.is_in_file else chunk
 
 
 def absolute(root: Path, name: str) -> str:
-    """Return where a file of directory `root`, which may be several, lies as seen from that of the file system."""
+    """Return the absolute path of a file in `root`, which may consist of several directories."""
     return os.path.abspath(root / name)
 
 
 def names_repaired(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the names of tensors that were not whole, and are."""
+    """Return the names of tensors that were damaged before and are whole now."""
     return [name for name, one in before.items() if after[name] is not one and not after[name].is_lost]

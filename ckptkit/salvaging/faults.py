@@ -1,41 +1,28 @@
-"""Hold what keeps the bytes of a checkpoint from being had, and mark the chunks that are lost by it."""
+"""Collect the damage of a checkpoint and what replaces it, and list both for the account."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import CkptError
-from ckptkit.layout import LOST, Chunk
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DType
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A reason why something cannot be had, and the file that it should lie in, if that is known."""
-
-    why: str
-    path: Path | None
-
-    @classmethod
-    def of(cls, error: CkptError) -> Fault:
-        return cls(error.message, error.path)
+from ckptkit.conversion.account import Filled, Lost
+from ckptkit.layout import Chunk, Fault, Layout, StoredTensor
+from ckptkit.tensors.box import whole
 
 
 @dataclass(slots=True)
 class Faults:
-    """The damage that was found in a checkpoint, and what was put in its place.
+    """The damage of a checkpoint apart from its lost chunks, each of which has its own fault, and what replaces it.
 
-    A lost chunk has the number of its fault in its path. `entries` are those that are no tensors, `unplaced` tensors of
-    which not even the shape is known, both by the names that the checkpoint has for them; `unnamed` are of files of
-    which nothing says what was in them, and `places` those of parts that cannot be read at all. `filled` are the paths
-    of the chunks that were taken from elsewhere, each with words on where that is; no others have absolute ones.
-    `repaired` are names of tensors that have other copies of the same bytes.
+    `entries` are the lost entries that are not tensors, `unplaced` the tensors whose shape is unknown, both by their
+    names in the checkpoint. `unnamed` are faults of files whose contents nothing tells, and `places` the paths of parts
+    that cannot be read at all. `filled` are the absolute paths of chunks that were taken from elsewhere, each with a
+    description of the source; no other chunks have absolute paths. `repaired` are names of tensors that have another
+    copy of the same bytes. `described_by` is the checkpoint whose metadata describes the files, if
+    their own is missing.
     """
 
-    found: list[Fault] = field(default_factory=list)
     entries: dict[str, Fault] = field(default_factory=dict)
     unplaced: dict[str, Fault] = field(default_factory=dict)
     unnamed: list[Fault] = field(default_factory=list)
@@ -43,20 +30,35 @@ class Faults:
     filled: dict[str, str] = field(default_factory=dict)
     filled_entries: dict[str, str] = field(default_factory=dict)
     repaired: dict[str, None] = field(default_factory=dict)
+    described_by: Path | None = None
 
-    def lose(self, chunk: Chunk, error: CkptError) -> Chunk:
-        """Return a chunk as one that is lost, and note why."""
-        return self.lost(chunk.box, chunk.dtype, Fault.of(error))
-
-    def lost(self, box: Box, dtype: DType, fault: Fault) -> Chunk:
-        """Return a box of a tensor as a lost chunk, and note why it is one."""
-        if not (self.found and self.found[-1] == fault):
-            self.found.append(fault)
-        return Chunk(box, f"{LOST}{len(self.found) - 1}", 0, box.numel * dtype.itemsize, dtype)
-
-    def of(self, chunk: Chunk) -> Fault:
-        return self.found[int(chunk.path.rpartition(LOST)[2])]
-
-    def note_filled(self, chunks: Iterable[Chunk], words: str) -> None:
+    def note_filled(self, chunks: Iterable[Chunk], source: str) -> None:
         """Note that chunks were taken from elsewhere."""
-        self.filled.update((chunk.path, words) for chunk in chunks if chunk.path)
+        self.filled.update((chunk.path, source) for chunk in chunks if chunk.is_in_file)
+
+
+def lost_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[Lost]:
+    """Yield an entry of the account for each tensor that has lost chunks."""
+    for name, tensor in tensors.items():
+        gone = [(chunk.box, chunk.where) for chunk in tensor.chunks if isinstance(chunk.where, Fault)]
+        if gone:
+            fault, spec = gone[0][1], tensor.spec
+            boxes = () if tensor.splits else tuple(sorted(box for box, _ in gone))
+            is_all = boxes == (whole(spec.shape),)
+            yield Lost(name, fault.why, fault.path, () if is_all else boxes, spec.shape, spec.nbytes)
+
+
+def lost_entries(entries: Iterable[tuple[str, Fault]]) -> Iterator[Lost]:
+    """Yield an entry of the account for everything without a shape: entries that are not tensors, unknown contents."""
+    for name, fault in entries:
+        yield Lost(name, fault.why, fault.path)
+
+
+def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
+    """Yield an entry of the account for each tensor with bytes from elsewhere."""
+    for name, tensor in layout.tensors.items() if faults.filled else ():
+        taken = [chunk for chunk in tensor.chunks if chunk.path in faults.filled]
+        if taken:
+            before, after = taken[0].dtype, tensor.spec.dtype
+            cast = f"{before} => {after}" if before != after else ""
+            yield Filled(name, faults.filled[taken[0].path], cast)

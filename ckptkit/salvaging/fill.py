@@ -1,4 +1,4 @@
-"""Fill what is lost in a checkpoint from another one, tensor by tensor: an earlier step, or the model it began with."""
+"""Fill lost tensors from another checkpoint: an earlier step, or the model that the training began with."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ckptkit.salvaging.faults import Faults
 
 
 @dataclass(frozen=True, slots=True)
-class Filler:
-    """Another checkpoint: its tensors and entries by the names that they have apart from what they lie under.
+class FillSource:
+    """Another checkpoint, with the names of its tensors and entries without the prefix of the model.
 
-    `weights` are those of its model.
+    `weights` are the names of its model's tensors.
     """
 
     path: Path
@@ -33,22 +33,22 @@ class Filler:
     weights: frozenset[str]
 
     def tensor(self, own: str) -> StoredTensor | None:
-        """Return the tensor of a name, to be put among those of other directories."""
+        """Return the tensor of a name with absolute paths, None if there is none."""
         found = self.layout.tensors.get(self.names.get(own, ""))
         if found is None:
             return None
         return replace(found, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in found.chunks))
 
     def entry(self, own: str) -> Blob | None:
-        """Return the entry of a name that is no tensor, likewise."""
+        """Return the entry of a name that is not a tensor, with its absolute path."""
         found = self.layout.blobs.get(self.names.get(own, ""))
         return found and found._replace(path=absolute(self.layout.root, found.path))
 
 
 def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, notes: list[str]) -> Checkpoint:
-    """Return a checkpoint with tensors of another in the place of those that are lost, wholly or in part.
+    """Return a checkpoint in which tensors of another one replace those that are lost, wholly or in part.
 
-    Adds to `notes` what there is to say of names and shapes that do not fit.
+    Adds to `notes` remarks on names and shapes that do not fit.
     """
     for path in (checkpoint.path, other.path):
         if isinstance(path, RemotePath):
@@ -59,8 +59,8 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, notes: list[
     return replace(checkpoint, parts=tuple(parts))
 
 
-def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: list[str]) -> Filler:
-    """Return what is in a layout of the other checkpoint, by the names of the family that this one has."""
+def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: list[str]) -> FillSource:
+    """Return a layout of the other checkpoint as a source, its names translated to the family of this checkpoint."""
     if checkpoint.family is not other.family and has_weights(layout):
         config = other.companions.config or checkpoint.companions.config
         try:
@@ -72,11 +72,11 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: 
             notes.append(f"the names in {other.path} stay as they are: {error.message}")
     own, found = own_names(layout), find_model(layout)
     weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
-    return Filler(other.path, layout, {new: name for name, new in own.items()}, weights)
+    return FillSource(other.path, layout, {new: name for name, new in own.items()}, weights)
 
 
 def own_names(layout: Layout) -> dict[str, str]:
-    """Return what each entry is called apart from what the model lies under; as it is, where that is not certain."""
+    """Return the name of each entry without the prefix of the model; the full name where that is ambiguous."""
     found = find_model(layout)
     names = {name: name for name in layout.names}
     if found is None:
@@ -85,8 +85,8 @@ def own_names(layout: Layout) -> dict[str, str]:
     return own if len(set(own.values())) == len(own) else names
 
 
-def fill_part(part: Part, filler: Filler, faults: Faults, notes: list[str]) -> Part:
-    """Return a part with what the other checkpoint has of what it has lost."""
+def fill_part(part: Part, filler: FillSource, faults: Faults, notes: list[str]) -> Part:
+    """Return a part with its lost tensors and entries taken from the other checkpoint, as far as that has them."""
     layout = part.salvaged
     assert layout is not None
     own = own_names(layout)
@@ -111,10 +111,10 @@ def fill_part(part: Part, filler: Filler, faults: Faults, notes: list[str]) -> P
     return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs))
 
 
-def absent_from(part: Part, layout: Layout, filler: Filler, faults: Faults) -> list[str]:
-    """Return the names of tensors that a part should have and of which it says nothing, not even a shape.
+def absent_from(part: Part, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
+    """Return the names of tensors that a part should have but does not describe, not even by a shape.
 
-    Where it has files of which nothing says what was in them, these are all weights that the other checkpoint has more.
+    If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.
     """
     absent = [name for name in faults.unplaced if name not in layout.names]
     if faults.unnamed and part.is_model and not layout.keys:
@@ -123,14 +123,14 @@ def absent_from(part: Part, layout: Layout, filler: Filler, faults: Faults) -> l
 
 
 def own_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
-    """Return what lost entries of a layout would be called apart from what the model lies under."""
+    """Return the names that lost entries of a layout have without the prefix of the model."""
     lost = {name: Blob("", 0, 0, b"") for name in names if name in layout.keys or not layout.keys}
     return {
         name: own for name, own in own_names(replace(layout, blobs={**layout.blobs, **lost})).items() if name in lost
     }
 
 
-def entries_in(lost: Mapping[str, str], filler: Filler) -> Iterator[tuple[str, Blob]]:
+def entries_in(lost: Mapping[str, str], filler: FillSource) -> Iterator[tuple[str, Blob]]:
     """Yield the lost entries that the other checkpoint has."""
     for name, own in lost.items():
         blob = filler.entry(own)

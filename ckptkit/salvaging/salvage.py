@@ -1,4 +1,4 @@
-"""Salvage what a conversion is to read: mark and mend its source before, and account for what is lost after."""
+"""Salvage the source of a conversion: repair it before the draft, and account for the lost tensors after it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.conversion.account import LIMIT, NAME, Account, Filled, Lost, describe_account, read_account
 from ckptkit.conversion.destination import check_apart
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.options import ConvertOptions
@@ -14,26 +15,15 @@ from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Corrupt, IOFailure
 from ckptkit.files.file import file_size, read_small
 from ckptkit.files.origin import Origin
-from ckptkit.salvaging.account import (
-    LIMIT,
-    NAME,
-    Account,
-    Filled,
-    Lost,
-    describe_account,
-    filled_tensors,
-    lost_entries,
-    lost_tensors,
-    read_account,
-)
-from ckptkit.salvaging.faults import Fault, Faults
+from ckptkit.layout import Fault
+from ckptkit.salvaging.faults import Faults, filled_tensors, lost_entries, lost_tensors
 from ckptkit.salvaging.fill import fill
-from ckptkit.salvaging.mend import mend
+from ckptkit.salvaging.repair import repair
 
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """A checkpoint with its damage marked, and what there is to say of it."""
+    """A checkpoint with its damage marked, its faults, and remarks for the report."""
 
     checkpoint: Checkpoint
     faults: Faults
@@ -41,16 +31,16 @@ class Salvage:
     notes: list[str] = field(default_factory=list)
 
     def account(self, conversion: Conversion) -> Conversion:
-        """Return a conversion with the account of what is lost to its output, also as a file if that is a directory.
+        """Return a conversion with the account of its lost tensors; an output directory gets the account as a file too.
 
-        Raises `Corrupt` if nothing is left.
+        Raises `Corrupt` if no tensor is left.
         """
         options, faults = conversion.options, self.faults
         lost: list[Lost] = []
         filled: list[Filled] = []
         for draft in conversion.drafts:
             assert draft.given is not None
-            lost += lost_tensors({name: one for name, one in draft.given.tensors.items() if one.is_lost}, faults)
+            lost += lost_tensors(draft.given.tensors)
             filled += filled_tensors(draft.given, faults)
         lost += lost_entries(self.unshaped(options))
         if not options.writer.is_model_only:
@@ -59,7 +49,8 @@ class Salvage:
         if not kept:
             raise nothing_left(self.checkpoint.path, lost)
         carried, unread = self.readable(conversion.carried)
-        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, self.checkpoint.path)
+        path, described_by = self.checkpoint.path, faults.described_by
+        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by)
         made: Mapping[str, bytes] = conversion.made
         if not (found.is_whole or conversion.is_file):
             made = {**made, NAME: found.to_bytes(carried.pop(NAME, None))}
@@ -73,14 +64,14 @@ class Salvage:
         )
 
     def readable(self, carried: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
-        """Return the other files that can be read, but for those of parts that are lost, and an account of the rest."""
+        """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""
         places = self.faults.places
         kept = {name: path for name, path in carried.items() if not {path, *path.parents}.intersection(places)}
         unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]
         return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
 
     def unshaped(self, options: ConvertOptions) -> list[tuple[str, Fault]]:
-        """Return what is lost and has no shape, as far as it was asked for."""
+        """Return the faults of lost entries without a shape, if `options` ask for them: name and fault."""
         entries = {} if options.writer.is_model_only else self.faults.entries
         named = [
             (name, fault) for name, fault in {**self.faults.unplaced, **entries}.items() if options.edits.admit(name)
@@ -89,7 +80,7 @@ class Salvage:
 
 
 def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
-    """Return the error for a checkpoint of which no tensor is whole."""
+    """Return the error for a checkpoint without a single whole tensor."""
     named, files = ([one for one in lost if bool(one.name) is has_name] for has_name in (True, False))
     reasons = [one.describe(path) for one in files[:1]]
     if not named:
@@ -110,19 +101,23 @@ def fault_of(path: Path) -> Fault | None:
 
 
 def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Salvage:
-    """Survey a checkpoint, mend it from the copies that it has, and fill the rest from another if one is given."""
+    """Survey a checkpoint, repair it from the copies that it has, and fill the rest from another if one is given."""
     faults, notes = Faults(), list[str]()
-    mended = mend(checkpoint, faults, jobs=options.jobs, progress=options.progress)
-    if options.fill_from is None:
-        return Salvage(mended, faults, (), notes)
-    other = Checkpoint.open(options.fill_from)
-    check_apart(other, output, options.writer)
+    other = None if options.fill_from is None else Checkpoint.open(options.fill_from)
+    if other is not None:
+        check_apart(other, output, options.writer)
+    repaired = repair(checkpoint, other, faults, jobs=options.jobs, progress=options.progress)
+    if other is None:
+        return Salvage(repaired, faults, (), notes)
+    if faults.described_by is not None:
+        words = "every item in its files has the dtype, shape, length and order that it says"
+        notes.append(f"{checkpoint.path} has no metadata, so that of {faults.described_by} was used: {words}")
     origin = Origin.of(other.path)
-    return Salvage(fill(mended, other, faults, notes), faults, (origin,), notes)
+    return Salvage(fill(repaired, other, faults, notes), faults, (origin,), notes)
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:
-    """Return a conversion of what was salvaged once with that account in it, and a word on it."""
+    """Return a conversion that copies the account of an earlier salvage of its source, with a note on it."""
     earlier = read_account(source)
     if earlier is None:
         return conversion

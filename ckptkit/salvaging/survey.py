@@ -10,9 +10,8 @@ from ckptkit.engine.damage import find_damage, nbytes_of, run_of
 from ckptkit.errors import CkptError, Corrupt, IOFailure
 from ckptkit.files.file import file_size
 from ckptkit.formats import locate, unpack
-from ckptkit.layout import ZEROS, Blob, Chunk, Layout
+from ckptkit.layout import Blob, Chunk, Fault, Layout
 from ckptkit.progress import Progress, telling
-from ckptkit.salvaging.faults import Faults
 
 
 @dataclass(slots=True)
@@ -23,37 +22,36 @@ class Survey:
     entries: dict[str, CkptError] = field(default_factory=dict)
 
     def explained(self, reported: Iterable[CkptError]) -> Survey:
-        """Return the damage with what was reported of files in the place of what was found by their sizes."""
+        """Return the damage with the problems that were reported of files instead of those found by their sizes."""
         why = {error.path: error for error in reported}
         return replace(self, chunks={place: why.get(error.path, error) for place, error in self.chunks.items()})
 
-    def mark(self, layout: Layout, faults: Faults) -> Layout:
+    def mark(self, layout: Layout) -> Layout:
         """Return the layout with the damaged chunks lost, and without the damaged entries."""
         tensors = dict(layout.tensors)
         for name in {name for name, _ in self.chunks} & tensors.keys():
             chunks = list(tensors[name].chunks)
             for i, chunk in enumerate(chunks):
                 error = self.chunks.get((name, i))
-                chunks[i] = chunk if error is None else faults.lose(chunk, error)
+                chunks[i] = chunk if error is None else Chunk.lost(chunk.box, chunk.dtype, Fault.of(error))
             tensors[name] = replace(tensors[name], chunks=tuple(chunks))
         blobs = {name: blob for name, blob in layout.blobs.items() if name not in self.entries}
         return replace(layout, tensors=tensors, blobs=blobs)
 
 
 def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> Survey:
-    """Find all damage in a layout: read every byte of its tensors once. What is lost already is left alone."""
+    """Find all damage in a layout: read every byte of its tensors once, except those of lost chunks."""
     found = look_at_sizes(layout)
     reported: list[CkptError] = []
-    scratch = Faults()
-    located = locate(unpack(found.mark(layout, scratch), reported.append), reported.append)
+    located = locate(unpack(found.mark(layout), reported.append), reported.append)
     told = {(error.tensor, error.offset): error for error in reversed(reported)}
     for name, error in ((name, error) for (name, _), error in told.items() if name in located.blobs):
         found.entries[str(name)] = error
     for name, i, chunk in numbered(located):
-        if chunk.wrapper is not None and not chunk.is_lost:
-            unknown = Corrupt("what lies there cannot be read", path=layout.root / chunk.path)
+        if chunk.wrapper is not None:
+            unknown = Corrupt("the item there cannot be read", path=layout.root / chunk.path)
             found.chunks[name, i] = told.get((name, chunk.offset), unknown)
-    sound = found.mark(located, scratch)
+    sound = found.mark(located)
     damage = find_damage(sound, jobs=jobs, progress=telling(progress, nbytes_of(sound)))
     for name, i, chunk in numbered(sound) if damage else ():
         wrong = None if chunk.is_lost else damage.get(run_of(chunk))
@@ -63,10 +61,10 @@ def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None
 
 
 def without_files(layout: Layout) -> Layout:
-    """Return the layout with chunks that have no elements in no file: the one that is named may be missing."""
+    """Return the layout with chunks without elements as zeros, since the files that they name may be missing."""
 
     def apart(chunk: Chunk) -> Chunk:
-        return chunk if chunk.box.numel else chunk._replace(path=ZEROS, offset=0, length=0, wrapper=None)
+        return chunk if chunk.box.numel else Chunk.of_zeros(chunk.box, chunk.dtype)
 
     return replace(
         layout,
@@ -82,12 +80,12 @@ def numbered(layout: Layout) -> list[tuple[str, int, Chunk]]:
         (name, i, chunk)
         for name, tensor in layout.tensors.items()
         for i, chunk in enumerate(tensor.chunks)
-        if chunk.box.numel and chunk.path != ZEROS
+        if chunk.box.numel and not chunk.is_zeros
     ]
 
 
 def look_at_sizes(layout: Layout) -> Survey:
-    """Return what lies in files that are missing, or behind the end of one."""
+    """Return the chunks and entries of missing files, and those behind the end of a file."""
     found, sizes = Survey(), dict[str, int | CkptError]()
     for name, i, chunk in numbered(layout):
         error = None if chunk.is_lost else problem_of(chunk, layout.root, sizes)
@@ -111,7 +109,8 @@ def problem_of(place: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError
         sizes[place.path] = size
     if isinstance(size, CkptError):
         return size
-    end = place.offset + place.length
-    if end <= size:
+    if not place.is_in_file:
+        return Corrupt("the file cannot be read", path=root / place.path)
+    if place.offset + place.length <= size:
         return None
     return Corrupt(f"the file is cut short, it ends at byte {size}", path=root / place.path)

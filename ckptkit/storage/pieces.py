@@ -11,7 +11,7 @@ from torch import Tensor
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.files.crc32 import part_sum
 from ckptkit.files.file import OpenFiles
-from ckptkit.layout import Chunk, Place, StoredTensor
+from ckptkit.layout import Chunk, FileOffset, StoredTensor
 from ckptkit.storage.memory import make_buffer, part_of, take
 from ckptkit.tensors.blocks import cut, row_major
 from ckptkit.tensors.box import Box, BoxIndex
@@ -24,7 +24,7 @@ class PieceWriter:
         self._files = files
         self._buffers: dict[torch.device, Tensor] = {}
 
-    def write(self, tensor: Tensor, box: Box, target: StoredTensor) -> dict[Place, int]:
+    def write(self, tensor: Tensor, box: Box, target: StoredTensor) -> dict[FileOffset, int]:
         """Write a tensor, which is box `box` of the target; return what it adds to the sum of each chunk."""
         if tensor.device not in self._buffers:
             self._buffers[tensor.device] = make_buffer(tensor.device)

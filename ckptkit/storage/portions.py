@@ -18,7 +18,7 @@ from ckptkit.destinations.allocation import write_parts
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.crc32 import whole_crc32
 from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate
-from ckptkit.layout import Blob, Extent, Layout, NewFile, Options, Place, edits
+from ckptkit.layout import Blob, Extent, FileOffset, Layout, NewFile, WriterOptions, edits
 from ckptkit.names.weights import find_model_key, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -42,12 +42,12 @@ class Portion:
         """Return the directory, wherever the checkpoint is being made."""
         return self.planned.root
 
-    def arrange(self, options: Options, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
+    def arrange(self, options: WriterOptions, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
         """Return the files to be made before any data is there, with the small ones that are given."""
         made = get_writer(self.format).arrange(replace(self.planned, blobs={}), options)
         return *made, *(NewFile(name, len(content), ((0, content),)) for name, content in files.items())
 
-    def finish(self, options: Options, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
+    def finish(self, options: WriterOptions, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
         """Complete the files, with the entries and the checksums that needed the data, and add the manifest.
 
         Raises `Corrupt` if not all was written that was planned.
@@ -64,7 +64,9 @@ class Portion:
         seal(writer, made, checksums)
         write_manifest(made, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
 
-    def _embed(self, writer: FormatWriter, options: Options, results: Iterable[WriteResult]) -> dict[str, list[Extent]]:
+    def _embed(
+        self, writer: FormatWriter, options: WriterOptions, results: Iterable[WriteResult]
+    ) -> dict[str, list[Extent]]:
         """Make the entries a part of the checkpoint; return the files that they remain in, with the bytes of each."""
         found = {self.names[r.index.fqn]: r.storage_data for r in results if isinstance(r.storage_data, Blob)}
         if found.keys() != self.planned.blobs.keys():
@@ -109,9 +111,9 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     )
 
 
-def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[Place, int]:
+def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
     """Return the CRC-32 of every chunk that has bytes, from what each result adds to its sum."""
-    sums: dict[Place, int] = {}
+    sums: dict[FileOffset, int] = {}
     for result in results:
         if not isinstance(result.storage_data, Blob):
             for place, part in result.storage_data.items():

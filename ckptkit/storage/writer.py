@@ -32,7 +32,7 @@ from ckptkit.files.file import OpenFiles, check_name
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import sync_path
 from ckptkit.formats import EntryWriter, get_writer, locate
-from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Options, Spec, StoredTensor, check_cover
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, WriterOptions, check_cover
 from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.portions import Portion, divide
@@ -81,7 +81,7 @@ class RoomWriter(StorageWriter):
         self._tied = dict(tied or {})
         self._portions: tuple[Portion, ...] = ()  # on the coordinator, from plan to finish
         self._sizes: dict[str, dict[str, int]] = {}
-        self._options = Options(max_shard_size)
+        self._options = WriterOptions(max_shard_size)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, in another directory if one is given."""
@@ -100,7 +100,7 @@ class RoomWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the files, with holes for the data, and return the plans with what each rank is to do."""
         planned = tie(plan_layout(plans, self.room), self._tied)
-        self._options = Options(self._max_shard_size, len(plans))
+        self._options = WriterOptions(self._max_shard_size, len(plans))
         self._portions = divide(planned, self._format)
         made = {
             portion.directory: portion.arrange(self._options, {} if portion.directory else self._files)

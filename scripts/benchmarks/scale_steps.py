@@ -28,7 +28,7 @@ from ckptkit.engine.shares import Share
 from ckptkit.files.crc32 import crc32
 from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, deal, end_of
 from ckptkit.formats.dcp.write_metadata import record
-from ckptkit.layout import Chunk, Layout, NewFile, Part, Spec, StoredTensor
+from ckptkit.layout import Chunk, Layout, NewFile, Patch, Spec, StoredTensor
 from ckptkit.names.weights import find_weights
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
@@ -59,7 +59,7 @@ def llama(layers: int) -> Layout:
     return Layout(Path(), "made", tensors, keys=keys)
 
 
-def seals(items: list[ShardItem]) -> Iterator[Part]:
+def seals(items: list[ShardItem]) -> Iterator[Patch]:
     """Yield the checksums of items whose data is zeros."""
     for item in items:
         if item.envelope is not None:

@@ -14,7 +14,7 @@ from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checkpoints.seal import create_files, read_made, seal, write_manifest
 from ckptkit.errors import Mismatch
 from ckptkit.formats import get_writer, locate
-from ckptkit.layout import Chunk, Layout, Options, Spec, StoredTensor
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
 
@@ -33,7 +33,7 @@ def wanted_of(root: Path) -> Layout:
 def test_files_are_created_filled_sealed_and_summed(tmp_path: Path, to: str) -> None:
     root, writer = tmp_path / "new" / "out", get_writer(to)
     wanted = wanted_of(root)
-    files = writer.arrange(wanted, Options(1 << 30))
+    files = writer.arrange(wanted, WriterOptions(1 << 30))
 
     create_files(root, files, anew=True)
     made = locate(read_made(writer, root, wanted.tensors))
@@ -63,7 +63,7 @@ def test_files_and_a_manifest_may_be_there_already(tmp_path: Path) -> None:
     """An interrupted conversion goes on with what it has made, up to the manifest."""
     writer = get_writer("hf")
     wanted = wanted_of(tmp_path)
-    files = writer.arrange(wanted, Options(1 << 30))
+    files = writer.arrange(wanted, WriterOptions(1 << 30))
     create_files(tmp_path, files, anew=True)
     made = locate(read_made(writer, tmp_path, wanted.tensors))
     place = made.tensors["a"].chunks[0]
@@ -84,7 +84,7 @@ def test_files_and_a_manifest_may_be_there_already(tmp_path: Path) -> None:
 def test_a_tensor_that_the_format_lost_is_named(tmp_path: Path) -> None:
     writer = get_writer("hf")
     wanted = wanted_of(tmp_path)
-    create_files(tmp_path, writer.arrange(wanted, Options(1 << 30)), anew=True)
+    create_files(tmp_path, writer.arrange(wanted, WriterOptions(1 << 30)), anew=True)
     with pytest.raises(Mismatch, match="would lose 1 tensors") as caught:
         read_made(writer, tmp_path, [*wanted.tensors, "c"])
     assert caught.value.tensor == "c"

@@ -15,7 +15,7 @@ from ckptkit.engine.read import read
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
 from ckptkit.formats import find_format, get_writer, locate
-from ckptkit.layout import Blob, Layout, Options
+from ckptkit.layout import Blob, Layout, Wrapped, WriterOptions
 from ckptkit.layout.plan import make_plan
 from tests.conftest import Produce
 from tests.execute import execute
@@ -56,7 +56,7 @@ def test_nothing_is_written_of_what_is_in_an_envelope(produce: Produce, tmp_path
     here = find_format(root).read(root)
     here = replace(here, blobs={})
     writer = get_writer("hf")
-    create_files(tmp_path, writer.arrange(here, Options(1 << 30)), anew=True)
+    create_files(tmp_path, writer.arrange(here, WriterOptions(1 << 30)), anew=True)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(Usage):
         execute(make_plan(here, locate(writer.read(tmp_path))))
@@ -67,7 +67,7 @@ def test_nothing_is_written_of_what_is_in_an_envelope(produce: Produce, tmp_path
 
 def test_a_transformed_entry_is_not_copied_as_it_is() -> None:
     plain = Layout(Path("dst"), "any", {}, {"step": Blob("f", 0, 4)})
-    transformed = Layout(Path("src"), "any", {}, {"step": Blob("f", 8, 4, wrapper="inverted")})
+    transformed = Layout(Path("src"), "any", {}, {"step": Blob("f", 8, 4, where=Wrapped("inverted"))})
     with pytest.raises(Usage) as raised:
         make_plan(transformed, plain)
     assert (raised.value.tensor, raised.value.path) == ("step", Path("src/f"))

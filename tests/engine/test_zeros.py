@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptkit.engine.compare import compare
 from ckptkit.engine.read import read
-from ckptkit.layout import ZEROS, Chunk, Spec, StoredTensor, axes, check_cover
+from ckptkit.layout import Chunk, Spec, StoredTensor, axes, check_cover
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import Box, whole
 from ckptkit.tensors.dtypes import DTYPES
@@ -24,9 +24,7 @@ INT32, INT64 = DTYPES["int32"], DTYPES["int64"]
 
 
 def zeros(rows: int, columns: int) -> StoredTensor:
-    return StoredTensor(
-        Spec(INT32, (rows, columns)), (Chunk(whole((rows, columns)), ZEROS, 0, 4 * rows * columns, INT32),)
-    )
+    return StoredTensor(Spec(INT32, (rows, columns)), (Chunk.of_zeros(whole((rows, columns)), INT32),))
 
 
 @pytest.mark.parametrize("block", [48, 1 << 22])

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.formats import get_writer, locate
-from ckptkit.layout import Chunk, Layout, NewFile, Options, Spec, StoredTensor
+from ckptkit.layout import Chunk, Layout, NewFile, Spec, StoredTensor, WriterOptions
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
 from tests.faults.cases import Case, Seen
@@ -39,7 +39,7 @@ def write_sparse(root: Path, shapes: Mapping[str, tuple[int, ...]], ranks: int, 
         tensors[f"{MODEL}.{name}"] = StoredTensor(spec, (Chunk(whole(shape), "", 0, spec.nbytes, spec.dtype),))
     keys = {f"{MODEL}.{name}": (MODEL, name) for name in shapes}
     root.mkdir()
-    for file in get_writer("dcp").arrange(Layout(Path(), "made", tensors, keys=keys), Options(1 << 40, ranks)):
+    for file in get_writer("dcp").arrange(Layout(Path(), "made", tensors, keys=keys), WriterOptions(1 << 40, ranks)):
         write_file(root, file)
 
 

@@ -16,7 +16,7 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.seal import create_files, seal
 from ckptkit.errors import CkptError
 from ckptkit.formats import detect_format, get_writer, locate
-from ckptkit.layout import Layout, Options, Spec, StoredTensor
+from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.layout.plan import make_plan
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES as OURS
@@ -128,7 +128,7 @@ class WriterContract(ReaderContract):
             stored[name] = StoredTensor(spec, (files.put(numbers, whole(spec.shape), spec.dtype),))
         source = files.layout(**stored)
         writer = get_writer(self.format)
-        create_files(root, writer.arrange(source, Options(max_shard_size, self.world_size)), anew=True)
+        create_files(root, writer.arrange(source, WriterOptions(max_shard_size, self.world_size)), anew=True)
         made = locate(writer.read(root))
         copied = execute(make_plan(source, made), jobs=2)
         seal(writer, made, copied.checksums)
@@ -166,5 +166,5 @@ class WriterContract(ReaderContract):
         for dtype in self.cannot_hold:
             stored = StoredTensor(spec_of(torch.empty(2, dtype=dtype)), ())
             with pytest.raises(CkptError) as raised:
-                get_writer(self.format).arrange(Layout(tmp_path, "raw", {"w": stored}), Options(1 << 40))
+                get_writer(self.format).arrange(Layout(tmp_path, "raw", {"w": stored}), WriterOptions(1 << 40))
             assert raised.value.tensor == "w"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ckptkit.files.crc32 import part_sum, whole_crc32
 from ckptkit.files.file import OpenFiles
-from ckptkit.layout import Layout, Place, Spec
+from ckptkit.layout import FileOffset, Layout, Spec
 from ckptkit.storage.pieces import PieceWriter, runs_of
 from ckptkit.tensors.box import Box, whole
 from ckptkit.tensors.dtypes import DTYPES
@@ -55,9 +55,9 @@ def test_runs_are_the_elements_of_a_box_in_order_and_as_few_as_they_can_be(data:
     assert len(starts) == breaks + 1
 
 
-def write_all(layout: Layout, parts: list[tuple[Box, Tensor]]) -> dict[Place, int]:
+def write_all(layout: Layout, parts: list[tuple[Box, Tensor]]) -> dict[FileOffset, int]:
     """Write each part of tensor `t`, and add up what they give for each chunk."""
-    sums: dict[Place, int] = {}
+    sums: dict[FileOffset, int] = {}
     with OpenFiles(layout.root, writable=True) as files:
         pieces = PieceWriter(files)
         for box, tensor in parts:
@@ -66,7 +66,7 @@ def write_all(layout: Layout, parts: list[tuple[Box, Tensor]]) -> dict[Place, in
     return sums
 
 
-def require_written(layout: Layout, values: Tensor, sums: dict[Place, int]) -> None:
+def require_written(layout: Layout, values: Tensor, sums: dict[FileOffset, int]) -> None:
     raw = values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     assert contents(layout) == raw
     for chunk in layout.tensors["t"].chunks:

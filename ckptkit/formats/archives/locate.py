@@ -42,9 +42,9 @@ def locate_chunks(
     each of its chunks.
     """
     found = {
-        name: [chunk._replace(length=0, wrapper=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
+        name: [chunk._replace(length=0, where=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
         for name, tensor in layout.tensors.items()
-        if any(chunk.wrapper is not None for chunk in tensor.chunks)
+        if any(chunk.where is not None for chunk in tensor.chunks)
     }
     places: dict[str, list[tuple[int, int, str, int]]] = {}
     for name, chunks in found.items():

@@ -41,7 +41,7 @@ def reading(path: Path, blob: Blob) -> ReadAt:
 
 def with_value(blob: Blob, value: Any) -> Blob:
     """Return the blob with another value."""
-    return blob._replace(length=0, content=dump(value), wrapper=None)
+    return blob._replace(length=0, content=dump(value), where=None)
 
 
 def numbers_of(value: Any) -> list[list[int]] | None:

@@ -14,7 +14,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.files.crc32 import crc32
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import STORAGES
-from ckptkit.layout import Part, Spec
+from ckptkit.layout import Patch, Spec
 from ckptkit.tensors.blocks import row_major
 
 _local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
@@ -42,10 +42,10 @@ class Envelope:
     """An archive of `nbytes` bytes: those that are known, and the holes, by the keys of their storages."""
 
     nbytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[Patch, ...]
     holes: Mapping[str, Hole]
 
-    def seal(self, key: str, checksum: int) -> tuple[Part, Part]:
+    def seal(self, key: str, checksum: int) -> tuple[Patch, Patch]:
         """Return what to write when hole `key` has been filled with bytes of this CRC-32."""
         one, other = self.holes[key].crc_at
         content = checksum.to_bytes(4, "little")
@@ -96,7 +96,7 @@ class _Making:
     """An archive that is put together from its start to its end."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[Patch] = []
         self.holes: dict[str, Hole] = {}
         self.known = bytearray()  # the bytes since the last hole
         self.start = 0  # and where they begin

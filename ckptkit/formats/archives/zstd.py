@@ -20,7 +20,7 @@ from ckptkit.files.temporary import TemporaryFile
 from ckptkit.formats.archives.locate import ZSTD, open_envelope
 from ckptkit.formats.archives.templates import ArchiveTemplates
 from ckptkit.formats.archives.zip_entries import check_archive
-from ckptkit.layout import Blob, Chunk, Layout, Place
+from ckptkit.layout import Blob, Chunk, FileOffset, Layout
 
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressor
@@ -77,7 +77,7 @@ class Room:
         self._file = self.kept.path.open("r+b")
         self._files = OpenFiles(layout.root)
         self._ahead, self._templates = ReadAhead(self._files), ArchiveTemplates()
-        self._found: dict[Place, tuple[int, int]] = {}
+        self._found: dict[FileOffset, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +94,7 @@ class Room:
         if place not in self._found:
             self._found[place] = self._append(item)
         start, length = self._found[place]
-        unpacked = item._replace(path=str(self.kept.path), offset=start, length=length, wrapper=None)
+        unpacked = item._replace(path=str(self.kept.path), offset=start, length=length, where=None)
         if not isinstance(unpacked, Chunk):
             return unpacked
         if not unpacked.box.numel:

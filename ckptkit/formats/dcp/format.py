@@ -22,7 +22,7 @@ from ckptkit.formats.dcp.model_space import unfold
 from ckptkit.formats.dcp.names import find_metadata, is_metadata, name_data, rank_of
 from ckptkit.formats.dcp.read_metadata import Reading, has_strides, read_metadata
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions, check_cover
 
 
 class Dcp(FormatWriter):
@@ -52,6 +52,20 @@ class Dcp(FormatWriter):
         """Return the layout of the checkpoint in directory `path`; chunks still in their envelopes."""
         with collector_paused():
             layout = self.read_items(path, report)
+            check_files(layout, report)
+            check_cover(layout, report)
+            return unfold(replace(layout, world_size=count_ranks(layout)), report)
+
+    def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:
+        """Return the layout by the metadata of another checkpoint whose items all match; None if `path` has its own."""
+        if any(map(is_metadata, names_in(path))):
+            return None
+        from ckptkit.formats.dcp.match_items import match_items  # only salvaging needs it
+
+        with collector_paused():
+            plan = self.read_items(other)
+            match_items(path, plan)
+            layout = replace(plan, root=path, descriptions=())
             check_files(layout, report)
             check_cover(layout, report)
             return unfold(replace(layout, world_size=count_ranks(layout)), report)
@@ -91,7 +105,7 @@ class Dcp(FormatWriter):
         """Return the layout by the items in its files, also where it has parts of these; of files that it uses."""
         if all(chunk.wrapper for tensor in layout.tensors.values() for chunk in tensor.chunks):
             return layout
-        used, whole = {place.path for _, place in layout.stored}, self.read_items(layout.root)
+        used, whole = layout.paths, self.read_items(layout.root)
         tensors = {
             name: replace(tensor, chunks=tuple(chunk for chunk in tensor.chunks if chunk.path in used))
             for name, tensor in whole.tensors.items()
@@ -99,7 +113,7 @@ class Dcp(FormatWriter):
         blobs = {name: blob for name, blob in whole.blobs.items() if blob.path in used}
         return replace(whole, tensors=tensors, blobs=blobs)
 
-    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
         from ckptkit.formats.dcp import write_files  # reading needs none of it
 
@@ -108,13 +122,13 @@ class Dcp(FormatWriter):
     def entries_file(self, rank: int) -> str:
         return name_data(rank, 1)
 
-    def embed(self, wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:
+    def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
         """Return the metadata anew, which is longer now."""
         from ckptkit.formats.dcp import write_files  # reading needs none of it
 
         return write_files.embed(wanted, options)
 
-    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the CRC-32 of each item, in both of its places."""
         from ckptkit.formats.dcp import write_files  # reading needs none of it
 
@@ -123,7 +137,7 @@ class Dcp(FormatWriter):
 
 def count_ranks(layout: Layout) -> int | None:
     """Return how many ranks wrote the checkpoint. A file that is neither empty nor of it is of an earlier save."""
-    used = {place.path for _, place in layout.stored}
+    used = layout.paths
     names = {name: rank for name in names_in(layout.root) if (rank := rank_of(name)) is not None}
     ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
     return len(ranks) or None

@@ -43,6 +43,6 @@ def find_metadata(path: Path) -> list[Path]:
         raise Incomplete(
             "no `.metadata`: the save did not finish",
             path=path,
-            hint=f"`.metadata` is written last: use an older checkpoint; {ELSEWHERE}",
+            hint=f"use an older checkpoint, or its metadata with --salvage --fill-from OLDER; {ELSEWHERE}",
         )
     return [ranks[rank] for rank in sorted(ranks)]

@@ -19,11 +19,12 @@ from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
-from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 _METADATA_LIMIT = 1 << 34
+_PLAIN = Wrapped(ENVELOPE)  # of an item that no transform was applied to
 _OF_INDEX = ["fqn", "index", "offset"]
 _OF_CHUNK = ["offsets", "sizes"]
 _OF_PLACE = ["relative_path", "offset", "length", "transform_descriptors"]
@@ -147,9 +148,9 @@ class Reading:
         of = type(entry)
         kind = of.name if isinstance(of, Global) else ""
         if kind == "BytesStorageMetadata":
-            path, offset, length, wrapper = self._place(places.get(None))
-            transform = None if wrapper == ENVELOPE else wrapper
-            self.blobs.setdefault(name, Blob(path, offset, length, wrapper=transform))
+            path, offset, length, wrapped = self._place(places.get(None))
+            transform = None if wrapped == _PLAIN else wrapped
+            self.blobs.setdefault(name, Blob(path, offset, length, where=transform))
             return
         if kind != "TensorStorageMetadata":
             raise Unsupported(f"an entry of kind `{kind}`")
@@ -163,17 +164,17 @@ class Reading:
         starts, sizes = as_shapes([start for start, _ in parts]), as_shapes([size for _, size in parts])
         for box in map(Box, starts, sizes):
             try:
-                path, offset, length, wrapper = self._place(places.get(box.start))
+                path, offset, length, wrapped = self._place(places.get(box.start))
             except CkptError as error:
                 report(error.blame(path=file, tensor=name))
                 continue
-            chunk = Chunk(box, path, offset, length, spec.dtype, None, None, wrapper)
+            chunk = Chunk(box, path, offset, length, spec.dtype, None, None, wrapped)
             if box not in chunks:  # a replica: one copy is enough
                 chunks[box] = chunk
             elif report is not refuse and chunk != chunks[box]:
                 self.spares.setdefault(name, []).append(chunk)
 
-    def _place(self, info: FlatInstance | None) -> tuple[str, int, int, str]:
+    def _place(self, info: FlatInstance | None) -> tuple[str, int, int, Wrapped]:
         """Return file name, offset, length and kind of envelope of one item."""
         if info is None:
             raise Corrupt("the metadata does not say where this entry lies")
@@ -183,7 +184,7 @@ class Reading:
         if as_name(path) not in self._files:
             check_name(path, self.root)
             self._files.add(path)
-        return path, offset, length, "+".join(map(as_name, transforms)) if transforms else ENVELOPE
+        return path, offset, length, Wrapped("+".join(map(as_name, transforms))) if transforms else _PLAIN
 
     def layout(self, name: str) -> Layout:
         """Return what was gathered, as a layout of the format `name`."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.write_archive import Envelope, describe_tensor, make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import Blob, Layout, Part, Spec, StoredTensor
+from ckptkit.layout import Blob, Layout, Patch, Spec, StoredTensor
 from ckptkit.tensors.box import Box, Shape, whole
 
 _ONLY = "0"  # the key of the one storage of an item
@@ -101,7 +101,7 @@ class KnownBytes:
 
     items: list[ShardItem]
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[Patch]:
         for item in self.items:
             for offset, content in item.envelope.parts if item.envelope else ():
                 yield item.offset + offset, content
@@ -112,7 +112,7 @@ def end_of(items: list[ShardItem]) -> int:
     return items[-1].offset + items[-1].nbytes if items else 0
 
 
-def seal_item(spec: Spec, offset: int, checksum: int) -> Iterable[Part]:
+def seal_item(spec: Spec, offset: int, checksum: int) -> Iterable[Patch]:
     """Return the CRC-32 of the data of a chunk at `offset`, with the places in its file where it belongs."""
     envelope = wrap(spec)
     start = offset - envelope.holes[_ONLY].offset

@@ -8,10 +8,10 @@ from dataclasses import replace
 from ckptkit.formats.dcp.names import METADATA, name_data
 from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, deal, end_of, seal_item
 from ckptkit.formats.dcp.write_metadata import record
-from ckptkit.layout import Layout, NewFile, Options, Part, Place, Spec
+from ckptkit.layout import FileOffset, Layout, NewFile, Patch, Spec, WriterOptions
 
 
-def arrange(wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+def arrange(wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
     """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
     files = items_by_file(wanted, options)
     metadata = record(wanted, files)
@@ -19,7 +19,7 @@ def arrange(wanted: Layout, options: Options) -> tuple[NewFile, ...]:
     return *data, NewFile(METADATA, len(metadata), ((0, metadata),))
 
 
-def embed(wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:
+def embed(wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
     """Yield the metadata with entries that lie elsewhere than they were arranged."""
     files = items_by_file(replace(wanted, blobs={}), options)
     for name, blob in wanted.blobs.items():
@@ -27,7 +27,7 @@ def embed(wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:
     yield METADATA, (0, record(wanted, files))
 
 
-def seal(made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+def seal(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
     """Yield the CRC-32 of each item, in both of its places."""
     for tensor in made.tensors.values():
         for chunk in tensor.chunks:
@@ -37,5 +37,5 @@ def seal(made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Pa
                 yield from ((chunk.path, part) for part in parts)
 
 
-def items_by_file(wanted: Layout, options: Options) -> dict[str, list[ShardItem]]:
+def items_by_file(wanted: Layout, options: WriterOptions) -> dict[str, list[ShardItem]]:
     return {name_data(rank, 0): items for rank, items in enumerate(deal(wanted, options.world_size))}

@@ -68,7 +68,7 @@ class DeepSpeed(FormatReader):
         """Return the layout of a directory: under `model` the fp32 masters, and what was never partitioned.
 
         The optimizer lies under `optimizer`, by name; the 16-bit copies of the masters are `twins`. What was in files
-        that are missing or cannot be read, which are reported, has chunks that lie nowhere.
+        that are missing or cannot be read, which are reported, has unreadable chunks.
         """
         return assemble(path, files_at(path), report)
 

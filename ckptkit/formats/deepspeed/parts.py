@@ -18,7 +18,7 @@ from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.formats.deepspeed.names import DeepSpeedFiles, check_ranks, name_of
 from ckptkit.formats.deepspeed.partitions import Partition, PartitionedGroup, read_partition
-from ckptkit.layout import nowhere
+from ckptkit.layout import Chunk
 from ckptkit.tensors.box import Shape, whole
 
 Found = TypeVar("Found")
@@ -126,8 +126,8 @@ def lost(
     for number, group in enumerate(like.groups):
         known = {of: one.groups[number].masters.box.numel for of, one in partitions.items()}
         size = known[min(known)] if like.cuts_each else size_in_row(known, rank, count, shapes[number], group)
-        moments = {what: nowhere(whole((size,)), name, chunk.dtype) for what, chunk in group.moments.items()}
-        masters = nowhere(whole((size,)), name, group.masters.dtype)
+        moments = {what: Chunk.unreadable(whole((size,)), name, chunk.dtype) for what, chunk in group.moments.items()}
+        masters = Chunk.unreadable(whole((size,)), name, group.masters.dtype)
         groups.append(replace(group, masters=masters, moments=moments))
     return replace(like, path=name, groups=tuple(groups))
 

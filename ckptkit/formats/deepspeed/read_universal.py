@@ -19,7 +19,7 @@ from ckptkit.formats.deepspeed.names import DeepSpeedFiles
 from ckptkit.formats.deepspeed.parts import blame
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
-from ckptkit.layout import Blob, Layout, Spec, StoredTensor, nowhere
+from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import Shape, whole
 from ckptkit.tensors.dtypes import DTYPES
 
@@ -120,7 +120,7 @@ def put_file(gathering: Gathering, root: Path, path: str, name: str, what: str, 
             report(error.blame(tensor=".".join(way)))
             return
         report(error.blame(path=root / path))
-        gathering.put(way, StoredTensor(Spec(_KEPT, shape), (nowhere(whole(shape), path, _KEPT),)))
+        gathering.put(way, StoredTensor(Spec(_KEPT, shape), (Chunk.unreadable(whole(shape), path, _KEPT),)))
 
 
 def read_value(root: Path, path: str, what: str, shape: Shape) -> StoredTensor | Blob:

@@ -19,7 +19,7 @@ from ckptkit.formats.deepspeed.names import is_ours
 from ckptkit.formats.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, ZERO, check_files, read_universal
 from ckptkit.formats.deepspeed.write_universal import files_for
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 _POINTER_LIMIT = 1 << 10  # bytes
 
@@ -51,11 +51,11 @@ class Universal(FormatWriter):
         """Return every entry of every file."""
         return extents_of(layout, (name for name in layout.descriptions if name != POINTER), report)
 
-    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return a file for each parameter and moment, the model states of ZeRO 1, 2 and 3, and the pointer."""
         return tuple(files_for(wanted, options))
 
-    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the CRC-32 of each storage, in both of its places."""
         for path in sorted({path for path, _ in checksums}):
             with opened(made.root / path) as (read, length):

@@ -21,7 +21,7 @@ from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE
 from ckptkit.formats.deepspeed.read_universal import MASTER, OPTIMIZER, POINTER, STEP, ZERO, join
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import Layout, NewFile, Options, StoredTensor
+from ckptkit.layout import Layout, NewFile, StoredTensor, WriterOptions
 
 _MODEL_STATES = "mp_rank_00_model_states.pt"  # of ZeRO 1 and 2
 _MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -76,7 +76,7 @@ def place_of(wanted: Layout, entry: str) -> StoredTensor | None:
     return stored if stored and stored.chunks else None
 
 
-def files_for(wanted: Layout, options: Options) -> Iterator[NewFile]:
+def files_for(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
     """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
     entries = UniversalEntries.of(wanted)
     expert = next(filter(without_number, entries.weights), None)

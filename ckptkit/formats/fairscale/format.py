@@ -57,7 +57,7 @@ class Fairscale(FormatReader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`, the model under `model`; it is all of it.
 
-        Reports shards that are missing or cannot be read: of each flat parameter a piece lies nowhere then.
+        Reports shards that are missing or cannot be read: a chunk of each flat parameter is unreadable then.
         """
         names = find(path, report)
         files = read_files(path, names, report)

@@ -16,7 +16,7 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.pickles.tensor_calls import as_shape
 from ckptkit.formats.shards.rank_tensor import RankFile
-from ckptkit.layout import StoredTensor, nowhere
+from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.names.wrappers import unwrapped
 from ckptkit.tensors.box import Shape, whole
@@ -76,14 +76,14 @@ def cut_flat(
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the members of a flat parameter, of which each rank has a piece and a description.
 
-    `names` are the files of all ranks; pieces in those that are not among `files` lie nowhere.
+    `names` are the files of all ranks; pieces in those that are not among `files` are unreadable.
     """
     members, total = described[0].members, described[0].numel
     if any(flat.members != members for flat in described):
         raise Corrupt("ranks say different things of what is in a flat parameter", hint="are these files of one run?")
     spec = files[0].tensors[name].spec
     sizes = [min(max(0, total - rank * spec.numel), spec.numel) for rank in range(len(names))]
-    chunks = [nowhere(whole(spec.shape), path, spec.dtype) for path in names]
+    chunks = [Chunk.unreadable(whole(spec.shape), path, spec.dtype) for path in names]
     for file, flat in zip(files, described, strict=True):
         held = file.tensors[name]
         if held.spec != spec or held.spec.numel - flat.padding != sizes[file.rank]:

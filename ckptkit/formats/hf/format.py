@@ -18,7 +18,7 @@ from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.indices import make_index, read_index
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
-from ckptkit.layout import Chunk, Extent, Layout, NewFile, Options, Spec, StoredTensor, check_cover
+from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_cover
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -91,7 +91,7 @@ class HuggingFace(FormatWriter):
             for chunk in tensor.chunks:
                 yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
-    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files for the tensors of `wanted`: headers, index, room for data. Blobs have no place there."""
         specs = wanted.specs
         for name, spec in specs.items():

@@ -17,7 +17,7 @@ from ckptkit.formats.llmc.header import HEADER, MODEL, Config, State, read_confi
 from ckptkit.formats.llmc.states import find_moments
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
-from ckptkit.layout import NOWHERE, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor
+from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 
 _MOST = 1 << 12  # ranks that are missing
@@ -65,7 +65,7 @@ class LlmC(FormatReader):
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
         """Return what each tensor has of the files. llm.c records no checksums."""
         for name, tensor in layout.tensors.items():
-            for chunk in (chunk for chunk in tensor.chunks if chunk.offset != NOWHERE):
+            for chunk in (chunk for chunk in tensor.chunks if chunk.is_in_file):
                 yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
 

@@ -15,7 +15,7 @@ from struct import Struct
 from ckptkit.errors import Corrupt, Report
 from ckptkit.files.file import file_size, opening, read_at
 from ckptkit.formats.llmc.header import HEADER, Config, State, count, is_stacked, shapes_of
-from ckptkit.layout import Chunk, Spec, StoredTensor, nowhere
+from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.tensors.flat_ranges import boxes_of_range
 
@@ -30,7 +30,7 @@ def find_moments(
 ) -> dict[tuple[str, str], StoredTensor]:
     """Return the tensors of an optimizer, by the name of the parameter and of the moment.
 
-    `files` are those of all ranks, in order; what lies in those without a state lies nowhere. Reports files of another
+    `files` are those of all ranks, in order; chunks of those without a state are unreadable. Reports files of another
     size, of which nothing is used either.
     """
     total, ranks = count(config), len(files)
@@ -85,7 +85,7 @@ def chunks_of(
 ) -> Iterator[Chunk]:
     """Yield where a moment lies that begins at element `start` of all ranks' together, in `shares` of every layer.
 
-    What is in files that are not `sound` lies nowhere.
+    Chunks of files that are not `sound` are unreadable.
     """
     layers = shape[0] if is_stacked(name) else 1
     size = prod(shape) // layers
@@ -99,4 +99,4 @@ def chunks_of(
             for box, at in boxes_of_range(shape, first, first + share):
                 offset = held + at * _FLOAT.itemsize
                 chunk = Chunk(box, file, offset, box.numel * _FLOAT.itemsize, _FLOAT)
-                yield chunk if file in sound else nowhere(box, file, _FLOAT)
+                yield chunk if file in sound else Chunk.unreadable(box, file, _FLOAT)

@@ -78,7 +78,7 @@ class Megatron(FormatReader):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the files: storages, pickles and what torch puts beside them."""
-        return extents_of(layout, {place.path for _, place in layout.stored} | set(layout.descriptions), report)
+        return extents_of(layout, layout.paths | set(layout.descriptions), report)
 
 
 def find_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:

@@ -29,7 +29,7 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 class SavedRank:
     """The file `path` of a rank, as seen from directory `root`.
 
-    Of one that `is_lost` the `state` is that of another rank of its stage: its tensors are as large, and lie nowhere.
+    Of one that `is_lost` the `state` is that of another rank of its stage: its tensors are as large, and unreadable.
     """
 
     root: Path

@@ -22,7 +22,7 @@ from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 MAIN = "state.pt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -79,10 +79,9 @@ class Pt(FormatWriter):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the file: its storages, its pickle and what torch puts beside them."""
-        paths = {chunk.path for tensor in layout.tensors.values() for chunk in tensor.chunks}
-        return extents_of(layout, paths | {blob.path for blob in layout.blobs.values()}, report)
+        return extents_of(layout, layout.paths, report)
 
-    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:  # noqa: ARG002
+    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:  # noqa: ARG002
         """Return the one file, with room for the data of all tensors; tensors with the same chunks share theirs.
 
         An entry that is no tensor is read, and put with its value where its key path leads.
@@ -96,14 +95,14 @@ class Pt(FormatWriter):
         """Return a file that is no part of the checkpoint: in the end the entries are in the pickle of `state.pt`."""
         return f"entries-{rank}"
 
-    def embed(self, wanted: Layout, options: Options) -> Iterator[tuple[str, Part]]:  # noqa: ARG002
+    def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:  # noqa: ARG002
         """Return another pickle, and the archive's directory, which names it in place of the first."""
         storages = Storages(wanted)
         first = dump(unflatten(wanted.tensors, wanted.key, storages.value))
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
         yield MAIN, make_envelope(dump(state), storages.contents, instead_of=first).parts[-1]
 
-    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the CRC-32 of each storage, in both of its places."""
         with opened(made.root / MAIN) as (read, length):
             entries = read_directory(read, length)

@@ -26,7 +26,7 @@ from ckptkit.formats.ranks.views import without_views
 from ckptkit.formats.ranks.write_files import arrange_files, seal_files
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
-from ckptkit.layout import Extent, Layout, NewFile, Options, Part, Place, check_cover
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions, check_cover
 
 _CONFIG_LIMIT = 1 << 16  # bytes
 
@@ -84,7 +84,7 @@ class FilePerRank(FormatWriter):
         """Return every entry of every rank's file: its storages, its pickle and what torch puts beside them."""
         return extents_of(layout, find(layout.root, report).names, report)
 
-    def arrange(self, wanted: Layout, options: Options) -> tuple[NewFile, ...]:
+    def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files of `options.world_size` ranks, called and spread as those that `wanted` lies in, if any."""
         return tuple(arrange_files(wanted, example_of(wanted), options.world_size))
 
@@ -93,7 +93,7 @@ class FilePerRank(FormatWriter):
         if example_of(wanted).was_sharded:
             yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
 
-    def seal(self, made: Layout, checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the copies of what several ranks have alike, and the CRC-32 of each storage."""
         found = find(made.root)
         files = [read_files(made.root, found, kind, (kind,), refuse) for kind in found.files]

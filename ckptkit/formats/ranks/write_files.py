@@ -30,7 +30,7 @@ from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.shards.meshes import unravel
 from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
-from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, Part, Place, Spec
+from ckptkit.layout import Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.placements import Placement, Shard, place
 
@@ -211,7 +211,9 @@ def number(wanted: Layout) -> dict[str, int]:
     return {one: i for i, one in enumerate(names)} if all(isinstance(one, str) for one in names) else {}
 
 
-def seal_files(root: Path, files: list[list[RankFile]], checksums: Mapping[Place, int]) -> Iterator[tuple[str, Part]]:
+def seal_files(
+    root: Path, files: list[list[RankFile]], checksums: Mapping[FileOffset, int]
+) -> Iterator[tuple[str, Patch]]:
     """Yield what is to be written, by file: copies, and the CRC-32 of each storage in both of its places.
 
     `files` are those of all ranks by kind, as they can be read now.
@@ -225,7 +227,7 @@ def seal_files(root: Path, files: list[list[RankFile]], checksums: Mapping[Place
                     yield from seal_chunk(chunk, written[name, chunk.box], checksums, entries, sources)
 
 
-def written_in(files: list[RankFile], checksums: Mapping[Place, int]) -> dict[tuple[str, Box], Chunk]:
+def written_in(files: list[RankFile], checksums: Mapping[FileOffset, int]) -> dict[tuple[str, Box], Chunk]:
     """Return, by name and box, the chunks that were filled with data."""
     return {
         (name, chunk.box): chunk
@@ -249,8 +251,12 @@ def entries_in(root: Path, name: str) -> dict[int, ZipEntry]:
 
 
 def seal_chunk(
-    chunk: Chunk, source: Chunk, checksums: Mapping[Place, int], entries: Mapping[int, ZipEntry], sources: OpenFiles
-) -> Iterator[tuple[str, Part]]:
+    chunk: Chunk,
+    source: Chunk,
+    checksums: Mapping[FileOffset, int],
+    entries: Mapping[int, ZipEntry],
+    sources: OpenFiles,
+) -> Iterator[tuple[str, Patch]]:
     """Yield the bytes of a chunk, if they are still missing, and its CRC-32."""
     if chunk is not source and (chunk.path, chunk.offset) != (source.path, source.offset):
         for at in range(0, chunk.length, _PIECE):

@@ -13,7 +13,7 @@ from itertools import chain
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.layout import Chunk, StoredTensor, nowhere
+from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate, cut, replace_at
 
 
@@ -67,7 +67,7 @@ def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
     for part in parts[1:]:
         if part.spec != parts[0].spec:
             raise Corrupt(f"the copies of the ranks differ: one is {parts[0].spec}, another {part.spec}")
-    return next((part for part in parts if not part.is_nowhere), parts[0])
+    return next((part for part in parts if not part.is_unreadable), parts[0])
 
 
 def spares_of(tensor: StoredTensor, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
@@ -88,7 +88,7 @@ def sums_of(tensor: StoredTensor) -> list[int | None]:
 def as_lost(flat: FlatState, path: str) -> FlatState:
     """Return what a rank's file that cannot be read must have held of tensors, by what that of another rank holds."""
     lost = {
-        name: replace(tensor, chunks=tuple(nowhere(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))
+        name: replace(tensor, chunks=tuple(Chunk.unreadable(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))
         for name, tensor in flat.tensors.items()
     }
     return FlatState(lost, {}, flat.keys)

@@ -16,7 +16,7 @@ from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles.tensor_calls import as_tensor
 from ckptkit.formats.shards.dtensors import Placed, Specs, chunks_of, is_dtensor
 from ckptkit.formats.shards.sharded_tensors import ShardedTensor, chunks_of_shards, is_sharded_tensor, open_sharded
-from ckptkit.layout import KeyPath, StoredTensor, nowhere
+from ckptkit.layout import Chunk, KeyPath, StoredTensor
 
 _MOST_INTEGERS = 1 << 20  # in the tensor that a mesh is
 
@@ -99,6 +99,6 @@ def lost_file(like: RankFile, rank: int, name: str) -> RankFile:
     for own, held in like.tensors.items():
         if isinstance(held.spread, Placed) and rank in held.spread.mesh.ranks:
             placed = held.spread.of_rank(rank)
-            chunks = (nowhere(box, name, held.spec.dtype) for box, _ in placed.pieces)
+            chunks = (Chunk.unreadable(box, name, held.spec.dtype) for box, _ in placed.pieces)
             tensors[own] = RankTensor(held.spec, tuple(chunks), spread=placed)
     return RankFile(rank, name, FlatState(tensors, {}, like.flat.keys), None)

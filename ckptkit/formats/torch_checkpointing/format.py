@@ -23,7 +23,7 @@ from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import lost_file, read_rank_file
 from ckptkit.formats.torch_checkpointing.items import missing, read_item_files
 from ckptkit.formats.torch_checkpointing.read_metadata import NAME, TORCH, CheckpointItem, read_items
-from ckptkit.layout import Extent, Layout, Place, check_cover
+from ckptkit.layout import Extent, FileOffset, Layout, check_cover
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetensors|json|bin)")
 _PLAIN = re.compile(r"(?!.*rank_)(?P<item>.+)_(?P<rank>0|[1-9][0-9]{0,6})\.pt")  # `..._rank_0.pt` is of others
@@ -79,7 +79,7 @@ class TorchCheckpointing(FormatReader):
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the files of torch.save, and the tensors of others, which have no checksums."""
-        found: set[Place] = set()
+        found: set[FileOffset] = set()
         for extent in extents_of(layout, saved_by_torch(layout.root, report), report):
             found.add((extent.path, extent.offset))
             yield extent

@@ -25,7 +25,7 @@ from ckptkit.formats.torchsnapshot.read_manifest import (
     read_manifest,
     value_of,
 )
-from ckptkit.layout import NOWHERE, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, check_cover
+from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, Unreadable, check_cover
 from ckptkit.tensors.box import Box
 
 _TENSORS = ("Tensor", "ShardedTensor", "ChunkedTensor")
@@ -75,7 +75,7 @@ class TorchSnapshot(FormatReader):
         located = locate(layout, report)
         for name, tensor in located.tensors.items():
             for chunk in tensor.chunks:
-                if chunk.wrapper is None and chunk.offset != NOWHERE:
+                if chunk.where is None:
                     yield Extent(chunk.path, chunk.offset, chunk.length, chunk.crc32, name)
 
 
@@ -116,7 +116,8 @@ class _Gathering:
             self.add_tensor(key, *self.places.chunks(entry))
             return
         if entry.kind == "object":
-            self.blobs[self.name(key)] = Blob(*self.places.run(entry.said))
+            file, run = self.places.run(entry.said)
+            self.blobs[self.name(key)] = Blob(file, *run) if run else Blob(file, 0, 1, where=Unreadable())
         else:
             self.values[key] = value_of(entry)
 
@@ -156,12 +157,12 @@ class _Gathering:
         small = spec is not None and spec.nbytes <= _COMPARED
         if not small or any(other != spec or len(those) != 1 for other, those in found):
             return False
-        there = [chunk for _, (chunk,) in found if chunk.offset != NOWHERE]
+        there = [chunk for _, (chunk,) in found if chunk.is_in_file]
         return not any(chunk.wrapper == ENVELOPE for chunk in there) and len(set(map(self.content, there))) < 2
 
     def is_there(self, entry: ManifestEntry) -> bool:
-        """Return whether no part of an entry is a tensor that lies nowhere."""
-        return entry.kind not in _TENSORS or all(chunk.offset != NOWHERE for chunk in self.places.chunks(entry)[1])
+        """Return whether no part of an entry is in a file that cannot be read."""
+        return entry.kind not in _TENSORS or all(chunk.is_in_file for chunk in self.places.chunks(entry)[1])
 
     def content(self, chunk: Chunk) -> bytes:
         """Return the bytes of a small chunk."""

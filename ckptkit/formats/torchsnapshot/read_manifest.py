@@ -19,7 +19,7 @@ from ckptkit.files.file import check_name, file_size, read_small
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.tensor_calls import as_shape
-from ckptkit.layout import NOWHERE, Chunk, KeyPath, Spec, nowhere
+from ckptkit.layout import Chunk, KeyPath, Spec, Wrapped
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.dtypes import DTYPES, DType
 
@@ -113,7 +113,7 @@ class Places:
     """The places of `entries` in the files of a snapshot at `root`.
 
     Reports each file that is missing, or too short for what should lie in it: it may be another snapshot's, and nothing
-    has a checksum. So all of it lies nowhere then.
+    has a checksum. So all of it is unreadable then.
     """
 
     def __init__(self, root: Path, entries: Iterable[ManifestEntry], report: Report) -> None:
@@ -147,35 +147,36 @@ class Places:
             raise Corrupt(message, path=self.root / file, hint=hint)
         return size
 
-    def run(self, said: Mapping[str, Any]) -> tuple[str, int, int]:
-        """Return the file, offset and length of a run of bytes; an offset that no file has, if it is of no use."""
+    def run(self, said: Mapping[str, Any]) -> tuple[str, tuple[int, int] | None]:
+        """Return the file, offset and length of a run of bytes; only the file if that cannot be read."""
         file = said["location"]
         if not isinstance(file, str):
             raise Unsafe(f"the manifest refers to `{file!a}`", path=self.root)
         size = self.size(file)
         if size is None:
-            return file, NOWHERE, 1
+            return file, None
         start, end = as_shape(tuple(said["byte_range"])) if said.get("byte_range") else (0, size)
         if start > end:
             raise Corrupt(f"the manifest needs bytes {start}:{end}", path=self.root / file)
-        return file, start, end - start
+        return file, (start, end - start)
 
     def chunk(self, said: Mapping[str, Any], start: Shape | None = None) -> Chunk:
         """Return the chunk that a tensor is, which begins at index `start` of a larger one."""
         spec = Spec(dtype_of(said["dtype"]), as_shape(tuple(said["shape"])))
         box = whole(spec.shape) if start is None else Box(start, spec.shape)
-        file, offset, length = self.run(said)
+        file, run = self.run(said)
         serializer = said["serializer"]
         if serializer not in ("torch_save", "buffer_protocol"):
             raise Unsupported(f"a tensor in the format `{serializer!a}`")
-        if offset == NOWHERE:
-            return nowhere(box, file, spec.dtype)
+        if run is None:
+            return Chunk.unreadable(box, file, spec.dtype)
+        offset, length = run
         if serializer == "torch_save":
-            return Chunk(box, file, offset, length, spec.dtype, wrapper=ENVELOPE)
+            return Chunk(box, file, offset, length, spec.dtype, where=Wrapped(ENVELOPE))
         if length != spec.nbytes:
             message = f"{spec} needs {spec.nbytes} bytes, the manifest gives it {length}"
             self.report(Corrupt(message, path=self.root / file))
-            return nowhere(box, file, spec.dtype)
+            return Chunk.unreadable(box, file, spec.dtype)
         return Chunk(box, file, offset, length, spec.dtype)
 
     def chunks(self, entry: ManifestEntry) -> tuple[Spec | None, list[Chunk]]:

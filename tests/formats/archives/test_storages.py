@@ -28,7 +28,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import get_writer, locate
 from ckptkit.formats.pickles.inert_pickle import PersistentId
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import Blob, Layout, NewFile, Options, edits
+from ckptkit.layout import Blob, Layout, NewFile, Wrapped, WriterOptions, edits
 from ckptkit.layout.plan import make_plan
 from tests import producers
 from tests.conftest import Produce
@@ -38,7 +38,7 @@ from tests.producers import counted, flatten
 
 
 def arrange(wanted: Layout) -> NewFile:
-    (file,) = get_writer("pt").arrange(wanted, Options(1 << 40))
+    (file,) = get_writer("pt").arrange(wanted, WriterOptions(1 << 40))
     return file
 
 
@@ -209,7 +209,9 @@ def lying(data: bytes, root: Path, *, wrapper: str | None = None, before: bytes 
     """A checkpoint with one entry, whose archive is `data`."""
     root.mkdir()
     (root / "f").write_bytes(before + data)
-    return Layout(root, "dcp", {}, {"x": Blob("f", len(before), len(data), wrapper=wrapper)})
+    return Layout(
+        root, "dcp", {}, {"x": Blob("f", len(before), len(data), where=Wrapped(wrapper) if wrapper else None)}
+    )
 
 
 def archive_of(value: object) -> bytes:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt, NoRoom, Unsupported
 from ckptkit.formats import unpack
-from ckptkit.layout import Blob, Layout
+from ckptkit.layout import Blob, Layout, Wrapped
 from ckptkit.storage import Reader
 from ckptkit.tensors.box import whole
 from tests import producers
@@ -42,7 +42,7 @@ def lying(data: bytes, root: Path) -> Layout:
     """A checkpoint with one entry, whose stream is `data`."""
     root.mkdir()
     (root / "f").write_bytes(b"???" + data)
-    return Layout(root, "dcp", {}, {"x": Blob("f", 3, len(data), wrapper="stream.zstd/1")})
+    return Layout(root, "dcp", {}, {"x": Blob("f", 3, len(data), where=Wrapped("stream.zstd/1"))})
 
 
 def test_what_torch_compressed_lies_in_a_file_that_goes(produce: Produce, room: Path) -> None:

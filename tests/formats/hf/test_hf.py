@@ -20,7 +20,7 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.formats.safetensors_headers import _SPELLINGS, is_known
-from ckptkit.layout import Layout, Options, Spec, StoredTensor
+from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.ops.convert import convert
 from ckptkit.tensors.box import whole
 from ckptkit.tensors.dtypes import DTYPES
@@ -321,7 +321,7 @@ def test_a_linked_shard_is_unsafe(tmp_path: Path) -> None:
 def test_a_name_that_the_header_cannot_hold_is_unsupported(name: str) -> None:
     stored = StoredTensor(Spec(DTYPES["float32"], (2,)), ())
     with pytest.raises(Unsupported) as raised:
-        HuggingFace().arrange(Layout(Path(), "raw", {name: stored}), Options(1 << 40))
+        HuggingFace().arrange(Layout(Path(), "raw", {name: stored}), WriterOptions(1 << 40))
     assert raised.value.tensor == name
 
 

@@ -1,4 +1,4 @@
-"""Mend the parts of a checkpoint: mark what is lost in each, and put the copies that it has itself in its place."""
+"""Repair the parts of a checkpoint: mark what is lost in each part, and replace it by copies that the part has."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.part import Part, with_sums
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, translate_os_errors
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    IOFailure,
+    Mismatch,
+    Report,
+    Unsafe,
+    Unsupported,
+    translate_os_errors,
+)
 from ckptkit.files.file import is_there
-from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout import Chunk, Fault, Layout, Spec, StoredTensor
 from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.progress import Progress
 from ckptkit.salvaging.copies import complete, names_repaired, patch
-from ckptkit.salvaging.faults import Fault, Faults
+from ckptkit.salvaging.faults import Faults
 from ckptkit.salvaging.survey import Survey, survey, without_files
 from ckptkit.tensors.box import whole
 
@@ -29,10 +38,13 @@ _ROUNDED = "its rounded copy"
 _MASTER = "the master weights"
 
 
-def mend(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: Progress | None) -> Checkpoint:
-    """Return a checkpoint with its damage marked as lost in each part, but for what the part has copies of itself.
+def repair(
+    checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, *, jobs: int | None, progress: Progress | None
+) -> Checkpoint:
+    """Return a checkpoint with the damage in each part marked as lost, unless the part has a copy of the same bytes.
 
-    Raises what makes the part with the model unreadable as a whole; any other part is left out then.
+    The metadata of `other` describes a part that has none, if everything in the files of that part matches it. Raises
+    the error that makes the part with the model unreadable; leaves out any other unreadable part.
     """
 
     def look(layout: Layout) -> Survey:
@@ -42,10 +54,11 @@ def mend(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: 
     parts = []
     for part in checkpoint.parts:
         try:
-            parts.append(mend_part(part, faults, look))
+            parts.append(repair_part(part, other, faults, look))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
             if part is model:
-                error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
+                if not isinstance(error, Mismatch):  # which hints at another --fill-from
+                    error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
                 raise
             faults.unnamed.append(Fault.of(error.blame(path=part.path)))
             faults.places.append(part.path)
@@ -54,11 +67,11 @@ def mend(checkpoint: Checkpoint, faults: Faults, *, jobs: int | None, progress: 
     return replace(checkpoint, parts=tuple(parts), strange=())
 
 
-def mend_part(part: Part, faults: Faults, look: Look) -> Part:
-    """Return a part with what is lost in it marked, and copies in the place of what has any."""
+def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look) -> Part:
+    """Return a part with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
-        read = part.dress(part.reader.read(part.path, reported.append))
+        read = part.dress(read_part(part, other, faults, reported.append))
     unexplained = note_rest(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
     layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, unexplained, why)
@@ -66,12 +79,24 @@ def mend_part(part: Part, faults: Faults, look: Look) -> Part:
     found = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
     told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
-    mended = with_copies(found.mark(layout, faults), faults, look, told)
-    return replace(part, salvaged=replace(mended, spares={}, absent={}))
+    repaired = with_copies(found.mark(layout), faults, look, told)
+    return replace(part, salvaged=replace(repaired, spares={}, absent={}))
+
+
+def read_part(part: Part, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
+    """Return the layout of a part, by the metadata of another checkpoint if the part has none."""
+    if other is not None:
+        alike = (one for one in other.parts if (one.place, one.reader.name) == (part.place, part.reader.name))
+        layouts = (part.reader.read_like(part.path, one.path, report) for one in alike)
+        layout = next(layouts, None)
+        if layout is not None:
+            faults.described_by = other.path
+            return layout
+    return part.reader.read(part.path, report)
 
 
 def manifest_of(part: Part, faults: Faults) -> Manifest | None:
-    """Return the manifest of a part; one that is damaged is noted, and none."""
+    """Return the manifest of a part. Notes a damaged one and returns None."""
     try:
         return part.manifest
     except (Corrupt, IOFailure, Unsafe) as error:
@@ -80,9 +105,9 @@ def manifest_of(part: Part, faults: Faults) -> Manifest | None:
 
 
 def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
-    """Note what was reported of tensors that are not in the layout; return what nothing of the layout explains."""
+    """Note the problems of tensors that the layout does not have; return those that nothing in the layout explains."""
     known = {*layout.names, *layout.absent}
-    used = {layout.root / path for path in (*paths_of(layout), *layout.absent.values())}
+    used = {layout.root / path for path in (*layout.paths, *layout.absent.values())}
     explains = bool(layout.absent) or any(not is_there(path) for path in used)
     for error in reported:
         if error.tensor is not None and error.tensor not in known:
@@ -92,9 +117,9 @@ def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> 
 
 
 def with_absent(layout: Layout, part: Part, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
-    """Return the layout with the tensors that could not be read as lost, if config.json says what shapes they have.
+    """Return the layout with the unreadable tensors as lost ones, if config.json tells their shapes.
 
-    Their dtype is that of most others. What is `unexplained` has all that config.json calls for besides.
+    They get the most frequent dtype. The first `unexplained` fault stands for all other missing parameters.
     """
     config = find_companions(part.path, part.base).config if layout.absent or unexplained else None
     form = form_or_reason({*layout.tensors, *layout.absent}, config) if config else None
@@ -113,33 +138,28 @@ def with_absent(layout: Layout, part: Part, faults: Faults, unexplained: Sequenc
             tensors[name] = replace(tensors[name], spec=replace(tensors[name].spec, shape=shapes[name]))
         elif name in shapes and dtypes:
             spec = Spec(dtypes[0][0], shapes[name])
-            tensors[name] = StoredTensor(spec, (faults.lost(whole(spec.shape), spec.dtype, fault),))
+            tensors[name] = StoredTensor(spec, (Chunk.lost(whole(spec.shape), spec.dtype, fault),))
         else:
             tensors.pop(name, None)
             faults.unplaced[name] = fault
     return replace(layout, tensors=tensors)
 
 
-def paths_of(layout: Layout) -> set[str]:
-    return {place.path for _, place in layout.stored}
-
-
 def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, Fault]) -> Layout:
-    """Return a layout that has been marked with spare chunks and second copies in the place of what is lost.
+    """Return a marked layout in which spare chunks and second copies replace lost chunks.
 
-    `told` are the reasons that were reported of single tensors.
+    `told` are the reported problems of single tensors.
     """
     root = layout.root
     spares = sound_spares(layout, look)
     tensors = {
-        name: complete(tensor, root, spares.get(name, ()), faults, told.get(name))
-        for name, tensor in layout.tensors.items()
+        name: complete(tensor, root, spares.get(name, ()), told.get(name)) for name, tensor in layout.tensors.items()
     }
     faults.repaired.update(dict.fromkeys(names_repaired(layout.tensors, tensors)))
     if not layout.twins:
         return replace(layout, tensors=tensors)
     seen = replace(layout, tensors=layout.twins, blobs={}, twins={})
-    twins = look(seen).mark(seen, faults).tensors
+    twins = look(seen).mark(seen).tensors
     return replace(
         layout,
         tensors={name: patch(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
@@ -155,5 +175,5 @@ def sound_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]:
         if name in layout.tensors
     }
     seen = replace(layout, tensors=spares, blobs={}, twins={})
-    found = look(seen).mark(seen, Faults()).tensors if spares else {}
+    found = look(seen).mark(seen).tensors if spares else {}
     return {name: tuple(chunk for chunk in tensor.chunks if not chunk.is_lost) for name, tensor in found.items()}

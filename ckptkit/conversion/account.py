@@ -1,9 +1,9 @@
-"""Account for what a salvaged checkpoint lacks, and what was taken from elsewhere: in the result and in a file."""
+"""Account for the tensors that a salvaged checkpoint lost or took from elsewhere, in the result and in a file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.layout import Layout, StoredTensor
-from ckptkit.salvaging.faults import Fault, Faults
-from ckptkit.tensors.box import Box, whole
+from ckptkit.tensors.box import Box
 
 NAME = "salvage.json"
 LIMIT = 1 << 28  # bytes
@@ -22,9 +20,9 @@ _DAMAGED = "bytes changed after they were written: their CRC-32 is not that reco
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A tensor or entry that was left out, by its name in the output: why, and the file that has, or had, its bytes.
+    """A tensor or entry that was left out, by its name in the output: the reason, and the file that contained it.
 
-    `boxes` are the parts that are lost, if it is not all. Where nothing says what was in a file, there is no name.
+    `boxes` are the lost parts, empty if all of it is lost. `name` is empty for a file with unknown contents.
     """
 
     name: str
@@ -36,7 +34,7 @@ class Lost:
 
     @property
     def label(self) -> str:
-        """Return its name, with the part that is lost in brackets if it is not all."""
+        """Return its name, with the lost part in brackets unless all of it is lost."""
         if not (self.boxes and self.shape):
             return self.name
         parts = [", ".join(map(span, box.start, box.size, self.shape)) for box in self.boxes]
@@ -45,7 +43,7 @@ class Lost:
         return f"{self.name}[{parts[0]}]" + (f" and {len(parts) - 1} more parts" if parts[1:] else "")
 
     def describe(self, source: Path) -> str:
-        """Return why it was lost, and which file of the checkpoint at `source` it was in."""
+        """Return why it was lost, and the file of the checkpoint at `source` that contained it."""
         why = _DAMAGED if "CRC-32" in self.why else self.why
         if self.path is None:
             return why
@@ -53,7 +51,7 @@ class Lost:
         return f"{self.path.relative_to(source) if is_inside else self.path.name}: {why}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as scripts know it."""
+        """Return it as `--json` prints it."""
         boxes = [{"start": list(box.start), "size": list(box.size)} for box in self.boxes]
         path = None if self.path is None else str(self.path.absolute())
         return {"name": self.name or None, "why": self.why, "path": path, "shape": self.shape, "boxes": boxes}
@@ -61,22 +59,23 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A tensor or entry of which some bytes were taken from elsewhere; `cast` says what dtype they had, if another."""
+    """A tensor or entry with bytes from elsewhere; `cast` tells the dtype that they had, if it was another."""
 
     name: str
     source: str
     cast: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as scripts know it."""
+        """Return it as `--json` prints it."""
         return {"name": self.name, "from": self.source, "cast": self.cast or None}
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The account of a salvage: what was lost, what was taken from elsewhere, and what has other copies of its own.
+    """The account of a salvage: lost tensors, tensors with bytes from elsewhere, and tensors with another copy.
 
-    `source` is the checkpoint that was salvaged.
+    `source` is the checkpoint that was salvaged; `described_by` is the one whose metadata describes its files, if its
+    own is missing.
     """
 
     lost: Sequence[Lost] = ()
@@ -84,19 +83,21 @@ class Account:
     repaired: Sequence[str] = ()
     kept: int = 0
     source: Path = Path()
+    described_by: Path | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all is there, and is the checkpoint's own."""
-        return not (self.lost or self.filled)
+        """Return whether nothing is lost and everything comes from the checkpoint itself."""
+        return not (self.lost or self.filled or self.described_by)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as scripts know it."""
+        """Return it as `--json` prints it."""
         lost, filled = ([one.to_json() for one in found] for found in (self.lost, self.filled))
-        return {"lost": lost, "filled": filled, "repaired": list(self.repaired)}
+        described = {"described_by": str(self.described_by.absolute())} if self.described_by else {}
+        return {"lost": lost, "filled": filled, "repaired": list(self.repaired), **described}
 
     def to_bytes(self, before: Path | None = None) -> bytes:
-        """Return the file that lies in what was salvaged, with that which lay in its source `before`."""
+        """Return the content of the account's file; it includes the account that the source had at path `before`."""
         value = {"source": str(self.source.absolute()), "tensors_kept": self.kept, **self.to_json()}
         earlier = read_account(before.parent) if before else None
         value |= {"before": earlier} if earlier else {}
@@ -107,34 +108,8 @@ def span(start: int, size: int, extent: int) -> str:
     return ":" if size == extent else f"{start}:{start + size}"
 
 
-def lost_tensors(lost: Mapping[str, StoredTensor], faults: Faults) -> Iterator[Lost]:
-    """Yield the account of tensors that have lost chunks."""
-    for name, tensor in lost.items():
-        gone = [chunk for chunk in tensor.chunks if chunk.is_lost]
-        fault, spec = faults.of(gone[0]), tensor.spec
-        boxes = () if tensor.splits else tuple(sorted(chunk.box for chunk in gone))
-        is_all = boxes == (whole(spec.shape),)
-        yield Lost(name, fault.why, fault.path, () if is_all else boxes, spec.shape, spec.nbytes)
-
-
-def lost_entries(entries: Iterable[tuple[str, Fault]]) -> Iterator[Lost]:
-    """Yield the account of what has no shape: entries that are no tensors, and what nothing is known of."""
-    for name, fault in entries:
-        yield Lost(name, fault.why, fault.path)
-
-
-def filled_tensors(layout: Layout, faults: Faults) -> Iterator[Filled]:
-    """Yield the account of tensors with bytes from elsewhere."""
-    for name, tensor in layout.tensors.items() if faults.filled else ():
-        taken = [chunk for chunk in tensor.chunks if chunk.path in faults.filled]
-        if taken:
-            before, after = taken[0].dtype, tensor.spec.dtype
-            cast = f"{before} => {after}" if before != after else ""
-            yield Filled(name, faults.filled[taken[0].path], cast)
-
-
 def read_account(root: Path) -> Mapping[str, Any] | None:
-    """Return what the file in a directory says that was salvaged; None without one that can be read."""
+    """Return the account in a directory; None if there is no readable one."""
     try:
         found = parse_json(read_small(root / NAME, LIMIT), root / NAME) if is_there(root / NAME) else None
     except (Corrupt, IOFailure, Unsafe):
@@ -143,11 +118,13 @@ def read_account(root: Path) -> Mapping[str, Any] | None:
 
 
 def describe_account(found: Mapping[str, Any]) -> str:
-    """Return in words how much an account says was lost, and filled."""
+    """Return a summary of an account: how many tensors were lost and filled."""
     sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
     words = [
         f"{sizes[kind]:,} {what}"
         for kind, what in (("lost", "lost"), ("filled", "filled from elsewhere"))
         if sizes.get(kind)
     ]
+    if found.get("described_by"):
+        words.append(f"names and shapes from {found['described_by']}")
     return f"salvaged from a damaged checkpoint: {', '.join(words)}"

@@ -1,0 +1,120 @@
+"""Match the files of an unfinished DCP save with the metadata of another checkpoint of the same run.
+
+A `.distcp` file is a sequence of items. Each item is an archive of torch.save with the dtype and shape of a shard, or
+with an entry that is not a tensor. Only the metadata, which torch writes last, has the names of the tensors and the
+place of each shard. A run plans the same items in the same order at every step, so the metadata of another step
+describes these files too if every item has the dtype, shape, length and position that it says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.files.ahead import ReadAhead
+from ckptkit.files.file import OpenFiles, file_size, names_in
+from ckptkit.formats.archives.locate import ENVELOPE
+from ckptkit.formats.archives.templates import ArchiveTemplates
+from ckptkit.formats.archives.zip_entries import read_directory
+from ckptkit.formats.dcp.names import rank_of
+from ckptkit.layout import Chunk, Layout, Spec
+
+Items = dict[tuple[int, int], tuple[str, str]]  # by offset and length of an item: the name, and what it should contain
+
+_END, _END_BYTES = b"PK\x05\x06", 22  # what the end of an archive begins with, and how long it is
+_ENTRY = "an entry that is not a tensor"
+_HINT = "pass as --fill-from a checkpoint that the same run saved with the same ranks"
+
+
+def match_items(root: Path, plan: Layout) -> None:
+    """Compare every item of the files in directory `root` with those of a plan, which another checkpoint has.
+
+    Does not compare files that are missing. Of an item at which a file is cut short, compares what is left before its
+    numbers. Raises `Mismatch` for the first file or item that differs, `Unsupported` for items that were saved through
+    a transform.
+    """
+    planned = items_by_file(plan)
+    there = set(names_in(root))
+    for name in sorted(there - planned.keys()):
+        if rank_of(name) is not None and (size := file_size(root / name)):
+            message = f"expected no file of this name, as in {plan.root}, found {size} bytes"
+            raise Mismatch(message, path=root / name, hint=_HINT)
+    with OpenFiles(root, in_order=False) as files, OpenFiles(plan.root, in_order=False) as others:
+        matching = Matching(ReadAhead(files), ReadAhead(others))
+        for name in sorted(there & planned.keys()):
+            try:
+                matching.compare(name, files[name].size, planned[name])
+            except Mismatch as error:
+                error.hint = _HINT
+                raise error.blame(path=root / name) from None
+
+
+def items_by_file(plan: Layout) -> dict[str, Items]:
+    """Return the items of each file."""
+    found: dict[str, Items] = {}
+    for name, place in plan.stored:
+        if place.wrapper not in (None, ENVELOPE):
+            message = f"stored through the transform `{place.wrapper}`: only its metadata says what an item contains"
+            raise Unsupported(message, path=plan.root / place.path, tensor=name)
+        wanted = str(Spec(place.dtype, place.size)) if isinstance(place, Chunk) else _ENTRY
+        if place.length:
+            found.setdefault(place.path, {}).setdefault((place.offset, place.length), (name, wanted))
+    return found
+
+
+class Matching:
+    """The comparison of files with those of another checkpoint that have the same names."""
+
+    def __init__(self, files: ReadAhead, others: ReadAhead) -> None:
+        self._files, self._others = files, others
+        self._templates = ArchiveTemplates()
+
+    def compare(self, file: str, size: int, items: Items) -> None:
+        """Raise `Mismatch` for the first item of a file of `size` bytes that differs, or if the file is too long."""
+        end = 0
+        for number, ((offset, length), (name, wanted)) in enumerate(sorted(items.items()), start=1):
+            end = offset + length
+            if end <= size:
+                found = self.content(file, offset, length)
+            elif size <= offset or self.is_begun(file, offset, length, size):
+                return
+            else:
+                found = f"another item in {size - offset} bytes"
+            if found != wanted:
+                message = f"item {number} of {len(items)}: expected {wanted} in {length} bytes, found {found}"
+                raise Mismatch(message, tensor=name, offset=offset)
+        if size > end:
+            raise Mismatch(f"expected {end} bytes in {len(items)} items, found {size}")
+
+    def content(self, file: str, offset: int, length: int) -> str:
+        """Return what the archive of `length` bytes at `offset` of a file contains, or why it is not an archive."""
+        try:
+            tensor = self._templates.locate(self._files, file, offset, length).tensor
+            return str(Spec(tensor.dtype, tensor.shape))
+        except Unsupported:
+            return content_without_tensor(self._files, file, offset, length)
+        except Corrupt as error:
+            return error.message
+
+    def is_begun(self, file: str, offset: int, length: int, size: int) -> bool:
+        """Return whether a file that ends at byte `size` has the beginning of the item at `offset`, and not another.
+
+        All before a tensor's numbers is the same at every step. A file that ends with an archive is not cut short.
+        """
+        there = size - offset
+        if there >= _END_BYTES and self._files.read(file, size - _END_BYTES, len(_END)) == _END:
+            return False
+        try:
+            before = self._templates.locate(self._others, file, offset, length).offset
+        except (Corrupt, Unsupported):  # the value of an entry that is not a tensor may differ
+            return True
+        count = min(before, there)
+        return self._files.read(file, offset, count) == self._others.read(file, offset, count)
+
+
+def content_without_tensor(files: ReadAhead, file: str, offset: int, length: int) -> str:
+    try:
+        read_directory(files.inside(file, offset, length), length)
+    except (Corrupt, Unsupported) as error:
+        return error.message
+    return _ENTRY
