@@ -24,7 +24,7 @@ from ckptkit.tensors.dtypes import DType
 _NUMPY = {FLOAT32: np.float32, FLOAT64: np.float64}
 
 
-class Step(Protocol):
+class ChangeStep(Protocol):
     """A change of a tensor, which is made box by box."""
 
     @property
@@ -45,7 +45,7 @@ class Merge:
     than the box that is to be changed, `reach` says what.
     """
 
-    def __init__(self, base: Operand | Recipe, steps: Sequence[Step], reach: Region = same) -> None:
+    def __init__(self, base: Operand | Recipe, steps: Sequence[ChangeStep], reach: Region = same) -> None:
         self._steps, self._reach = steps, reach
         self._base: Recipe = Taken(base) if isinstance(base, Operand) else base
         self._stored = base.dtype if isinstance(base, Operand) else FLOAT32
@@ -107,7 +107,7 @@ class Directed:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledAddition:
     """The addition of a tensor of the same shape, times `scaling`."""
 
     operand: Operand
@@ -162,7 +162,7 @@ class Inside:
     The box begins at index `start`.
     """
 
-    step: Step
+    step: ChangeStep
     start: Shape
 
     @property

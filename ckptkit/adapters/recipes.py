@@ -11,7 +11,7 @@ from ckptkit.adapters.changes import Change, changes_of, is_saved_module, traine
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
-from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, Scaled, Step
+from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, ScaledAddition, ChangeStep
 from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
@@ -53,7 +53,7 @@ class Merging:
     plain: Mapping[str, Recipe] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     begins: dict[str, Operand] = field(default_factory=dict)
-    steps: dict[str, list[Step]] = field(default_factory=lambda: defaultdict(list))
+    steps: dict[str, list[ChangeStep]] = field(default_factory=lambda: defaultdict(list))
     reach: dict[str, Region] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ class Merging:
                 raise source.blame(f"the base has no `{bias}` of this shape to add it to", change.bias)
             self.require_float(bias, source, change.bias)
             dtype = working_dtype(self.tensors[bias].spec.dtype)
-            self.steps[bias].append(Scaled(Operand(source.number, change.bias, dtype), product.scaling))
+            self.steps[bias].append(ScaledAddition(Operand(source.number, change.bias, dtype), product.scaling))
 
     def product_of(self, source: Source, change: Change) -> tuple[str, Product]:
         """Return the parameter that a change is of, and the product that it is."""

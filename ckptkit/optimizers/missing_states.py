@@ -56,7 +56,7 @@ class States:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StateForm:
     """The form that all entries of one kind have: numbers in the shape of the parameter, or a single one.
 
     Without a `dtype` it is the parameter's own. What is no tensor is the blob `zero`.
@@ -152,7 +152,7 @@ def zeros(spec: Spec, like: StoredTensor, at: int) -> StoredTensor:
 
 def forms_for(
     layout: Layout, states: States, group: Sequence[str], parameters: Mapping[str, StoredTensor]
-) -> dict[str, Form]:
+) -> dict[str, StateForm]:
     """Return what a state is like in a group: as those in it, or if it has none, as all others."""
     peers = [one for one in group if one in states.of] or list(states.of)
     if not peers:
@@ -187,11 +187,11 @@ def require_no_dampening(layout: Layout, states: States) -> None:
             raise Unsupported(message, tensor=name, hint=_HINT)
 
 
-def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: Mapping[str, StoredTensor]) -> Form:
+def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: Mapping[str, StoredTensor]) -> StateForm:
     """Return what the entries of one kind, by parameter, have in common. Raises `Unsupported` if they are not alike."""
     names = list(entries.values())
     if all(name in layout.blobs for name in names):
-        return Form(zero=zero_of(layout, names[0]))
+        return StateForm(zero=zero_of(layout, names[0]))
     if not all(name in layout.tensors for name in names):
         raise unlike(kind, names)
     pairs = [(parameter_of(parameters, one).spec, layout.tensors[name].spec) for one, name in entries.items()]
@@ -203,7 +203,7 @@ def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: M
     is_own = not is_single and all(own.dtype == found.dtype for own, found in pairs)
     if len(dtypes) > 1 and not is_own:
         raise unlike(kind, names)
-    return Form(is_single and (kind == STEP or not is_shaped), None if is_own else dtypes.pop())
+    return StateForm(is_single and (kind == STEP or not is_shaped), None if is_own else dtypes.pop())
 
 
 def unlike(kind: str, names: Sequence[str]) -> Unsupported:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
-from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, Scaled, Step
+from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, ScaledAddition, ChangeStep
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.plan import Operand, Region, make_plan, same
@@ -62,7 +62,7 @@ def product(kind: type[Product], a: Numbers, b: Numbers, scaling: float = 1.75, 
 def merged(
     home: Path,
     w: Numbers,
-    steps: Sequence[Step],
+    steps: Sequence[ChangeStep],
     data: st.DataObject | None = None,
     reach: Region = same,
     **adapter: Numbers,
@@ -158,7 +158,7 @@ def test_steps_follow_each_other(data: st.DataObject) -> None:
         random(11, 7, seed=4),
         random(2, 7, seed=5),
     )
-    steps: list[Step] = [product(LinearProduct, a, b), Scaled(operand("c"), 0.5), Rows(operand("rows"), (9, 2))]
+    steps: list[ChangeStep] = [product(LinearProduct, a, b), ScaledAddition(operand("c"), 0.5), Rows(operand("rows"), (9, 2))]
     expected = w + np.float32(1.75) * (b @ a) + np.float32(0.5) * c
     expected[[9, 2]] = rows
     with tempfile.TemporaryDirectory() as directory:
