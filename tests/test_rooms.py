@@ -118,7 +118,7 @@ DONE_WITHOUT = {
 NAMELESS = ("files.[!ps]*", "files.system", "destinations*", "engine*", "layout*", "tensors*")
 
 # Strings by which a format is known, and the one file that may hold them, beside the table of formats.
-MARKERS = {".distcp": "formats.dcp.names", "weight_map": "formats.indices"}
+MARKERS = {".distcp": "formats.dcp.read_metadata", "weight_map": "formats.indices"}
 
 # The trainers of which nothing but their table may speak, and the one module that has to: classes in a pickle are told
 # by the module that they are of.
@@ -134,6 +134,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
+    "names.wrappers": {"peft"},  # whose wrapper puts words into names
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
     "ops.merge": {"peft"},

@@ -12,7 +12,6 @@ from ckptkit.adapters.config import NAME as CONFIG
 from ckptkit.adapters.config import AdapterConfig, find_adapter_config, without_training
 from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
-from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.draft import Conversion, Draft
 from ckptkit.conversion.options import ConvertOptions
@@ -24,6 +23,7 @@ from ckptkit.models.companions import read_config, tokenizer_beside
 from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.models.vocabulary import vocabulary_of
 from ckptkit.names.weights import LeftOut, Weights, find_weights
+from ckptkit.names.wrappers import may_be_adapted
 
 WEIGHTS = "adapter_model.safetensors"
 

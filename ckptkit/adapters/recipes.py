@@ -11,7 +11,7 @@ from ckptkit.adapters.changes import Change, changes_of, is_saved_module, traine
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
-from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, ScaledAddition, ChangeStep
+from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
 from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor

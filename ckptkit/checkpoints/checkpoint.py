@@ -30,8 +30,7 @@ from ckptkit.checkpoints.find_parts import (
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
-from ckptkit.files.file import names_in
-from ckptkit.files.folders import children, entry_of
+from ckptkit.files.file import children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import list_ahead, to_local, to_path
 from ckptkit.formats import describe_formats, detect_format, unpack
@@ -41,7 +40,7 @@ from ckptkit.layout.edits import select
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.names import family_of
 from ckptkit.names.weights import Weights, find_weights
-from ckptkit.trainers.steps import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
+from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
 
 if TYPE_CHECKING:
     from ckptkit.names.family import Family

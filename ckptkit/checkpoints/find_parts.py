@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ckptkit import trainers
 from ckptkit.checkpoints.part import Part
-from ckptkit.files.file import names_in
-from ckptkit.files.folders import folders
+from ckptkit.files.file import folders, names_in
 from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside
-from ckptkit.trainers.steps import ONE_FILE, may_be_step_name, step_of
+from ckptkit.trainers import ONE_FILE, may_be_step_name, step_of
 
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
 

@@ -12,6 +12,7 @@ from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import CkptError, Incomplete, translate_os_errors
 from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor, edits
+from ckptkit.names.wrappers import is_flat_name
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
 from ckptkit.trainers import is_other_part
@@ -56,13 +57,14 @@ class Part:
         layout = self.salvaged
         if layout is None:
             with translate_os_errors(self.path):
-                layout = self.dress(self.reader.read(self.path))
+                layout = self.apply_context(self.reader.read(self.path))
             layout = with_sums(layout, self.manifest)
         return edits.take_twins(layout) if self.takes_twins else layout
 
-    def dress(self, layout: Layout) -> Layout:
+    def apply_context(self, layout: Layout) -> Layout:
         """Return what its reader has read with flat parameters cut, under the keys where it belongs."""
-        layout = unflatten_parameters(layout, self.path, self.base)
+        if any(is_flat_name(str(layout.key(name)[-1])) for name in layout.tensors):
+            layout = unflatten_parameters(layout, self.path, self.base)
         return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
 
     @cached_property

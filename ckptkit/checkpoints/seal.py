@@ -3,18 +3,23 @@
 create_files -> read_made -> (the data is written) -> seal -> write_manifest
 
 A conversion fills the files by its plan, a save from the memory of every rank; both do all else here.
+`ckptkit manifest` sums the files of other checkpoints.
 """
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ckptkit.checkpoints.manifest import NAME, Manifest
-from ckptkit.checkpoints.sums import sum_files
+from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
 from ckptkit.destinations.allocation import create_file, make_folder, write_file, write_parts
+from ckptkit.destinations.staging import publish
+from ckptkit.engine.scan import sum_file
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, translate_os_errors
+from ckptkit.files.file import file_size, names_in
+from ckptkit.files.joined import roots_of
 from ckptkit.formats import FormatWriter
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, NewFile, edits
 
@@ -84,3 +89,26 @@ def sums_of_tensors(made: Layout, checksums: Mapping[FileOffset, int]) -> dict[s
     """Return by name the CRC-32 of each tensor that lies in one chunk: 0, that of no bytes, of an empty one."""
     whole = {name: tensor.chunks[0] for name, tensor in made.tensors.items() if len(tensor.chunks) == 1}
     return {name: checksums[place_of(chunk)] if chunk.box.numel else 0 for name, chunk in whole.items()}
+
+
+def sum_files(root: Path, names: Iterable[str], extents: Iterable[Extent]) -> dict[str, FileSum]:
+    """Return sizes and sums of files in `root`; only bytes that are in none of the `extents` are read."""
+    known: dict[str, list[Extent]] = {}
+    for extent in extents:
+        known.setdefault(extent.path, []).append(extent)
+    sums = {}
+    for name in sorted(names):
+        size = file_size(root / name)
+        sums[name] = FileSum(size, sum_file(root, name, size, known.get(name, ())))
+    return sums
+
+
+def replace_manifest(root: Path, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint that others may be reading, in one step; of several in the first."""
+    for there in roots_of(root / NAME) or [next(iter(roots_of(root)), root) / NAME]:
+        publish(there, manifest.to_bytes(), overwrite=True)
+
+
+def files_in(root: Path) -> set[str]:
+    """Return the names of all files directly in `root`, but for a manifest and for links."""
+    return {name for name in names_in(root) if stat.S_ISREG((root / name).lstat().st_mode)} - {NAME}

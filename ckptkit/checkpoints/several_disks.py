@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.joined import joined, roots_of
 from ckptkit.files.path import to_path
-from ckptkit.trainers.steps import step_of_place
+from ckptkit.trainers import step_of_place
 
 Others = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

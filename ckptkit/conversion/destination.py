@@ -8,7 +8,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.other_files import own_files
 from ckptkit.errors import Unsafe
-from ckptkit.files.joined import roots_of
+from ckptkit.files.joined import JoinedPath, roots_of
 from ckptkit.formats import FORMATS, FormatWriter
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -33,7 +33,7 @@ def check_apart(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:
 
 def resolved(path: Path) -> list[Path]:
     """Return where a path leads, without links: to one place, or to each directory that it means."""
-    return [place.resolve() for place in roots_of(path)] or [path.resolve()]
+    return [place.resolve() for place in roots_of(path)] if isinstance(path, JoinedPath) else [path.resolve()]
 
 
 def contains(one: Path, other: Path) -> bool:

@@ -14,7 +14,6 @@ from ckptkit.checkpoints.manifest import source_of
 from ckptkit.conversion.account import Account
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.conversion.other_files import read_files
 from ckptkit.errors import translate_os_errors
 from ckptkit.files.file import file_size
 from ckptkit.files.joined import roots_of
@@ -64,7 +63,7 @@ class Draft:
         unpacked = tuple(map(unpack, sources))
         files = options.writer.arrange(unpacked[0], WriterOptions(options.max_shard_size, world_size, file))
         remarks = tuple(options.writer.remarks(unpacked[0]))
-        read = tuple(layout.root / name for layout in sources for name in sorted(read_files(layout)))
+        read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
         more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
         found = unpacked if options.part else tuple(map(locate, unpacked))
         return cls(sources=found, read=read, writer=options.writer, files=files, **more)

@@ -15,7 +15,7 @@ from ckptkit.layout import Layout, Spec, edits
 from ckptkit.models.companions import find_companions
 from ckptkit.models.fit import restore_tied
 from ckptkit.tensors.dtypes import DType
-from ckptkit.trainers.steps import step_of
+from ckptkit.trainers import step_of
 
 
 def align(models: Sequence[Model]) -> Model:

@@ -16,7 +16,7 @@ from ckptkit.names.custom import read_table
 from ckptkit.names.family import Family
 from ckptkit.optimizers.keys import IDS, NAMES
 from ckptkit.progress import Progress
-from ckptkit.settings import About, settings_of
+from ckptkit.settings import About
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,6 +25,7 @@ MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, an
 QUANTIZATIONS = ("fp8-block", "fp8-channel")  # the schemes of `quantized.schemes`
 RANK = "rank"  # the part of a process that torchrun started
 
+_AT_LEAST_ONE = ("world_size", "vocab_size", "jobs")
 _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
 
 
@@ -126,8 +127,7 @@ class ConvertOptions:
             raise Usage(f"there is no format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
         if self.weights_from not in (MASTER, MODULE):
             raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
-        self.edits.check_rules()
-        check_names(self.names, self.table)
+        self.check_names_and_dtypes()
         if self.part not in (None, RANK):
             parse_part(self.part)
         writer = self.writer
@@ -149,6 +149,13 @@ class ConvertOptions:
         if (self.base is not None and not needs_config) or (self.strict and not (writer.is_model_only or self.merge)):
             hint = f"leave {'--strict' if self.strict else '--base'} out"
             raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
+
+    def check_names_and_dtypes(self) -> None:
+        """Raise `Usage` for a rule, a family or a table that is not understood."""
+        if self.rename or self.dtype:
+            self.edits.check_rules()
+        if self.names or self.map:
+            check_names(self.names, self.table)
 
     def check_adapters(self) -> None:
         """Raise `Usage` for what is asked of adapters and contradicts itself."""
@@ -279,11 +286,11 @@ def settle_like(rule: str) -> str:
 
 
 def require_least(options: ConvertOptions) -> None:
-    """Raise `Usage` for a number that is less than it may be."""
-    for name, setting in settings_of(ConvertOptions).items():
+    """Raise `Usage` for a number that is less than 1."""
+    for name in _AT_LEAST_ONE:
         value = getattr(options, name)
-        if setting.least is not None and value is not None and value < setting.least:
-            raise Usage(f"{name} is {value}; it must be at least {setting.least}")
+        if value is not None and value < 1:
+            raise Usage(f"{name} is {value}; it must be at least 1")
 
 
 def parse_part(part: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import translate_os_errors
-from ckptkit.files.folders import children
+from ckptkit.files.file import children
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout
 from ckptkit.trainers import is_kept
@@ -46,12 +46,7 @@ def is_left(name: str, beside: Iterable[str]) -> bool:
     return name.startswith(".") and not is_kept(name, beside)
 
 
-def read_files(layout: Layout) -> set[str]:
-    """Return the names of the files that a layout is read from: those with its bytes, and those that describe it."""
-    return layout.paths | set(layout.descriptions)
-
-
 def own_files(layout: Layout) -> list[Path]:
     """Return the files that a part consists of, and others of its format, which an earlier save has left there."""
-    used, reader = {Path(name).parts[0] for name in read_files(layout)}, get_format(layout.format)
+    used, reader = {Path(name).parts[0] for name in layout.files}, get_format(layout.format)
     return [file for file in layout.root.iterdir() if file.name in used or reader.owns(file.name)]

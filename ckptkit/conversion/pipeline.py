@@ -151,7 +151,8 @@ def copy_share(
 ) -> list[Ledger]:
     """Copy a share of each plan."""
     options = conversion.options
-    progress = telling(options.progress, sum(plan.whole_nbytes for plan in plans) // share.count)
+    total = sum(plan.whole_nbytes for plan in plans) // share.count
+    progress = telling(options.progress, total) if options.progress else None
     pairs = zip(plans, journals, strict=True)
     return [
         copy(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync) for plan, journal in pairs

@@ -15,7 +15,7 @@ from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions, describe_weights, find_companions
-from ckptkit.models.expected import AskBase, Form, form_or_reason
+from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
 from ckptkit.models.fit import fit
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import with_vocabulary
@@ -30,12 +30,13 @@ from ckptkit.trainers import who_wrote
 
 def open_model(part: Part, options: ConvertOptions) -> Model:
     """Return the weights of a checkpoint as far as you ask for them, under the names that you give them."""
-    asked = options.edits
-    asked.check_globs([part.layout])
-    chosen = find_weights(edits.select(part.layout, asked.admit))
+    layout = part.layout
+    if options.include or options.exclude:
+        options.edits.check_globs([layout])
+        layout = edits.select(layout, options.edits.admit)
     companions = find_companions(part.path, options.base) if options.writer.is_model_only else Companions()
-    model = Model(part=part, weights=chosen, companions=companions, ask_base=names_of_base(options.base))
-    return model.rename(asked.renaming())
+    model = Model(part=part, weights=find_weights(layout), companions=companions, ask_base=names_of_base(options.base))
+    return model.rename(options.edits.renaming()) if options.rename else model
 
 
 def names_of_base(base: str | None) -> AskBase:
@@ -58,6 +59,18 @@ def names_of_base(base: str | None) -> AskBase:
 def wanted_names(options: ConvertOptions) -> str:
     """Return the family of names that the tensors are to have: the Hub's for a model alone, else their own."""
     return options.names or (HUB if options.writer.is_model_only or options.map else KEEP)
+
+
+def has_known_names(model: Model) -> bool:
+    """Return whether the tensors are those of a Llama, under the names and in the shapes that config.json describes.
+
+    They need no other names. In other types of models the same names may mean other contents.
+    """
+    llama = None if model.companions.config is None else expected_llama(model.companions.config)
+    shapes = model.layout.shapes
+    if llama is None or not shapes.keys() <= llama.shapes.keys():
+        return False
+    return all(shapes.get(name) == shape for name, shape in llama.parameters.items())
 
 
 def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noqa: ARG001 - all steps have this form

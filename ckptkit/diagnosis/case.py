@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.find import Adapted, find_adapters
-from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout import Layout, Spec
@@ -19,6 +18,7 @@ from ckptkit.models.fit import without_extra_state
 from ckptkit.models.vocabulary import is_by_token, vocabulary_of
 from ckptkit.names.renames import by_rule
 from ckptkit.names.weights import Weights, find_weights, has_weights
+from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.quantized.find import find_quantized
 from ckptkit.tensors.box import Shape
 

@@ -1,4 +1,4 @@
-"""Open and read files, local or remote, that a stranger may have named. Knows offsets and lengths; no tensor."""
+"""Open, read and list files, local or remote, that a stranger may have named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
-from ckptkit.files.joined import JoinedPath
+from ckptkit.files.joined import JoinedPath, roots_of
 from ckptkit.files.local import open_regular, open_to_write
 from ckptkit.files.path import RemotePath
 from ckptkit.files.ranges import RemoteFile
@@ -220,3 +220,22 @@ def recognise(head: bytes) -> str | None:
     if head and not any(head):
         return "the file starts with zeros: it was allocated but never written, as after a crash or on a bad mount"
     return None
+
+
+def children(path: Path) -> list[Path]:
+    """Return everything that lies in a directory, by name."""
+    with translate_os_errors(path):
+        return sorted(path / name for name in names_in(path))
+
+
+def folders(path: Path) -> list[Path]:
+    """Return the directories in a directory, and links to some, by name."""
+    with translate_os_errors(path):
+        return [child for child in children(path) if child.is_dir()]
+
+
+def entry_of(root: Path, target: str) -> str | None:
+    """Return the entry of directory `root` that a link in it leads to or into, None if it leads elsewhere."""
+    there = next(iter(roots_of(root)), root).absolute()
+    place = Path(os.path.normpath(there / target))
+    return place.relative_to(there).parts[0] if there in place.parents else None

@@ -195,6 +195,13 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
 
     Reports each item that cannot be, and leaves it as it is.
     """
+    wrappers = {item.wrapper for _, item in layout.stored} - {None}
+    if not wrappers:
+        return layout
+    from ckptkit.formats.archives.locate import ZSTD  # a layout of other formats has no wrappers
+
+    if ZSTD not in wrappers:
+        return layout
     from ckptkit.formats.archives import zstd
 
     return zstd.unpack(layout, report)

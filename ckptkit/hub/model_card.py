@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.formats import title_of
 from ckptkit.ops.inspect import Inspected
-from ckptkit.trainers.steps import step_of
+from ckptkit.trainers import step_of
 from ckptkit.version import __version__
 
 NAME = "README.md"

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import Usage
-from ckptkit.files.folders import children
+from ckptkit.files.file import children
 from ckptkit.formats import FormatReader
 from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD

@@ -300,6 +300,11 @@ class Layout:
         return {place.path for _, place in self.stored if place.path}
 
     @property
+    def files(self) -> set[str]:
+        """Return the names of the files that it is read from: those with its bytes, and those that describe it."""
+        return self.paths | set(self.descriptions)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Return the name of every tensor, then of every blob."""
         return (*self.tensors, *self.blobs)

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
-from ckptkit.files.file import read_small
-from ckptkit.files.folders import children
+from ckptkit.files.file import children, read_small
 from ckptkit.files.path import to_path
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Spec
-from ckptkit.trainers import companion_folders
-from ckptkit.trainers.steps import step_of
+from ckptkit.trainers import companion_folders, step_of
 
 CONFIG = "config.json"
 FILES = (

@@ -167,12 +167,22 @@ def expected(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
     `ask_base` gives the names of the tensors that a training began with; it is asked only for a type of model that may
     lie on disk in several forms. Raises `Unsupported` for a model of which nothing is known.
     """
-    own = by_table(json.dumps(config, skipkeys=True, default=repr))
+    own = by_table(as_text(config))
     if own is not None and own.is_llama:
         return own
     hub_names = ask_base() if ask_base else None
     own = own and own.with_base(hub_names)
     return own or by_transformers(config, hub_names)
+
+
+def expected_llama(config: Mapping[str, Any]) -> Expected | None:
+    """Return what ckptkit's own table says of a model whose blocks compute what Llama's do; None for any other."""
+    own = by_table(as_text(config))
+    return own if own is not None and own.is_llama else None
+
+
+def as_text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, skipkeys=True, default=repr)
 
 
 @lru_cache(maxsize=8)  # a conversion asks several times, and a model with experts has tens of thousands of names

@@ -6,7 +6,7 @@ parameters. Any module of a model may be wrapped, so a prefix may stand anywhere
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import NamedTuple
 
 
@@ -33,6 +33,7 @@ INSIDE = (
 )
 WRAPPERS = (DDP, *INSIDE)
 
+PROMPT = "prompt_embeddings"  # all that prompt learning of PEFT leaves
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py, of several versions
 
 
@@ -60,3 +61,11 @@ def without_ddp(names: Mapping[str, str]) -> dict[str, str]:
 def is_flat_name(name: str) -> bool:
     """Return whether a name is that of a flat parameter, in which FSDP1 has all parameters of a module."""
     return name.rpartition(".")[2] in _FLAT
+
+
+def may_be_adapted(names: Collection[str]) -> bool:
+    """Return whether tensors of these names may be an adapter's, at a glance."""
+    return PROMPT in names or any(
+        "lora_" in name or "base_model." in name or ".base_layer." in name or "trainable_tokens_delta" in name
+        for name in names
+    )

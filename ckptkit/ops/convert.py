@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
@@ -22,12 +21,13 @@ from ckptkit.conversion.model import Model, Step, take
 from ckptkit.conversion.options import MODULE, ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
-from ckptkit.conversion.steps import open_model, wanted_names
+from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
 from ckptkit.destinations.staging import check_destination
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_local
 from ckptkit.names import HUB, KEEP
+from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.quantized.signs import may_be_quantized, may_hold_quantized
 
 
@@ -63,8 +63,9 @@ def has_quantized(model: Model, options: ConvertOptions) -> bool:
     return options.quantize is not None or may_hold_quantized(model.part.layout.specs, model.config)
 
 
-def needs_names(_: Model, options: ConvertOptions) -> bool:
-    return wanted_names(options) != KEEP
+def may_be_wrapped(model: Model, options: ConvertOptions) -> bool:
+    """Return whether a prefix may stand before all names that is to be stripped."""
+    return wanted_names(options) != KEEP and not options.rename and needs_names(model, options)
 
 
 def is_for_loaders(_: Model, options: ConvertOptions) -> bool:
@@ -77,10 +78,16 @@ def may_tear(model: Model, options: ConvertOptions) -> bool:
     return bool(options.dtype) and options.quantize is None and has_quantized(model, options)
 
 
+def needs_names(model: Model, options: ConvertOptions) -> bool:
+    """Return whether the tensors may have other names than those that you ask for."""
+    is_asked = options.map is not None or options.vocab_size is not None
+    return is_asked or not (is_for_loaders(model, options) and has_known_names(model))
+
+
 NAMING = (  # each source by itself
     Step("ckptkit.quantized.plain:open_quantized", has_quantized),
-    Step("ckptkit.conversion.steps:unwrap", lambda model, asked: needs_names(model, asked) and not asked.rename),
-    Step("ckptkit.conversion.steps:translate_names", lambda *_: True),
+    Step("ckptkit.conversion.steps:unwrap", may_be_wrapped),
+    Step("ckptkit.conversion.steps:translate_names", needs_names),
 )
 
 STEPS = (  # the model, or several whose mean it is to be

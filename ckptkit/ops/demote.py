@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
-from ckptkit.checkpoints.sums import replace_manifest, sum_files
+from ckptkit.checkpoints.seal import replace_manifest, sum_files
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.destinations.allocation import create_file
 from ckptkit.destinations.staging import Stage

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
@@ -19,6 +18,7 @@ from ckptkit.inspection.ties import Tie, find_ties
 from ckptkit.layout import Layout
 from ckptkit.models.companions import find_config
 from ckptkit.names.weights import find_weights, has_weights
+from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.optimizers.keys import kind_of_keys
 from ckptkit.quantized.signs import may_be_quantized
 

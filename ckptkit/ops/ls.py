@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, translate_os_errors
-from ckptkit.files.folders import children
+from ckptkit.files.file import children
 from ckptkit.files.joined import roots_of
 from ckptkit.runs.pins import pinned_in
 from ckptkit.runs.retention import read_metrics

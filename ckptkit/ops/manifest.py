@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
 from ckptkit.checkpoints.manifest import NAME, Manifest
-from ckptkit.checkpoints.sums import files_in, replace_manifest, sum_files
+from ckptkit.checkpoints.seal import files_in, replace_manifest, sum_files
 from ckptkit.errors import Occupied, Usage
 from ckptkit.ops.verify import Verified, require_sound, size_of, verify_part
 from ckptkit.progress import Progress, Told, telling

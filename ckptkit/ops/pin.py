@@ -8,7 +8,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.runs.deletion import deleting
 from ckptkit.runs.pins import clear_pin, is_pinned, set_pin
-from ckptkit.trainers.steps import step_of
+from ckptkit.trainers import step_of
 
 _PATIENCE = 10.0  # seconds that a pin waits for others to end deleting
 

@@ -22,7 +22,7 @@ from ckptkit.errors import (
     Usage,
     translate_os_errors,
 )
-from ckptkit.files.folders import folders
+from ckptkit.files.file import folders
 from ckptkit.files.joined import roots_of
 from ckptkit.ops.demote import demote, demoted_bytes
 from ckptkit.ops.ls import measure
@@ -30,7 +30,7 @@ from ckptkit.ops.verify import verify_part
 from ckptkit.progress import Progress, Told, telling
 from ckptkit.runs.deletion import delete, deleting, is_being_written
 from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, best_of, decide, find_holds, read_metrics
-from ckptkit.trainers.steps import is_epoch
+from ckptkit.trainers import is_epoch
 
 
 @dataclass(frozen=True, slots=True)

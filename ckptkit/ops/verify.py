@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.checkpoints.sums import sum_files
+from ckptkit.checkpoints.seal import sum_files
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.crc32 import tell_damage
-from ckptkit.files.file import file_size, is_there
-from ckptkit.files.folders import children
+from ckptkit.files.file import children, file_size, is_there
 from ckptkit.files.origin import Origin
 from ckptkit.formats import find_format, locate
 from ckptkit.layout import Extent, FileOffset, Layout

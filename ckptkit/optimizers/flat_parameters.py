@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files.folders import folders
+from ckptkit.files.file import folders
 from ckptkit.formats import detect_format, locate
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout, StoredTensor
@@ -47,8 +47,6 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     `Corrupt` if that is one of another model.
     """
     flat = {name: key for name in layout.tensors if is_flat(key := layout.key(name))}
-    if not flat:
-        return layout
     known = find_shapes(layout, path, base)
     if known is None:
         message = "a flat parameter: what it is made of, by name and shape, is in no file here"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.steps import unwrap
@@ -18,6 +17,7 @@ from ckptkit.models.fit import check_equal
 from ckptkit.models.transformers_model import MetaModel, find_meta_model
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.tables.transformers import TRANSFORMERS
+from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.quantized.require_plain import require_plain
 
 

@@ -11,13 +11,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptkit.errors import Occupied, translate_os_errors
-from ckptkit.files.folders import children
+from ckptkit.files.file import children
 from ckptkit.files.hidden import lock_path
 from ckptkit.files.joined import roots_of
 from ckptkit.files.locks import acquire, is_locked, release
 from ckptkit.files.system import again
 from ckptkit.files.trees import remove, sync_path
-from ckptkit.trainers.steps import may_be_step_name
+from ckptkit.trainers import may_be_step_name
 
 _LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being deleted
 

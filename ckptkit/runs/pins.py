@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from ckptkit.errors import Unsafe, translate_os_errors
-from ckptkit.files.folders import children
+from ckptkit.files.file import children
 from ckptkit.files.system import again, close
 from ckptkit.files.trees import sync_path
 

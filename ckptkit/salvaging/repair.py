@@ -71,7 +71,7 @@ def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look
     """Return a part with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
-        read = part.dress(read_part(part, other, faults, reported.append))
+        read = part.apply_context(read_part(part, other, faults, reported.append))
     unexplained = note_rest(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
     layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, unexplained, why)

@@ -1,10 +1,11 @@
-"""Answer from the table of trainers what a name means, and who wrote a checkpoint."""
+"""What a name means and who wrote a checkpoint, by the table of trainers; the step in the name of a checkpoint."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 from ckptkit.layout import KeyPath
@@ -12,6 +13,8 @@ from ckptkit.trainers.table import TRAINERS
 from ckptkit.trainers.trainer import Evidence, MetricsFile, Unread
 
 Found = TypeVar("Found")
+NUMBER = re.compile(r"[0-9]{1,18}")
+ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")  # how the name of a checkpoint that is a file may end
 
 
 def number_in(name: str, table: str) -> int | None:
@@ -158,3 +161,33 @@ def matches(table: str, name: str) -> Iterator[re.Match[str]]:
 @cache
 def patterns(table: str) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(pattern) for trainer in TRAINERS for pattern in getattr(trainer, table))
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint's directory, or the epoch if that is all it says; None otherwise."""
+    step = number_in(path.name, "steps")
+    return number_in(path.name, "epochs") if step is None else step
+
+
+def is_epoch(path: Path) -> bool:
+    """Return whether a checkpoint's name says an epoch only, which cannot be compared with steps."""
+    return number_in(path.name, "steps") is None and number_in(path.name, "epochs") is not None
+
+
+def step_of_place(path: Path) -> int | None:
+    """Return the step in the name of a directory, or of the one that it lies in; None if neither has one."""
+    path = path.absolute()
+    own = step_of(path)
+    return step_of(path.parent) if own is None else own
+
+
+def may_be_step_name(name: str) -> bool:
+    """Return whether a directory's name is like a checkpoint's, or a mere number, as some trainers have it."""
+    return step_of(Path(name)) is not None or bool(NUMBER.fullmatch(name))
+
+
+def may_be_step(path: Path) -> bool:
+    """Return whether an entry of a run is named like a checkpoint."""
+    if path.is_dir():
+        return may_be_step_name(path.name)
+    return path.suffix in ONE_FILE and step_of(Path(path.stem)) is not None

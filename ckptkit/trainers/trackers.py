@@ -12,9 +12,8 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit import trainers
 from ckptkit.errors import Corrupt, Unsafe, translate_os_errors
-from ckptkit.files.file import read_small
-from ckptkit.files.folders import children, entry_of
-from ckptkit.trainers.steps import step_of
+from ckptkit.files.file import children, entry_of, read_small
+from ckptkit.trainers import step_of
 
 _LIMIT = 1 << 10  # bytes
 _OF_STORES = ".symlink"  # a file that stands for a link in a store without links, and holds a whole path

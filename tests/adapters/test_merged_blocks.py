@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
-from ckptkit.adapters.merged_blocks import Directed, Merge, Rows, ScaledAddition, ChangeStep
+from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.plan import Operand, Region, make_plan, same
@@ -158,7 +158,11 @@ def test_steps_follow_each_other(data: st.DataObject) -> None:
         random(11, 7, seed=4),
         random(2, 7, seed=5),
     )
-    steps: list[ChangeStep] = [product(LinearProduct, a, b), ScaledAddition(operand("c"), 0.5), Rows(operand("rows"), (9, 2))]
+    steps: list[ChangeStep] = [
+        product(LinearProduct, a, b),
+        ScaledAddition(operand("c"), 0.5),
+        Rows(operand("rows"), (9, 2)),
+    ]
     expected = w + np.float32(1.75) * (b @ a) + np.float32(0.5) * c
     expected[[9, 2]] = rows
     with tempfile.TemporaryDirectory() as directory:

@@ -8,9 +8,9 @@ import pytest
 
 from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.adapters.names import WRAPPER, base_name, read_entry
-from ckptkit.adapters.signs import may_be_adapted
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.tensors.box import Shape, whole
 from ckptkit.tensors.dtypes import DTYPES
 

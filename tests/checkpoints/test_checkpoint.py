@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import NotACheckpoint, Unsupported
 from ckptkit.runs.run import RunFolder
-from ckptkit.trainers.steps import is_epoch, step_of
+from ckptkit.trainers import is_epoch, step_of
 from tests import producers
 from tests.conftest import Produce
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.engine.regions import between, by_file, cut
+from ckptkit.engine.scan import between, by_file, cut
 from ckptkit.errors import CkptError
 from ckptkit.layout import Extent
 

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptkit import trainers
 from ckptkit.checkpoints import manifest
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
@@ -38,7 +39,6 @@ from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pt.format import Pt
 from ckptkit.models import companions, known_types
 from ckptkit.runs import retention
-from ckptkit.trainers import steps
 from tests.faults.zips import be_archive
 
 Seeds = Callable[[], list[bytes]]
@@ -214,7 +214,7 @@ def parse_journal(place: Path) -> object:
 
 def parse_name(data: bytes, _: Path) -> object:
     """The name of a checkpoint's directory."""
-    return steps.step_of(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
+    return trainers.step_of(Path(data.decode("utf-8", "surrogateescape").replace("\0", "")))
 
 
 # -- sound input -------------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import fsspec
 import pytest
 
 from ckptkit.errors import Corrupt, IOFailure, Unsupported
-from ckptkit.files.file import file_size, is_there, names_in, open_file, opening, read_at, read_small
-from ckptkit.files.folders import children, folders
+from ckptkit.files.file import children, file_size, folders, is_there, names_in, open_file, opening, read_at, read_small
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path

@@ -11,8 +11,7 @@ import fsspec
 import pytest
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage, translate_os_errors
-from ckptkit.files.file import is_there, names_in
-from ckptkit.files.folders import children, folders
+from ckptkit.files.file import children, folders, is_there, names_in
 from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
 from ckptkit.files.stores import open_store
 

@@ -17,8 +17,7 @@ from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import OpenFiles, read_at
 from ckptkit.files.path import RemotePath
 from ckptkit.files.temporary import TemporaryFile
-from ckptkit.formats.archives.locate import ZSTD, open_envelope
-from ckptkit.formats.archives.templates import ArchiveTemplates
+from ckptkit.formats.archives.locate import ZSTD, ArchiveTemplates, open_envelope
 from ckptkit.formats.archives.zip_entries import check_archive
 from ckptkit.layout import Blob, Chunk, FileOffset, Layout
 
@@ -39,8 +38,6 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
     the metadata promises, and leaves it as it is. Raises `Unsupported` without the package `zstandard`, `NoRoom` if the
     disk is too small for what the metadata promises.
     """
-    if not any(item.wrapper == ZSTD for _, item in layout.stored):
-        return layout
     if isinstance(layout.root, RemotePath):
         hint = "copy the checkpoint here first"
         raise Unsupported(f"stored through the transform `{ZSTD}`, on a remote store", path=layout.root, hint=hint)

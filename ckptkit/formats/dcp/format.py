@@ -19,8 +19,15 @@ from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.archives.locate import ends_of
 from ckptkit.formats.archives.zip_entries import large_entries
 from ckptkit.formats.dcp.model_space import unfold
-from ckptkit.formats.dcp.names import find_metadata, is_metadata, name_data, rank_of
-from ckptkit.formats.dcp.read_metadata import Reading, has_strides, read_metadata
+from ckptkit.formats.dcp.read_metadata import (
+    Reading,
+    find_metadata,
+    has_strides,
+    is_metadata,
+    name_data,
+    rank_of,
+    read_metadata,
+)
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions, check_cover
 

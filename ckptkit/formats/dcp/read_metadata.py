@@ -1,9 +1,9 @@
-"""Read the pickled `Metadata` of a DCP checkpoint into a layout.
+"""Find the files of a DCP checkpoint by their names, and read its pickled `Metadata` into a layout.
 
-Source: torch/distributed/checkpoint/metadata.py. It says which chunk of which tensor lies in which range of which file.
-Megatron-LM records no key paths, so those of an optimizer are told by its names: its moments are
-`optimizer.state.exp_avg.<name of the tensor>` (megatron/core/dist_checkpointing/optimizer.py), and several optimizers
-begin with `chained_0.` and so on (megatron/core/optimizer/optimizer.py).
+Sources: torch/distributed/checkpoint/metadata.py and filesystem.py. The metadata says which chunk of which tensor lies
+in which range of which file. Megatron-LM records no key paths, so those of an optimizer are told by its names: its
+moments are `optimizer.state.exp_avg.<name of the tensor>` (megatron/core/dist_checkpointing/optimizer.py), and several
+optimizers begin with `chained_0.` and so on (megatron/core/optimizer/optimizer.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files.file import check_name, read_small, recognise
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.files.file import check_name, names_in, read_small, recognise
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global
@@ -24,6 +24,9 @@ from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 _METADATA_LIMIT = 1 << 34
+METADATA = ".metadata"
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_DATA = re.compile(r".*?__(\d+)_\d+\.distcp")
 _PLAIN = Wrapped(ENVELOPE)  # of an item that no transform was applied to
 _OF_INDEX = ["fqn", "index", "offset"]
 _OF_CHUNK = ["offsets", "sizes"]
@@ -261,3 +264,35 @@ def infer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyP
             rest = moment.groups() if moment and moment[3] in tensors else (match[3],)
             found[name] = (*filter(None, match.groups()[:2]), *rest)
     return found
+
+
+def name_data(rank: int, number: int) -> str:
+    return f"__{rank}_{number}.distcp"
+
+
+def rank_of(name: str) -> int | None:
+    """Return the rank that wrote a file of data, None for any other file."""
+    match = _DATA.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_metadata(name: str) -> bool:
+    """Return whether a file describes the checkpoint, or what one rank has of it."""
+    return name == METADATA or bool(_RANK_METADATA.fullmatch(name))
+
+
+def find_metadata(path: Path) -> list[Path]:
+    """Return the files that describe the checkpoint: `.metadata`, or else every rank's own, in order of rank.
+
+    Raises `Corrupt` if there is neither.
+    """
+    if (path / METADATA).exists():
+        return [path / METADATA]
+    ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
+    if not ranks:
+        raise Incomplete(
+            "no `.metadata`: the save did not finish",
+            path=path,
+            hint=f"use an older checkpoint, or its metadata with --salvage --fill-from OLDER; {ELSEWHERE}",
+        )
+    return [ranks[rank] for rank in sorted(ranks)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckptkit.formats.dcp.names import METADATA, name_data
+from ckptkit.formats.dcp.read_metadata import METADATA, name_data
 from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, deal, end_of, seal_item
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.layout import FileOffset, Layout, NewFile, Patch, Spec, WriterOptions

@@ -7,8 +7,7 @@ from math import prod
 from pathlib import Path, PurePosixPath
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported
-from ckptkit.files.file import is_there, names_in
-from ckptkit.files.folders import folders
+from ckptkit.files.file import folders, is_there, names_in
 from ckptkit.formats.archives.flatten import Flattening, pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.deepspeed.experts import without_number

@@ -13,8 +13,8 @@ import torch
 from ckptkit.errors import CkptError
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import OpenFiles
+from ckptkit.formats.archives.locate import ArchiveTemplates
 from ckptkit.formats.archives.read_archive import Located, open_archive
-from ckptkit.formats.archives.templates import ArchiveTemplates
 from tests.formats.archives.test_read_archive import reader
 
 
