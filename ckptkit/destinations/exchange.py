@@ -1,18 +1,37 @@
-"""Put what was made in the place of what was there, in one step where the system can."""
+"""Name the hidden siblings of a destination while it is made, and move what was made into its place.
+
+The move is one step where the system can do that.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import re
 from pathlib import Path
 
 from ckptkit.errors import Occupied
-from ckptkit.files.hidden import aside_path
 from ckptkit.files.system import NOT_HERE, again, warn_of_loss
 
+HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _AT_FDCWD = -100
+
+
+def staging_path(dst: Path) -> Path:
+    """Return the hidden sibling in which `dst` is made; one name, so that a later run finds what a dead one left."""
+    return dst.parent / f".{dst.name}.ckptkit.tmp"
+
+
+def aside_path(dst: Path) -> Path:
+    """Return the hidden sibling that the old `dst` is for a moment, where directories cannot be swapped in one step."""
+    return dst.parent / f".{dst.name}.ckptkit.old"
+
+
+def lock_path(dst: Path) -> Path:
+    """Return the hidden sibling that the maker of `dst` holds a lock on."""
+    return dst.parent / f".{dst.name}.ckptkit.lock"
 
 
 def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:

@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.destinations.allocation import write_file
-from ckptkit.destinations.exchange import move_file_into_place, move_into_place
+from ckptkit.destinations.exchange import (
+    HIDDEN,
+    aside_path,
+    lock_path,
+    move_file_into_place,
+    move_into_place,
+    staging_path,
+)
 from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 from ckptkit.files.file import opening, read_at
-from ckptkit.files.hidden import HIDDEN, aside_path, lock_path, staging_path
 from ckptkit.files.locks import acquire, close, release, try_lock
 from ckptkit.files.system import again
 from ckptkit.files.trees import make_directories, remove, sync_path, sync_tree

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import IOFailure, translate_os_errors
-from ckptkit.files.joined import JoinedPath
+from ckptkit.files.joined import roots_of
 from ckptkit.files.path import RemotePath
 
 
@@ -26,7 +26,7 @@ class Origin:
     @classmethod
     def of(cls, path: Path) -> Self:
         """Return what is at `path` now; perhaps nothing."""
-        others = path.places[1:] if isinstance(path, JoinedPath) else ()
+        _, *others = roots_of(path) or (path,)
         apart = tuple(map(Origin.of, others))
         with translate_os_errors(path):
             try:

@@ -11,9 +11,9 @@ from ckptkit.checkpoints.several_disks import join_places
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.pipeline import finish_shares
 from ckptkit.conversion.report import Converted
+from ckptkit.destinations.exchange import staging_path
 from ckptkit.destinations.staging import read_key
 from ckptkit.errors import Corrupt, NotACheckpoint
-from ckptkit.files.hidden import staging_path
 from ckptkit.files.path import to_local, to_path
 from ckptkit.ops.convert import report_on
 from ckptkit.progress import Progress

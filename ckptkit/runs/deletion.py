@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ckptkit.destinations.exchange import lock_path
 from ckptkit.errors import Occupied, translate_os_errors
 from ckptkit.files.file import children
-from ckptkit.files.hidden import lock_path
 from ckptkit.files.joined import roots_of
 from ckptkit.files.locks import acquire, is_locked, release
 from ckptkit.files.system import again

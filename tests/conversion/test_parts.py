@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from ckptkit import average, consolidate, convert, finalize, reshard
+from ckptkit.destinations.exchange import staging_path
 from ckptkit.destinations.staging import Stage, read_key
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
-from ckptkit.files.hidden import staging_path
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.destinations.allocation import check_room, create_file, write_file
+from ckptkit.destinations.exchange import aside_path, lock_path, staging_path
 from ckptkit.destinations.staging import Stage, clear_dead
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
-from ckptkit.files.hidden import aside_path, lock_path, staging_path
 
 
 @contextmanager

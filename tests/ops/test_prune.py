@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from ckptkit.destinations.exchange import lock_path, staging_path
 from ckptkit.destinations.staging import Stage
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
-from ckptkit.files.hidden import lock_path, staging_path
 from ckptkit.files.locks import acquire, release
 from ckptkit.ops.prune import Pruned, prune
 from ckptkit.runs.deletion import delete, deleting

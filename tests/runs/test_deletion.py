@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.destinations.exchange import lock_path
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.files.hidden import lock_path
 from ckptkit.files.locks import acquire, release
 from ckptkit.runs.deletion import delete, deleting, is_being_written
 
