@@ -53,6 +53,9 @@ FLOORS = (
     ("models", "models.*"),
     ("names", "names.*"),
     ("optimizers", "optimizers.*"),
+    ("checkpoints.manifest", "checkpoints.several_disks", "checkpoints.problems"),
+    ("checkpoints.part", "checkpoints.evidence", "checkpoints.seal"),
+    ("checkpoints.find_parts",),
     ("checkpoints", "checkpoints.*"),
     ("runs", "runs.*"),
     # what recognizes quantized weights lies below conversions; the steps that change them lie above
@@ -65,6 +68,10 @@ FLOORS = (
     ("pictures", "pictures.*"),
     ("inspection", "inspection.*"),
     ("diagnosis", "diagnosis.*"),
+    # verbs that look, and the one that every conversion is a preset of; the presets and verify; what uses both
+    tuple(f"ops.{name}" for name in ("convert", "diff", "inspect", "ls", "open", "own_files", "pin", "stats")),
+    tuple(f"ops.{name}" for name in ("average", "consolidate", "finalize", "merge", "reshard", "verify")),
+    tuple(f"ops.{name}" for name in ("demote", "dry_run_fix", "manifest")),
     ("ops", "ops.*"),
     ("proving", "proving.*", "watching", "watching.*"),
     ("storage", "storage.*"),
