@@ -18,11 +18,12 @@ from ckptkit.tensors.dtypes import DTYPES
 Scalar = str | int | float | bytes | bool | None
 
 
-def differing_entries(a: Layout, b: Layout, notes: list[str]) -> dict[str, tuple[Scalar, Scalar] | None]:
-    """Return the entries of two layouts with the same ones that differ, with both values where these are scalars.
+def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Scalar] | None], list[str]]:
+    """Return the entries of two layouts with the same names that differ, with both values where these are scalars.
 
-    Adds to `notes` what cannot be told.
+    Return remarks, too, on entries that cannot be compared.
     """
+    remarks = []
     a, b = (locate(replace(layout, tensors={})) for layout in (a, b))
     unlike = a.blobs.keys() - same_bytes(a, b)
     found: dict[str, tuple[Scalar, Scalar] | None] = {}
@@ -32,8 +33,8 @@ def differing_entries(a: Layout, b: Layout, notes: list[str]) -> dict[str, tuple
             if not is_same(one, two):
                 found[name] = (one, two) if isinstance(one, SCALARS) and isinstance(two, SCALARS) else None
         except Unsupported as error:
-            notes.append(f"entry `{name}` was not compared: {error.message}")
-    return found
+            remarks.append(f"entry `{name}` was not compared: {error.message}")
+    return found, remarks
 
 
 def same_bytes(a: Layout, b: Layout) -> set[str]:

@@ -61,31 +61,38 @@ class Side:
 
 
 class Compared(NamedTuple):
-    """A directory or file that is compared, and its layout."""
+    """A directory or file that is compared, its layout, and remarks on how that was changed for the comparison."""
 
     path: Path
     layout: Layout
+    remarks: tuple[str, ...] = ()
+
+    def becomes(self, layout: Layout, *remarks: str) -> Compared:
+        """Return it with another layout, and more remarks."""
+        return Compared(self.path, layout, (*self.remarks, *remarks))
 
 
 Pair = tuple[Compared, Compared]
 
 
-def pair_parts(one: Checkpoint, two: Checkpoint, notes: list[str]) -> list[Pair]:
+def pair_parts(one: Checkpoint, two: Checkpoint) -> tuple[list[Pair], list[str]]:
     """Return the parts to be compared: all of both if they have the same parts, or else those with the model.
 
-    Files beside a model are compared with it, where the other checkpoint has all in one.
+    Files beside a model are compared with it, where the other checkpoint has all in one. Return remarks, too, on what
+    is not compared.
     """
     ours, theirs = ({part.place: part for part in checkpoint.parts} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
-        return [(as_part(ours[place]), as_part(theirs[place])) for place in ours]
+        return [(as_part(ours[place]), as_part(theirs[place])) for place in ours], []
     whole = join_files(one), join_files(two)
     if whole[0] is not None and whole[1] is not None:
-        return [with_names_of_both((one, whole[0]), (two, whole[1]), notes)]
+        return [with_names_of_both((one, whole[0]), (two, whole[1]))], []
+    remarks = []
     for checkpoint in (one, two):
         model = checkpoint.model_part
         rest = ", ".join(part.path.name for part in checkpoint.parts if part is not model)
-        notes += [f"of {model.path.parent} only {model.path.name} was compared, not {rest}"] if rest else []
-    return [(as_part(one.model_part), as_part(two.model_part))]
+        remarks += [f"of {model.path.parent} only {model.path.name} was compared, not {rest}"] if rest else []
+    return [(as_part(one.model_part), as_part(two.model_part))], remarks
 
 
 def as_part(part: Part) -> Compared:
@@ -100,13 +107,13 @@ def join_files(checkpoint: Checkpoint) -> Compared | None:
     return Compared(model.path, checkpoint.layout)
 
 
-def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, notes: list[str]) -> Pair:
+def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair) -> Pair:
     """Return both sides by the names of the Hub, if they are of different families and a config.json lies by one."""
     config = one.companions.config or two.companions.config
     if one.family is two.family and not may_differ(one, two, config):
         return pair
     ours, theirs = (
-        named_as_on_hub(checkpoint, side, config, notes) for checkpoint, side in zip((one, two), pair, strict=True)
+        named_as_on_hub(checkpoint, side, config) for checkpoint, side in zip((one, two), pair, strict=True)
     )
     return ours, theirs
 
@@ -122,9 +129,7 @@ def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | Non
         return False
 
 
-def named_as_on_hub(
-    checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None, notes: list[str]
-) -> Compared:
+def named_as_on_hub(checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None) -> Compared:
     """Return a side by the names of the Hub, or as it is if that is not to be had."""
     if not has_weights(side.layout):
         return side
@@ -132,51 +137,50 @@ def named_as_on_hub(
         asked = AskedNames(names=HUB, config=config, trainer=checkpoint.trainer, check=require_plain)
         layout, remarks = name_training(side.layout, asked)
     except (Mismatch, Unsupported) as error:
-        notes.append(f"the names in {side.path} stay as they are: {error.message}")
-        return side
-    notes += remarks
-    return side._replace(layout=layout)
+        return side.becomes(side.layout, f"the names in {side.path} stay as they are: {error.message}")
+    return side.becomes(layout, *remarks)
 
 
-def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], notes: list[str]) -> Pair:
+def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared]) -> Pair:
     """Return both sides with optimizers by name, where one has names, and numbers in the other can get them."""
     kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
     if kinds != {NAMES, IDS}:
         return one[1], two[1]
-    return named(*one, notes), named(*two, notes)
+    return named(*one), named(*two)
 
 
-def named(checkpoint: Checkpoint, side: Compared, notes: list[str]) -> Compared:
+def named(checkpoint: Checkpoint, side: Compared) -> Compared:
     """Return a side with names for the numbers of its optimizers, as far as they are certain."""
-    layout = side.layout
-    for optimizer in find_optimizers(layout):
+    for optimizer in find_optimizers(side.layout):
         if not optimizer.is_named:
             try:
                 model = checkpoint.model_part
-                names = find_names(layout, optimizer, model.layout, model.path)
+                names = find_names(side.layout, optimizer, model.layout, model.path)
             except (Mismatch, Unsupported) as error:
-                notes.append(f"`{optimizer.name}` in {side.path} has numbers, not names: {error.message}")
+                remark = f"`{optimizer.name}` in {side.path} has numbers, not names: {error.message}"
+                side = side.becomes(side.layout, remark)
             else:
-                layout = rekeyed(layout, optimizer, names)
-    return side._replace(layout=layout)
+                side = side.becomes(rekeyed(side.layout, optimizer, names))
+    return side
 
 
-def match(a: Layout, b: Layout, notes: list[str]) -> tuple[Side, Side]:
+def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
     """Return both sides by names that can be compared; of the model alone, if only one has anything else.
 
-    Where the names are the same already, they stay as they are. Adds to `notes` what was done.
+    Where the names are the same already, they stay as they are. Return remarks, too, on what was done.
     """
+    remarks: list[str] = []
     if a.tensors.keys() == b.tensors.keys() and not (has_more(a, b) or has_more(b, a)):
-        return as_it_is(a), as_it_is(b)
+        return as_it_is(a), as_it_is(b), remarks
     one, two = by_own_names(a), by_own_names(b)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
-        notes.append(f"only the model was compared: {describe_rest(one if one.left_out else two)}")
+        remarks.append(f"only the model was compared: {describe_rest(one if one.left_out else two)}")
         one, two = one.only_weights(), two.only_weights()
     if one.wrapper != two.wrapper:
-        notes += [
+        remarks += [
             f"`{side.wrapper}.` was taken off the names in {side.layout.root}" for side in (one, two) if side.wrapper
         ]
-    return with_ties_of(one, two), with_ties_of(two, one)
+    return with_ties_of(one, two), with_ties_of(two, one), remarks
 
 
 def has_more(layout: Layout, other: Layout) -> bool:

@@ -43,9 +43,8 @@ def find_unlike(case: Case) -> Iterator[Finding]:
 
 def sides(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
     """Return the parts of both checkpoints that belong together, by names that can be compared."""
-    notes: list[str] = []
-    pairs = [with_names_of_hub(one, two, pair, notes) for pair in pair_parts(one, two, notes)]
-    return [match(ours.layout, theirs.layout, notes) for ours, theirs in pairs]
+    pairs = (with_names_of_hub(one, two, pair) for pair in pair_parts(one, two)[0])
+    return [match(ours.layout, theirs.layout)[:2] for ours, theirs in pairs]
 
 
 def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:

@@ -46,9 +46,12 @@ def diff(
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     terms = Terms(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
-    notes: list[str] = []
-    parts = [with_names_of_hub(one, two, pair, notes) for pair in pair_parts(one, two, notes)]
-    pairs = [match(part.layout, other.layout, notes) for part, other in parts]
+    found_parts, remarks = pair_parts(one, two)
+    parts = [with_names_of_hub(one, two, pair) for pair in found_parts]
+    matches = [match(part.layout, other.layout) for part, other in parts]
+    notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]
+    notes += [remark for *_, more in matches for remark in more]
+    pairs = [(ours, theirs) for ours, theirs, _ in matches]
     if any(is_one_packed(*pair) for pair in pairs):
         notes.append("numbers of 8 bits were compared without their scales: `ckptkit stats A B` takes these along")
     asked.check_globs([side.layout for pair in pairs for side in pair])
@@ -74,12 +77,12 @@ def prove(
     """
     terms = Terms(allow_cast=allow_cast, is_conversion=True)
     found: dict[Path, Diff] = {}
-    shared: list[str] = []
     one, two = Checkpoint.open(made), Checkpoint.open(source)
-    for pair in pair_parts(one, two, shared):
-        notes = list(shared)
-        part, other = with_names_of_hub(one, two, pair, notes)
-        ours, theirs = match(part.layout, other.layout, notes)
+    pairs, shared = pair_parts(one, two)
+    for pair in pairs:
+        part, other = with_names_of_hub(one, two, pair)
+        ours, theirs, remarks = match(part.layout, other.layout)
+        notes = [*shared, *part.remarks, *other.remarks, *remarks]
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are no tensor were not compared")
         differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
@@ -109,8 +112,8 @@ def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progres
     renamed: dict[str, str] = {}
     if not terms.is_conversion:
         ours, theirs, renamed = rename_alike(ours, theirs, jobs)
-    a, b, notes = ours.layout, theirs.layout, list[str]()
-    measured = compare_values(a, b, terms, notes, jobs, progress)
+    a, b = ours.layout, theirs.layout
+    measured, notes = compare_values(a, b, terms, jobs, progress)
     distances = measured.distances
     different = [
         Difference(name, reason, one.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
@@ -119,7 +122,7 @@ def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progres
         if (reason := reason_of(one.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
     ]
     shared = a.blobs.keys() & b.blobs.keys()
-    entries = differing_entries(select_blobs(a, shared), select_blobs(b, shared), notes)
+    entries, uncompared = differing_entries(select_blobs(a, shared), select_blobs(b, shared))
     different += [Difference(name, "entry", values=values) for name, values in entries.items()]
     compared = [spec for name, spec in a.specs.items() if is_measurable(name, a, b)]
     return Diff(
@@ -132,7 +135,7 @@ def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progres
         tuple(sorted(set(b.names) - set(a.names))),
         tuple(different),
         renamed,
-        tuple(notes),
+        (*notes, *uncompared),
     )
 
 
@@ -163,9 +166,10 @@ def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> L
 
 
 def compare_values(
-    a: Layout, b: Layout, terms: Terms, notes: list[str], jobs: int | None, progress: Progress | None
-) -> Comparison:
-    """Hold the elements of each tensor against each other that both have in one shape."""
+    a: Layout, b: Layout, terms: Terms, jobs: int | None, progress: Progress | None
+) -> tuple[Comparison, list[str]]:
+    """Compare the elements of each tensor that both have in one shape. Return remarks, too, on converted tensors."""
+    remarks = []
     names = {name for name in a.tensors if is_measurable(name, a, b)}
     a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
     if terms.allow_cast:
@@ -173,9 +177,10 @@ def compare_values(
         a, b = (a, cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
         count = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
         if count:
-            notes.append(f"{count} tensors were converted to be compared")
+            remarks.append(f"{count} tensors were converted to be compared")
     a, b = locate(a), locate(b)
-    return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=telling(progress, a.nbytes + b.nbytes))
+    told = telling(progress, a.nbytes + b.nbytes)
+    return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=told), remarks
 
 
 def is_measurable(name: str, a: Layout, b: Layout) -> bool:

@@ -31,6 +31,7 @@ class FillSource:
     layout: Layout
     names: Mapping[str, str]
     weights: frozenset[str]
+    remarks: tuple[str, ...] = ()
 
     def tensor(self, own: str) -> StoredTensor | None:
         """Return the tensor of a name with absolute paths, None if there is none."""
@@ -45,34 +46,36 @@ class FillSource:
         return found and found._replace(path=absolute(self.layout.root, found.path))
 
 
-def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, notes: list[str]) -> Checkpoint:
+def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults) -> tuple[Checkpoint, list[str]]:
     """Return a checkpoint in which tensors of another one replace those that are lost, wholly or in part.
 
-    Adds to `notes` remarks on names and shapes that do not fit.
+    Return remarks, too, on names and shapes that do not fit.
     """
     for path in (checkpoint.path, other.path):
         if isinstance(path, RemotePath):
             raise Unsupported("tensors of two places are put together, and one is remote", path=path, hint="pull it")
-    fillers = {part.place: filler_of(part.layout, checkpoint, other, notes) for part in other.parts}
-    joined = filler_of(other.layout, checkpoint, other, notes) if len(fillers) > 1 else next(iter(fillers.values()))
-    parts = (fill_part(part, fillers.get(part.place, joined), faults, notes) for part in checkpoint.parts)
-    return replace(checkpoint, parts=tuple(parts))
+    fillers = {part.place: filler_of(part.layout, checkpoint, other) for part in other.parts}
+    joined = filler_of(other.layout, checkpoint, other) if len(fillers) > 1 else next(iter(fillers.values()))
+    filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.parts]
+    remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
+    remarks += [remark for _, more in filled for remark in more]
+    return replace(checkpoint, parts=tuple(part for part, _ in filled)), list(dict.fromkeys(remarks))
 
 
-def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, notes: list[str]) -> FillSource:
+def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint) -> FillSource:
     """Return a layout of the other checkpoint as a source, its names translated to the family of this checkpoint."""
+    remarks: list[str] = []
     if checkpoint.family is not other.family and has_weights(layout):
         config = other.companions.config or checkpoint.companions.config
         try:
             wanted = checkpoint.family.name if checkpoint.family else HUB
             asked = AskedNames(names=wanted, config=config, trainer=other.trainer, check=require_plain)
             layout, remarks = name_training(layout, asked)
-            notes += remarks
         except (Mismatch, Unsupported) as error:
-            notes.append(f"the names in {other.path} stay as they are: {error.message}")
+            remarks = [f"the names in {other.path} stay as they are: {error.message}"]
     own, found = own_names(layout), find_model(layout)
     weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
-    return FillSource(other.path, layout, {new: name for name, new in own.items()}, weights)
+    return FillSource(other.path, layout, {new: name for name, new in own.items()}, weights, tuple(remarks))
 
 
 def own_names(layout: Layout) -> dict[str, str]:
@@ -85,8 +88,12 @@ def own_names(layout: Layout) -> dict[str, str]:
     return own if len(set(own.values())) == len(own) else names
 
 
-def fill_part(part: Part, filler: FillSource, faults: Faults, notes: list[str]) -> Part:
-    """Return a part with its lost tensors and entries taken from the other checkpoint, as far as that has them."""
+def fill_part(part: Part, filler: FillSource, faults: Faults) -> tuple[Part, list[str]]:
+    """Return a part with its lost tensors and entries taken from the other checkpoint, as far as that has them.
+
+    Return remarks, too, on tensors that do not fit.
+    """
+    remarks = []
     layout = part.salvaged
     assert layout is not None
     own = own_names(layout)
@@ -94,7 +101,7 @@ def fill_part(part: Part, filler: FillSource, faults: Faults, notes: list[str]) 
     for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
         found = filler.tensor(own[name])
         if found is not None and not fits(replace(tensors[name], splits=None), found):
-            notes.append(f"`{name}` is {tensors[name].spec} here and {found.spec} in {filler.path}: it was not taken")
+            remarks.append(f"`{name}` is {tensors[name].spec} here and {found.spec} in {filler.path}: it was not taken")
         elif found is not None:
             faults.note_filled(found.chunks, str(filler.path))
             tensors[name] = replace(found, spec=tensors[name].spec)
@@ -108,7 +115,7 @@ def fill_part(part: Part, filler: FillSource, faults: Faults, notes: list[str]) 
             faults.note_filled(found.chunks, str(filler.path))
             tensors[name] = found
             faults.unplaced.pop(name, None)
-    return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs))
+    return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
 
 
 def absent_from(part: Part, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:

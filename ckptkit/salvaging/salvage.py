@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ class Salvage:
     checkpoint: Checkpoint
     faults: Faults
     origins: tuple[Origin, ...] = ()
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
 
     def account(self, conversion: Conversion) -> Conversion:
         """Return a conversion with the account of its lost tensors; an output directory gets the account as a file too.
@@ -102,18 +102,20 @@ def fault_of(path: Path) -> Fault | None:
 
 def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Salvage:
     """Survey a checkpoint, repair it from the copies that it has, and fill the rest from another if one is given."""
-    faults, notes = Faults(), list[str]()
+    faults = Faults()
     other = None if options.fill_from is None else Checkpoint.open(options.fill_from)
     if other is not None:
         check_apart(other, output, options.writer)
     repaired = repair(checkpoint, other, faults, jobs=options.jobs, progress=options.progress)
     if other is None:
-        return Salvage(repaired, faults, (), notes)
+        return Salvage(repaired, faults)
+    notes = []
     if faults.described_by is not None:
         words = "every item in its files has the dtype, shape, length and order that it says"
         notes.append(f"{checkpoint.path} has no metadata, so that of {faults.described_by} was used: {words}")
     origin = Origin.of(other.path)
-    return Salvage(fill(repaired, other, faults, notes), faults, (origin,), notes)
+    filled, remarks = fill(repaired, other, faults)
+    return Salvage(filled, faults, (origin,), (*notes, *remarks))
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:
