@@ -53,7 +53,7 @@ FLOORS = (
     ("models", "models.*"),
     ("names", "names.*"),
     ("optimizers", "optimizers.*"),
-    ("checkpoints.manifest", "checkpoints.several_disks", "checkpoints.problems"),
+    ("checkpoints.account", "checkpoints.manifest", "checkpoints.several_disks", "checkpoints.problems"),
     ("checkpoints.part", "checkpoints.evidence", "checkpoints.seal"),
     ("checkpoints.find_parts",),
     ("checkpoints", "checkpoints.*"),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.checkpoints.account import describe_account
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.conversion.account import describe_account
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, format_count
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
 from ckptkit.cli.output import count, note
-from ckptkit.conversion.account import NAME, Account, Filled, Lost
 from ckptkit.pictures.numbers import format_bytes
 
 _MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4

@@ -10,8 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
+from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.manifest import source_of
-from ckptkit.conversion.account import Account
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import translate_os_errors

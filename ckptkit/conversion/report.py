@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptkit.conversion.account import Account
+from ckptkit.checkpoints.account import Account
 from ckptkit.conversion.draft import Conversion
 from ckptkit.destinations.allocation import free_bytes
 from ckptkit.engine.copy import Copied

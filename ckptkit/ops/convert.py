@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.account import NAME as ACCOUNT
 from ckptkit.conversion.destination import check_apart
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.conversion.account import Filled, Lost
+from ckptkit.checkpoints.account import Filled, Lost
 from ckptkit.layout import Chunk, Fault, Layout, StoredTensor
 from ckptkit.tensors.box import whole
 

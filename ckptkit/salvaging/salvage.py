@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptkit.checkpoints.account import LIMIT, NAME, Account, Filled, Lost, describe_account, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.account import LIMIT, NAME, Account, Filled, Lost, describe_account, read_account
 from ckptkit.conversion.destination import check_apart
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.options import ConvertOptions
