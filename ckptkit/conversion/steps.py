@@ -88,8 +88,8 @@ def translate_names(model: Model, options: ConvertOptions) -> Model:
     model = give_names(model, names, options)
     if names == HUB or not options.writer.is_model_only:
         return model
-    whose = "the checkpoint's own" if names == KEEP else f"{names}'s"
-    return model.say(f"the names are {whose}: they were not held against a config.json")
+    whose = "the checkpoint's own" if names == KEEP else f"those of {names}"
+    return model.say(f"the names are {whose}: they were not compared with a config.json")
 
 
 def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
