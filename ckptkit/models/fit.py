@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import Companions
 from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
+from ckptkit.names.renames import find_prefix_rule
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 
@@ -152,19 +153,3 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
 def abridge(names: Sequence[str]) -> str:
     """Return the first few of some names."""
     return ", ".join(names[:4]) + (", ..." if names[4:] else "")
-
-
-def find_prefix_rule(missing: Iterable[str], present: Iterable[str]) -> str | None:
-    """Return a `--rename` rule, taking a prefix off or putting one on, that gives every missing tensor its name."""
-    missing, there = sorted(missing), set(present)
-    for name in sorted(there):
-        wanted = missing[0]
-        if name.endswith("." + wanted):
-            prefix = name.removesuffix(wanted)
-            if all(prefix + other in there for other in missing):
-                return f"^{prefix.replace('.', chr(92) + '.')}=>"
-        elif wanted.endswith("." + name):
-            prefix = wanted.removesuffix(name)
-            if all(other.removeprefix(prefix) in there for other in missing):
-                return f"^=>{prefix}"
-    return None
