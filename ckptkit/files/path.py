@@ -187,7 +187,7 @@ def parse_url(url: str) -> Path:
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if scheme in ("file", "local"):
-        return Path(unquote(rest))
+        return Path(unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest))
     if scheme == "hf":
         rest = _SPECIAL_REVISION.sub(lambda found: "@" + quote(found[1], safe=""), rest)
     parts = rest.rstrip("/").split("/")
@@ -201,8 +201,9 @@ def parse_url(url: str) -> Path:
 
 
 def to_local(place: str | os.PathLike[str]) -> Path:
-    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for a URL."""
-    if isinstance(place, RemotePath) or (isinstance(place, str) and _URL.match(place)):
+    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
+    path = parse_url(place) if isinstance(place, str) and _URL.match(place) else place
+    if isinstance(path, RemotePath):
         hint = "write to a local directory; `ckptkit push` takes it to the Hub"
         raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
-    return Path(place)
+    return Path(path)

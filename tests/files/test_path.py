@@ -14,6 +14,8 @@ from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage, translate_os_e
 from ckptkit.files.file import children, folders, is_there, names_in
 from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
 from ckptkit.files.stores import open_store
+from ckptkit.storage.writer import RoomWriter
+from ckptkit.training.saving.run import Run
 
 
 @pytest.fixture
@@ -199,6 +201,12 @@ def test_errors_keep_the_url() -> None:
 def test_a_destination_is_local(place: str | Path) -> None:
     with pytest.raises(Usage, match="local directories only"):
         to_local(place)
+
+
+def test_a_file_url_is_a_local_destination() -> None:
+    assert to_local("file:///tmp/a%20b") == to_path("file://localhost/tmp/a%20b") == Path("/tmp/a b")
+    assert RoomWriter("file:///tmp/out").room == Run("file:///tmp/out").root == Path("/tmp/out")
+    assert RoomWriter.validate_checkpoint_id("file:///tmp/out")
 
 
 def test_a_local_destination_is_taken_as_it_is() -> None:
