@@ -32,7 +32,7 @@ from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.path import list_ahead, to_local, to_path
+from ckptkit.files.path import hint_on_id, list_ahead, to_local, to_path
 from ckptkit.formats import describe_formats, detect_format, one_of_dcp, unpack
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
@@ -369,7 +369,7 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
     hint = f"looked for: {describe_formats()}, and directories like ckpt-500"
     if not path.exists():
-        return NotACheckpoint("no such file or directory", path=path)
+        return NotACheckpoint("no such file or directory", path=path, hint=hint_on_id(str(path)))
     if not path.is_dir():
         return one_of_dcp(path) or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
     unfinished = named_in(path)
