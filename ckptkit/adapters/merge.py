@@ -22,7 +22,7 @@ from ckptkit.conversion.steps import cast, fit_config, give_names, unwrap
 from ckptkit.conversion.steps import describe as describe_config
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_path
+from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import find_companions, tokenizer_beside
 from ckptkit.models.fit import restore_tied
@@ -92,7 +92,7 @@ def base_of(adapter: Fitted, output: Path, options: ConvertOptions) -> Model:
         name = config.base or "MODEL"
         hint = f"--base {name} names it, or a directory that it is in"
         raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
-    found = Checkpoint.open(to_path(options.base))
+    found = Checkpoint.open(to_model_path(options.base))
     check_apart(found, output, options.writer)
     return Model.of(found.model_part, options.base if Path(options.base).is_dir() else None)
 

@@ -32,8 +32,8 @@ from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.path import list_ahead, to_local, to_path
-from ckptkit.formats import describe_formats, detect_format, unpack
+from ckptkit.files.path import hint_on_id, list_ahead, to_local, to_path
+from ckptkit.formats import describe_formats, detect_format, one_of_dcp, unpack
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.edits import select
@@ -307,11 +307,10 @@ def path_of(source: Source) -> Path:
 
 def local_path_of(source: Source) -> Path:
     """Return the local path that was named, be there a checkpoint or not. Raises `Usage` for a remote one."""
-    path = path_of(source)
+    path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
         return joined([to_local(place) for place in roots_of(path)])
-    is_file_url = isinstance(source, str) and source.startswith("file:")
-    return to_local(path if is_file_url or isinstance(source, Checkpoint) else source)
+    return to_local(path)
 
 
 def open_layout(source: Source) -> Layout:
@@ -361,16 +360,18 @@ def unknown(path: Path) -> NotACheckpoint:
     """Return the error for a path at which no format finds a checkpoint, in few words."""
     if path.is_dir():
         return NotACheckpoint("no known format" if children(path) else "empty", path=path)
-    return NotACheckpoint("no known format" if path.exists() else "no such file or directory", path=path)
+    return one_of_dcp(path) or NotACheckpoint(
+        "no known format" if path.exists() else "no such file or directory", path=path
+    )
 
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
     hint = f"looked for: {describe_formats()}, and directories like ckpt-500"
     if not path.exists():
-        return NotACheckpoint("no such file or directory", path=path)
+        return NotACheckpoint("no such file or directory", path=path, hint=hint_on_id(str(path)))
     if not path.is_dir():
-        return NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
+        return one_of_dcp(path) or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
     unfinished = named_in(path)
     if unfinished:
         unread = next((one.unreadable for one in reversed(unfinished) if one.unreadable), None)

@@ -12,12 +12,14 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_path
+from ckptkit.files.path import to_model_path, to_path
 
 
 @with_options(OPTIONS, leave_out=(*OF_ONE, "names", "map", "vocab_size"))
 def merge(
-    model: Annotated[Path, typer.Argument(parser=to_path, metavar="BASE", help="The model, or its id on the Hub.")],
+    model: Annotated[
+        Path, typer.Argument(parser=to_model_path, metavar="BASE", help="The model, or its id on the Hub.")
+    ],
     adapters: Annotated[
         list[Path],
         typer.Argument(parser=to_path, metavar="ADAPTER", help="A saved adapter, or the checkpoint of a training."),

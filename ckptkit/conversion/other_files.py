@@ -8,6 +8,7 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import translate_os_errors
 from ckptkit.files.file import children
+from ckptkit.files.local import is_strange_link
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout
 from ckptkit.trainers import is_kept
@@ -23,7 +24,7 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     left: list[str] = []
     with translate_os_errors(root):
         for path in walk(root, taken):
-            if path.is_symlink() or not path.is_file():
+            if is_strange_link(path) or not path.is_file():
                 left.append(str(path.relative_to(root)))
             else:
                 found[str(path.relative_to(root))] = path

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Usage
+from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.names.renames import parse_rule, renaming
 from ckptkit.tensors.dtypes import DType, parse_dtype
@@ -106,7 +107,7 @@ class Like:
 
     def specs(self) -> Mapping[str, Spec]:
         """Return dtype and shape of each of its tensors."""
-        return Checkpoint.open(self.model).weights.layout.specs
+        return Checkpoint.open(to_model_path(self.model)).weights.layout.specs
 
     def choose(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
         """Return the dtype of the tensor of the same name. Raises `Mismatch` if there is none, or none that fits."""

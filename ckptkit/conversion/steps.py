@@ -13,6 +13,7 @@ from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.files.path import to_model_path
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions, describe_weights, find_companions
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
@@ -49,7 +50,7 @@ def names_of_base(base: str | None) -> AskBase:
     @cache
     def ask() -> frozenset[str] | None:
         try:
-            return None if base is None else frozenset(Checkpoint.open(base).weights.layout.tensors)
+            return None if base is None else frozenset(Checkpoint.open(to_model_path(base)).weights.layout.tensors)
         except (IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
             return None
 

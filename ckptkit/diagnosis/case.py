@@ -11,6 +11,7 @@ from typing import Any
 from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout, Spec
 from ckptkit.models.companions import find_companions, read_config
 from ckptkit.models.expected import Form, closest, forms_for
@@ -193,6 +194,6 @@ class TargetModel:
 def find_specs(source: str) -> Mapping[str, Spec]:
     """Return dtype and shape of the weights that lie somewhere, by the model's names; {} where there are none."""
     try:
-        return Checkpoint.open(source).weights.layout.specs
+        return Checkpoint.open(to_model_path(source)).weights.layout.specs
     except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
         return {}

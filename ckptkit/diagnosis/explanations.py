@@ -14,6 +14,7 @@ from ckptkit.diagnosis.names import find_names, find_wrappers, raw_names
 from ckptkit.diagnosis.optimizer import find_missing_states, list_missing_states, optimizers_in
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import find_shapes
+from ckptkit.layout import Layout
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.vocabulary import rows_of
 from ckptkit.names import HUB
@@ -21,6 +22,8 @@ from ckptkit.names.renames import by_rule, find_prefix_rule, rules_for
 
 Look = Callable[["MatchedMessage", Case], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')
+_GROUPS = "param_groups."  # lies beside the states of an optimizer
+_MOST_ENDS = 3  # entries that a finding lists
 _SIZE = re.compile(r"[0-9]+")
 _WORLD = re.compile(r"_world_size_([0-9]{1,7})_rank_")
 _OPERAND = re.compile(r"Unsupported operand ([0-9]+)")  # the byte with which a file begins that is no pickle
@@ -89,8 +92,8 @@ def find_key(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
         return
     wrapper = case.weights.wrapper if case.weights else ""
     own, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, raw_names(case)
-    if ends := [known for known in case.layout.names if is_end(known, name)]:
-        yield Finding("key", name, f"the checkpoint has it as `{max(ends, key=len)}`")
+    if there := find_by_end(name, case.layout):
+        yield Finding("key", name, f"the checkpoint has it as {there}")
     elif (rule := find_prefix_rule([own], raw)) is not None:
         fix = rewrite(case.checkpoint, rename=(rule,))
         yield Finding("renamed", name, "the checkpoint has it by another name", fix)
@@ -99,6 +102,24 @@ def find_key(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
         yield Finding("missing", name, message)
     else:
         yield missing(case, name)
+
+
+def find_by_end(name: str, layout: Layout) -> str:
+    """Return the entries that have the same end as key `name`, in words; "" if there is none.
+
+    The longest of those that `name` ends with is certain; of those that end with `name` all are listed. An entry of an
+    optimizer's state, such as `step`, is only that of a key that names the parameter too.
+    """
+    if ends := [known for known in layout.names if name.endswith(f".{known}")]:
+        return f"`{max(ends, key=len)}`"
+    known_by_end = [known for known in layout.names if known.endswith(f".{name}")]
+    if "." not in name:
+        above = {known.rpartition(_GROUPS)[0] for known in layout.names if _GROUPS in known}
+        inside = tuple(f"{optimizer}{part}" for optimizer in above for part in ("state.", _GROUPS))
+        known_by_end = [known for known in known_by_end if not known.startswith(inside)]
+    more = len(known_by_end) - _MOST_ENDS
+    shown = " or ".join(f"`{known}`" for known in known_by_end[:_MOST_ENDS])
+    return f"{shown} or {more} more" if more > 0 else shown
 
 
 def find_kind(matched: MatchedMessage, case: Case) -> Iterator[Finding]:

@@ -13,6 +13,8 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.estimates.architecture import Architecture, read_architecture
 from ckptkit.estimates.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.files.file import read_small
+from ckptkit.files.path import hint_on_id, is_model_id, remarks_on_id
+from ckptkit.files.stores.hub import downloading
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
 
 _CONFIG = "config.json"
@@ -75,6 +77,7 @@ def estimate(
     longest that the model takes, 4096 at most. The rest is as in `ckptkit.estimates.budget.Setup`; `gpu_memory` is
     in bytes. Raises `Usage` for settings that do not go together, `Unsupported` for a model of unknown sizes.
     """
+    asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))
     config = model if isinstance(model, Mapping) else read_config(str(model))
     architecture = read_architecture(config)
     setup = Setup(
@@ -93,7 +96,7 @@ def estimate(
         tuple(make_budget(architecture, each) for each in setups),
         disk_bytes(architecture, setup),
         gpu_memory,
-        tuple(notes_on(architecture, setup)),
+        (*asked, *notes_on(architecture, setup)),
     )
 
 
@@ -166,11 +169,10 @@ def find_config(model: str) -> Path:
         raise NotACheckpoint("no config.json in this directory", path=path)
     if path.exists():
         return path / _CONFIG if path.is_dir() else path
-    if model.startswith((".", "/")) or model.count("/") != 1 or model.endswith(".json"):
-        raise Usage(f"`{model}` is no config.json, no directory with one, and no Hub id like `org/model`")
+    if not is_model_id(model):
+        message = f"`{model}` is no config.json, no directory with one, and no Hub id like `org/model`"
+        raise Usage(message, hint=hint_on_id(model))
     from huggingface_hub import hf_hub_download
 
-    try:
+    with downloading(model):
         return Path(hf_hub_download(model, _CONFIG))
-    except Exception as error:  # the hub raises its own, its HTTP client's and the system's
-        raise Usage(f"the Hub gave no config of `{model}`: {error}", hint="check the id, or give a file") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from ckptkit.files.system import close
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.
 _WRITE_BYTES = 1 << 17
+_CACHE = re.compile(r"(models|datasets|spaces)--.+", re.DOTALL)  # the directory of a repository in the Hub's cache
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -63,9 +65,12 @@ class LocalFile:
 
 
 def open_regular(path: Path) -> LocalFile:
-    """Open the regular file `path` to be read. Raises `Unsafe` for links, devices, pipes and directories."""
+    """Open the regular file `path` to be read. Raises `Unsafe` for links, devices, pipes and directories.
+
+    A link in a snapshot of the Hub's cache to a blob of the same cache counts as the blob: see `find_blob`.
+    """
     try:
-        fd = os.open(path, _READ_FLAGS)
+        fd = open_to_read(path)
     except FileNotFoundError as error:
         raise Incomplete("the file is missing", path=path, hint="a shard was lost or never copied here") from error
     except ValueError as error:
@@ -81,6 +86,40 @@ def open_regular(path: Path) -> LocalFile:
             raise Unsafe("not a regular file", path=path)
         undo.pop_all()
     return LocalFile(path, fd)
+
+
+def open_to_read(path: Path) -> int:
+    """Return a descriptor of the file at `path`, or of the blob that a link in the Hub's cache leads to."""
+    try:
+        return os.open(path, _READ_FLAGS)
+    except OSError as error:
+        if error.errno != errno.ELOOP or (blob := find_blob(path)) is None:
+            raise
+        return os.open(blob, _READ_FLAGS)
+
+
+def find_blob(path: Path) -> Path | None:
+    """Return the blob that a link in the Hub's cache leads to; None for a file, and for a link to anywhere else.
+
+    `models--org--name/snapshots/REVISION/[folder/]file` is a link to `models--org--name/blobs/ID`. None of the folders
+    between may be a link, so that no name in the cache leads out of it; and none is followed when the blob is opened.
+    Source: huggingface_hub/file_download.py.
+    """
+    if not path.is_symlink():
+        return None
+    folder = path.absolute().parent
+    cache = next((above for above in folder.parents if _CACHE.fullmatch(above.name)), None)
+    if cache is None:
+        return None
+    real, inside = Path(os.path.realpath(cache)), folder.relative_to(cache)
+    blob, blobs = folder / os.readlink(path), real / "blobs"
+    is_inside = inside.parts[0] == "snapshots" and Path(os.path.realpath(folder)) == real / inside
+    return blobs / blob.name if is_inside and Path(os.path.realpath(blob.parent)) == blobs else None
+
+
+def is_strange_link(path: Path) -> bool:
+    """Return whether a symbolic link lies at `path`, other than one to a blob in the Hub's cache."""
+    return path.is_symlink() and find_blob(path) is None
 
 
 def open_to_write(path: Path) -> LocalFile:

@@ -142,18 +142,57 @@ class RemotePath(PosixPath):
 
 
 def to_path(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means by `place`: a local one, a URL, or the id of a model on the Hub.
+    """Return the path that a user means by `place`: a local one or a URL.
 
-    Something like `org/name` is an id if there is neither such a path here nor a directory `org`.
+    While HF_HUB_OFFLINE is set, an `hf://` URL is the snapshot in the Hub's cache, if the cache has one.
     """
     if not isinstance(place, str):
         return place if isinstance(place, Path) else Path(place)
-    if _URL.match(place):
-        return parse_url(place)
-    path = Path(place)
-    if _HUB_ID.fullmatch(place) and not os.path.lexists(path) and not os.path.lexists(path.parent):
-        return RemotePath(f"hf://{place}")
-    return path
+    path = parse_url(place) if _URL.match(place) else Path(place)
+    return (find_offline(path) or path) if isinstance(path, RemotePath) and path.parts[0] == "hf:" else path
+
+
+def to_model_path(place: str | os.PathLike[str]) -> Path:
+    """Return the path of the model that a user means by `place`: as `to_path`, or of a model id on the Hub."""
+    return to_path(f"hf://{place}" if is_model_id(place) else place)
+
+
+def is_model_id(place: str | os.PathLike[str]) -> bool:
+    """Return whether `place` is like `org/name`, and nothing here is called that or `org`.
+
+    Only options that take a model id ask this: the name of a local file never goes to the Hub.
+    """
+    if not isinstance(place, str) or not has_form_of_id(place):
+        return False
+    return not os.path.lexists(place) and not os.path.lexists(Path(place).parent)
+
+
+def has_form_of_id(place: str) -> bool:
+    """Return whether `place` is written like the id of a model, `org/name` or `org/name@revision`."""
+    return _HUB_ID.fullmatch(place) is not None and not place.endswith(".json")
+
+
+def hint_on_id(place: str) -> str | None:
+    """Return a hint on a path that does not exist and that may be meant for the Hub; None for any other."""
+    if os.path.lexists(place) or not has_form_of_id(place):
+        return None
+    return f"ckptkit looked here only; for a repository on the Hub write hf://{place}"
+
+
+def remarks_on_id(place: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """Return the remark that a model came from the Hub because nothing here is called `place`; () for any other."""
+    if place is None or not is_model_id(place):
+        return ()
+    return (f"`{place}` is not a path here: ckptkit took it for the id of a model on the Hub",)
+
+
+def find_offline(path: RemotePath) -> Path | None:
+    """Return where the Hub's cache has what lies at an `hf://` URL; None where the Hub may be asked."""
+    from ckptkit.files.stores.hub import find_snapshot
+
+    depth = path._depth
+    snapshot = find_snapshot("/".join(path.parts[1:depth]))
+    return None if snapshot is None else snapshot.joinpath(*path.parts[depth:])
 
 
 def list_ahead(paths: Iterable[Path]) -> None:
@@ -187,7 +226,7 @@ def parse_url(url: str) -> Path:
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if scheme in ("file", "local"):
-        return Path(unquote(rest))
+        return Path(unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest))
     if scheme == "hf":
         rest = _SPECIAL_REVISION.sub(lambda found: "@" + quote(found[1], safe=""), rest)
     parts = rest.rstrip("/").split("/")
@@ -201,8 +240,9 @@ def parse_url(url: str) -> Path:
 
 
 def to_local(place: str | os.PathLike[str]) -> Path:
-    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for a URL."""
-    if isinstance(place, RemotePath) or (isinstance(place, str) and _URL.match(place)):
+    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
+    path = parse_url(place) if isinstance(place, str) and _URL.match(place) else place
+    if isinstance(path, RemotePath):
         hint = "write to a local directory; `ckptkit push` takes it to the Hub"
         raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
-    return Path(place)
+    return Path(path)

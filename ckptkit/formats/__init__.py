@@ -31,6 +31,7 @@ __all__ = [
     "is_known_file",
     "is_known_inside",
     "locate",
+    "one_of_dcp",
     "title_of",
     "unpack",
     "writable_formats",
@@ -148,9 +149,21 @@ def describe_formats() -> str:
 
 def detect_format(path: Path) -> FormatReader | None:
     """Return the first format that claims `path`, or None."""
+    if one_of_dcp(path) is not None:
+        return None
     with translate_os_errors(path):
         names = names_in(path) if path.is_dir() else [path.name]
         return next((reader for reader in likely_formats(names, perhaps=True) if reader.detect(path)), None)
+
+
+def one_of_dcp(path: Path) -> NotACheckpoint | None:
+    """Return the error for a single file of a DCP directory, which only the whole directory explains; else None."""
+    with translate_os_errors(path):
+        if not has_name([path.name], FORMATS["dcp"].files) or not path.is_file():
+            return None
+    kind = "one shard" if path.suffix == ".distcp" else "the metadata"
+    hint = f"name the directory: {path.absolute().parent}"
+    return NotACheckpoint(f"this file is {kind} of a DCP directory, not a checkpoint", path=path, hint=hint)
 
 
 def is_known_file(names: Iterable[str]) -> bool:
@@ -185,6 +198,8 @@ def find_format(path: Path) -> FormatReader:
     """Return the format of the checkpoint at `path`. Raises `NotACheckpoint` if none claims it."""
     reader = detect_format(path)
     if reader is None:
+        if (shard := one_of_dcp(path)) is not None:
+            raise shard
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
         raise NotACheckpoint(what, path=path, hint=f"looked for: {describe_formats()}")
     return reader

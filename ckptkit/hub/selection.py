@@ -12,6 +12,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import Usage
 from ckptkit.files.file import children
+from ckptkit.files.local import is_strange_link
 from ckptkit.formats import FormatReader
 from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD
@@ -90,7 +91,7 @@ def left_beside(root: Path, whole: Path) -> dict[str, str]:
 
 def reason_to_stay(path: Path) -> str | None:
     """Say why a file that the checkpoint does not need is not pushed with it; None if it is pushed."""
-    if path.is_symlink():
+    if is_strange_link(path):
         return "a link"
     if path.name == TRAINING or any(fnmatchcase(path.name, pattern) for pattern in _OF_TRAINING):
         return "state of training"

@@ -11,7 +11,9 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
 from ckptkit.files.file import children, read_small
-from ckptkit.files.path import to_path
+from ckptkit.files.local import is_strange_link
+from ckptkit.files.path import hint_on_id, is_model_id, to_model_path, to_path
+from ckptkit.files.stores.hub import downloading
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Spec
 from ckptkit.trainers import companion_folders, step_of
@@ -154,14 +156,14 @@ def resolve_base(base: str) -> Path:
         return to_path(base)
     if Path(base).is_dir():
         return Path(base)
-    if base.startswith((".", "/")) or base.count("/") != 1:
-        raise Usage(f"`{base}` is neither a directory nor a Hub id like `org/model`")
+    if not is_model_id(base):
+        raise Usage(f"`{base}` is neither a directory nor a Hub id like `org/model`", hint=hint_on_id(base))
+    if "@" in base:
+        return to_model_path(base)
     from huggingface_hub import snapshot_download
 
-    try:
+    with downloading(base):
         return Path(snapshot_download(base, allow_patterns=[*FILES, f"{TEMPLATES}/*.jinja", "*.py"]))
-    except Exception as error:  # the hub raises its own, its HTTP client's and the system's
-        raise Usage(f"the Hub gave no `{base}`: {error}", hint="check the id, or give a local directory") from error
 
 
 def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec]) -> dict[str, Any]:
@@ -193,5 +195,5 @@ def tokenizer_beside(checkpoint: Path) -> dict[str, Path]:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether a file lies at a path itself, and no link."""
-    return path.is_file() and not path.is_symlink()
+    """Return whether a file lies at a path itself, or a link to a blob in the same cache of the Hub."""
+    return path.is_file() and not is_strange_link(path)

@@ -25,7 +25,7 @@ from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
 from ckptkit.destinations.staging import check_destination
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_local
+from ckptkit.files.path import remarks_on_id, to_local
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.quantized.signs import may_be_quantized, may_hold_quantized
@@ -134,6 +134,12 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
+    conversion = draft_all(checkpoints, dst, options)
+    return replace(conversion, notes=(*conversion.notes, *remarks_on_id(options.base)))
+
+
+def draft_all(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
+    """Draft the conversion of opened checkpoints, or of what is whole of a damaged one."""
     if options.salvage:
         return draft_salvage(checkpoints[0], dst, options)
     conversion, source = draft_of(checkpoints, dst, options), checkpoints[0].path

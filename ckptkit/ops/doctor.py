@@ -16,6 +16,7 @@ from ckptkit.diagnosis.damage import find_damage, look_for_damage
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.optimizer import list_missing_states
 from ckptkit.errors import Usage
+from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import CONFIG
 from ckptkit.ops.dry_run_fix import dry_run_fix
 
@@ -54,7 +55,7 @@ def doctor(
         return Diagnosis(checkpoint.path, chosen.findings, ("nothing else was looked at", *chosen.notes))
     findings += [found for kind in KINDS for found in kind(case)]
     chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
-    notes = (*unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
+    notes = (*remarks_on_id(model), *unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
     return Diagnosis(checkpoint.path, chosen.findings, notes)
 
 

@@ -7,10 +7,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Unpack
 
-from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
+from ckptkit.files.path import to_model_path
 from ckptkit.ops.convert import carry_out
 
 
@@ -41,4 +42,5 @@ def merge(
     if not all(map(isfinite, weights)):
         raise Usage(f"weights must be finite: {', '.join(map(str, weights))}")
     options["merge"] = True
-    return carry_out([model, *given], dst, ConvertOptions.of(options, to=to, scales=tuple(weights)))
+    base = model if isinstance(model, Checkpoint) else to_model_path(model)
+    return carry_out([base, *given], dst, ConvertOptions.of(options, to=to, scales=tuple(weights)))

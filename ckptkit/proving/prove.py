@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.files.file import read_small
+from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.transformers_model import is_installed
 from ckptkit.ops.diff import prove as compare_tensors
@@ -75,7 +76,7 @@ def prove(
     wanted = read_tokens(tokens) if tokens is not None else None
     one = Runnable.of(ours, here.config)
     two = Runnable.of(theirs, here.config if there.config is None else there.config)
-    notes = [*notes_on(here, there, theirs.path), *one.remarks, *two.remarks]
+    notes = [*remarks_on_id(base), *notes_on(here, there, theirs.path), *one.remarks, *two.remarks]
     differences = compare_tensors(ours, theirs, allow_cast=True, jobs=jobs, progress=progress)
     from ckptkit.proving.forward import choose_tokens, compare_logits  # imports torch
 

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.errors import CkptError
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import CkptError, NotACheckpoint
+from tests.producers import save_alone
 
 
 def save_vllm(root: Path) -> list[Path]:
@@ -52,3 +54,14 @@ def test_it_is_refused_by_name(tmp_path: Path, save: Callable[[Path], list[Path]
                 command(path)
             assert (raised.value.exit_code, hint in str(raised.value.hint)) == (3, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("__0_0.distcp", "one shard"), (".metadata", "the metadata")])
+def test_one_file_of_a_dcp_directory_is_not_a_checkpoint(name: str, kind: str, tmp_path: Path) -> None:
+    """With one tensor its only shard has the layout of a torch.save file."""
+    root = tmp_path / "ckpt-1"
+    save_alone({"w": torch.ones(3)}, root)
+    for command in (Checkpoint.open, ckptkit.verify, lambda path: ckptkit.consolidate(path, tmp_path / "out")):
+        with pytest.raises(NotACheckpoint, match=f"{kind} of a DCP directory") as raised:
+            command(root / name)
+        assert raised.value.hint == f"name the directory: {root}"

@@ -12,8 +12,10 @@ import pytest
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage, translate_os_errors
 from ckptkit.files.file import children, folders, is_there, names_in
-from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
+from ckptkit.files.path import RemotePath, list_ahead, to_local, to_model_path, to_path
 from ckptkit.files.stores import open_store
+from ckptkit.storage.writer import RoomWriter
+from ckptkit.training.saving.run import Run
 
 
 @pytest.fixture
@@ -40,8 +42,6 @@ def files() -> fsspec.AbstractFileSystem:
         ("memory:///a", "memory://a"),
         ("simplecache::s3://bucket/a", "simplecache::s3://bucket/a"),
         ("s3://bucket/a b/%20#?+ü", "s3://bucket/a b/%20#?+ü"),
-        ("no-such-org/name", "hf://no-such-org/name"),
-        ("no-such-org/name@v1", "hf://no-such-org/name@v1"),
     ],
 )
 def test_a_url_is_a_remote_path(text: str, url: str) -> None:
@@ -52,7 +52,7 @@ def test_a_url_is_a_remote_path(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["run", "./org/name", "/org/name", "a/b/c", "../name", "here/name", ".a/b", "", "a b/c"]
+    "text", ["run", "./org/name", "/org/name", "a/b/c", "../name", "here/name", ".a/b", "", "a b/c", "no-such-org/name"]
 )
 def test_all_else_is_a_local_path(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -60,6 +60,17 @@ def test_all_else_is_a_local_path(text: str, tmp_path: Path, monkeypatch: pytest
     path = to_path(text)
     assert path == Path(text)
     assert not isinstance(path, RemotePath)
+
+
+def test_the_id_of_a_model_is_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its first part is a name here: a typo in a local path stays on this machine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    for text in ("org/name", "org/name@v1"):
+        assert str(to_model_path(text)) == f"hf://{text}"
+        assert not isinstance(to_path(text), RemotePath)
+    for text in ("run/ckpt-30", "./org/name", "org/config.json", "a/b/c", "name"):
+        assert to_model_path(text) == Path(text)
 
 
 def test_files_of_this_machine_are_local_however_they_are_called() -> None:
@@ -199,6 +210,12 @@ def test_errors_keep_the_url() -> None:
 def test_a_destination_is_local(place: str | Path) -> None:
     with pytest.raises(Usage, match="local directories only"):
         to_local(place)
+
+
+def test_a_file_url_is_a_local_destination() -> None:
+    assert to_local("file:///tmp/a%20b") == to_path("file://localhost/tmp/a%20b") == Path("/tmp/a b")
+    assert RoomWriter("file:///tmp/out").room == Run("file:///tmp/out").root == Path("/tmp/out")
+    assert RoomWriter.validate_checkpoint_id("file:///tmp/out")
 
 
 def test_a_local_destination_is_taken_as_it_is() -> None:

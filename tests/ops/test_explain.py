@@ -52,6 +52,24 @@ def test_names_with_a_prefix(tmp_path: Path) -> None:
     assert one.fix == found["renamed"].fix
 
 
+def test_a_missing_step_is_not_that_of_the_optimizer(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    wanted = {"step": torch.tensor(0)}
+    for extra, said in (
+        ({}, "it is not in the checkpoint"),
+        ({"state": wanted}, "the checkpoint has it as `state.step`"),
+        ({"a": wanted, "b": wanted}, "the checkpoint has it as `a.step` or `b.step`"),
+    ):
+        path = tmp_path / f"{len(extra)}{'state' in extra}" / "ckpt-1"
+        save_alone({**state, **extra}, path)
+        (one,) = explain(error_of(load_into, wanted, path), path)
+        assert (one.tensor, one.message) == ("step", said)
+
+
 def test_a_key_too_many(tmp_path: Path) -> None:
     weights = {"up.weight": torch.ones(2, 3), "down.weight": torch.ones(3, 2)}
     save_alone({"model": weights}, tmp_path / "ckpt-1")

@@ -7,11 +7,14 @@ The token, the endpoint and other settings are those of `huggingface_hub`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from ckptkit.errors import IOFailure, NotACheckpoint
+from ckptkit.errors import IOFailure, NotACheckpoint, Usage
 from ckptkit.files.stores import Read, StoreEntry
 from ckptkit.version import __version__
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"datasets": "dataset", "spaces": "space"}
 _TRIES = 3
+_MOST = 300  # characters of an error that are repeated
 _TIMEOUT = 30  # seconds without a byte
 
 
@@ -29,11 +33,7 @@ class HubStore:
     hint = "private and gated repositories need `hf auth login` or HF_TOKEN; if a local path is meant, there is none"
 
     def __init__(self, url: str) -> None:
-        parts = url.partition("://")[2].split("/")
-        self._kind = _KINDS.get(parts[0], "model")
-        owner, name = parts[-2:]
-        name, _, revision = name.partition("@")
-        self._id, self._revision = f"{owner}/{name}", unquote(revision) or None
+        self._kind, self._id, self._revision = parse_repository(url.partition("://")[2])
         self._api = connect()
         self._sources: dict[str, HubDownload] = {}
 
@@ -126,6 +126,48 @@ class HubDownload:
         """Return the headers for an address: the token is sent to the Hub alone."""
         is_hub = urlsplit(location)[:2] == urlsplit(self._url)[:2]
         return our_headers() if is_hub else {}
+
+
+def parse_repository(place: str) -> tuple[str, str, str | None]:
+    """Return kind, id and revision of `[datasets/]org/name[@revision]`."""
+    parts = place.split("/")
+    owner, name = parts[-2:]
+    name, _, revision = name.partition("@")
+    return _KINDS.get(parts[0], "model"), f"{owner}/{name}", unquote(revision) or None
+
+
+def find_snapshot(place: str) -> Path | None:
+    """Return the snapshot of `[datasets/]org/name[@revision]` in the Hub's cache, if HF_HUB_OFFLINE is set; else None.
+
+    Of a repository that was fetched in part the snapshot has only these files.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    if not constants.HF_HUB_OFFLINE:
+        return None
+    kind, name, revision = parse_repository(place)
+    try:
+        return Path(snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or no name that the Hub allows
+        return None
+
+
+@contextmanager
+def downloading(model: str) -> Iterator[None]:
+    """Turn any error of the Hub's client inside the block into a `Usage` of one line about `model`."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        yield
+    except Exception as error:  # the Hub raises its own, its HTTP client's and the system's
+        reason = " ".join(str(error).split())[:_MOST] or type(error).__name__
+        if constants.HF_HUB_OFFLINE:
+            reason = "HF_HUB_OFFLINE is set, and the Hub's cache does not contain it"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "there is no such repository, or it is not visible to you"
+        hint = f"check the id, or pass a local directory; `{model.partition('/')[0]}` is not a directory here"
+        raise Usage(f"the Hub gave no `{model}`: {reason}", hint=hint) from error
 
 
 def connect() -> HfApi:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import Usage
+from ckptkit.files.path import hint_on_id, is_model_id
 from ckptkit.training.data.documents import Text
 from ckptkit.training.models.config import BYTES, END_OF_TEXT
 
@@ -89,6 +90,8 @@ def choose_tokenizer(name: str | None) -> Tokenizer:
     except ImportError as error:
         hint = "pip install 'ckptkit-fsdp[hf]', or leave `--tokenizer` out to train on bytes"
         raise Usage("a Hugging Face tokenizer needs the package transformers", hint=hint) from error
+    if "/" in name and not Path(name).exists() and not is_model_id(name):
+        raise Usage(f"no tokenizer `{name}`: there is no such file or directory", hint=hint_on_id(name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(Path(name).parent if Path(name).name == "tokenizer.json" else name)
     except Exception as error:  # the tokenizers library raises nothing narrower

@@ -9,6 +9,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ckptkit.errors import Unsupported, Usage
+from ckptkit.files.path import is_model_id
+from ckptkit.files.stores.hub import downloading
 from ckptkit.models.companions import FILES
 from ckptkit.training.models.config import SIZES, ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
@@ -57,15 +59,13 @@ def resolve_model(model: str) -> str:
     """
     if model in SIZES or Path(model).exists():
         return model
-    if model.startswith((".", "/")) or model.count("/") != 1 or model.endswith(".json"):
+    if not is_model_id(model):
         hint = f"use one of {', '.join(SIZES)}, a config.json, a model's directory or a Hub id like `org/model`"
         raise Usage(f"there is no model `{model}`", hint=hint)
     from huggingface_hub import snapshot_download
 
-    try:
+    with downloading(model):
         found = Path(snapshot_download(model, allow_patterns=[*FILES, "model*.safetensors*"], ignore_patterns="*/*"))
-    except Exception as error:  # the Hub raises its own, its HTTP client's and the system's
-        raise Usage(f"the Hub gave no `{model}`: {error}", hint="check the id, or give a local directory") from error
     if weights_in(found) is None:
         hint = "download it and `ckptkit convert` its weights, or give a directory with its config.json to start anew"
         raise Unsupported(f"`{model}` has no weights in safetensors files on the Hub", hint=hint)

@@ -24,6 +24,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.destinations.staging import Stage, clear_dead
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import check_name
+from ckptkit.files.path import to_local
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
 from ckptkit.runs.run import RunFolder
@@ -60,7 +61,7 @@ class Run:
     ) -> None:
         if state_dict not in FORMATS:
             raise Usage(f"there is no state dict `{state_dict}`", hint=f"use one of {', '.join(FORMATS)}")
-        self.root = Path(root)
+        self.root = to_local(root)
         self.state_dict = state_dict
         self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
         self._files = dict(files or {})

@@ -40,9 +40,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-def ckptkit(hub: Hub, *words: str) -> Said:
+def ckptkit(hub: Hub, *words: str, **environment: str) -> Said:
     command = [sys.executable, "-m", "ckptkit", *words, "--json"]
-    done = subprocess.run(command, env=hub.env, cwd=hub.root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**hub.env, **environment}, cwd=hub.root, capture_output=True, text=True, check=False
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return Said(done.returncode, json.loads(done.stdout))
 
@@ -58,7 +60,7 @@ def test_an_id_is_looked_at_without_its_weights(hub: Hub, tmp_path: Path) -> Non
     places = {f"w{number}": f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     hub.put("org/model", files_in(tmp_path / "model"), private=True)
-    found = ckptkit(hub, "inspect", "org/model")
+    found = ckptkit(hub, "inspect", "hf://org/model")
     assert [(tensor["name"], tensor["nbytes"]) for tensor in found.value["tensors"]] == [
         ("w1", 1 << 24),
         ("w2", 1 << 24),
@@ -73,7 +75,7 @@ def test_all_of_it_is_of_one_commit(hub: Hub, tmp_path: Path) -> None:
         write_hf(tmp_path / str(step), tensors)
     first = hub.put("org/model", files_in(tmp_path / "0"))
     hub.put("org/model", files_in(tmp_path / "1"))
-    for name, tensors in (("org/model", new), ("hf://org/model", new), (f"hf://org/model@{first}", old)):
+    for name, tensors in (("hf://org/model", new), (f"hf://org/model@{first}", old)):
         assert ckptkit(hub, "consolidate", name, str(tmp_path / "out"), "--overwrite").code == 0
         found = load_file(tmp_path / "out/model.safetensors")
         assert all(found[key].equal(tensor) for key, tensor in tensors.items())
@@ -106,7 +108,7 @@ def test_where_a_file_is_sent_from_is_asked_for_once(hub: Hub, tmp_path: Path) -
     hub.fail(r"GET /org/model/\w+/model.safetensors", "drop", after=1000)
     hub.fail(r"GET /org/model/\w+/model.safetensors", status=503)
     hub.fail(r"GET /org/model/\w+/model.safetensors", status=403)  # the place was signed, and that is over
-    assert ckptkit(hub, "consolidate", "org/model", str(tmp_path / "out")).code == 0
+    assert ckptkit(hub, "consolidate", "hf://org/model", str(tmp_path / "out")).code == 0
     assert load_file(tmp_path / "out/model.safetensors").keys() == set(map(str, range(8)))
     assert sum(count for request, count in hub.requests.items() if request.startswith("HEAD")) == 2
     size = (tmp_path / "model.safetensors").stat().st_size
@@ -116,12 +118,16 @@ def test_where_a_file_is_sent_from_is_asked_for_once(hub: Hub, tmp_path: Path) -
 def test_what_the_hub_has_not_or_does_not_show(hub: Hub, tmp_path: Path) -> None:
     write_hf(tmp_path / "model", {"t": torch.arange(3.0)})
     hub.put("org/model", files_in(tmp_path / "model"), private=True)
-    for name, code in (("org/none", 3), ("org/model@none", 3), ("hf://org/model/none", 3)):
+    for name, code in (("hf://org/none", 3), ("hf://org/model@none", 3), ("hf://org/model/none", 3)):
         said = ckptkit(hub, "inspect", name)
-        assert (said.code, said.value["error"]["path"]) == (code, f"hf://{name.removeprefix('hf://')}")
+        assert (said.code, said.value["error"]["path"]) == (code, name)
     env, hub.token = hub.env, "hf_the_right_one"
     done = subprocess.run(
-        [sys.executable, "-m", "ckptkit", "inspect", "org/model"], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ckptkit", "inspect", "hf://org/model"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 4
     assert "HF_TOKEN" in done.stderr
@@ -130,5 +136,58 @@ def test_what_the_hub_has_not_or_does_not_show(hub: Hub, tmp_path: Path) -> None
 def test_a_hub_that_is_gone_is_an_io_failure(tmp_path: Path) -> None:
     with Hub(tmp_path / "hub") as gone:
         pass
-    said = ckptkit(gone, "inspect", "org/model")
+    said = ckptkit(gone, "inspect", "hf://org/model")
     assert (said.code, said.value["error"]["path"]) == (4, "hf://org/model")
+
+
+def test_a_typo_in_a_local_path_stays_on_this_machine(hub: Hub, produce: Produce, tmp_path: Path) -> None:
+    """Only `hf://` asks the Hub, and an option for a model, where the first part of the id is no name here."""
+    source = str(produce(producers.fsdp2).root)
+    said = ckptkit(hub, "inspect", "rnu/ckpt-30")
+    assert (said.code, said.value["error"]["path"]) == (3, "rnu/ckpt-30")
+    assert "hf://rnu/ckpt-30" in said.value["error"]["hint"]
+    (hub.root / "run").mkdir()
+    for words in (
+        ("consolidate", source, str(tmp_path / "out"), "--base", "run/ckpt-30"),
+        ("estimate", "run/ckpt-30", "--world-size", "8"),
+        ("merge", "run/ckpt-30", source, str(tmp_path / "out")),
+    ):
+        assert ckptkit(hub, *words).code in (2, 3)
+    assert not hub.requests
+
+
+def test_a_model_of_the_hub_is_said_to_be_one(hub: Hub, produce: Produce, tmp_path: Path) -> None:
+    source = str(produce(producers.fsdp2).root)
+    hub.put("org/model", {"config.json": b'{"model_type": "strange", "architectures": ["Strange"]}'})
+    found = ckptkit(hub, "consolidate", source, str(tmp_path / "out"), "--base", "org/model")
+    assert any("`org/model` is not a path here" in note for note in found.value["notes"])
+
+
+def test_what_the_cache_has_is_read_offline(hub: Hub, produce: Produce, tmp_path: Path) -> None:
+    """As transformers does: weights, config and tokenizer come from the cache while HF_HUB_OFFLINE is set."""
+    source = str(produce(producers.fsdp2).root)
+    write_hf(tmp_path / "model", {"t": torch.arange(3.0)})
+    config = b'{"model_type": "strange", "architectures": ["Strange"]}'
+    hub.put("org/model", {**files_in(tmp_path / "model"), "config.json": config})
+    fetch = "import huggingface_hub as h; h.snapshot_download('org/model')"
+    subprocess.run([sys.executable, "-c", fetch], env=hub.env, check=True, capture_output=True)
+    hub.requests.clear()
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert ckptkit(hub, "consolidate", source, str(tmp_path / "out"), "--base", "org/model", **offline).code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "strange"
+    found = ckptkit(hub, "inspect", "hf://org/model", **offline)
+    assert [tensor["name"] for tensor in found.value["tensors"]] == ["t"]
+    assert ckptkit(hub, "consolidate", "hf://org/model", str(tmp_path / "again"), **offline).code == 0
+    assert load_file(tmp_path / "again/model.safetensors")["t"].equal(torch.arange(3.0))
+    assert not hub.requests
+
+
+def test_an_error_of_the_hub_is_one_line(hub: Hub, produce: Produce, tmp_path: Path) -> None:
+    source = str(produce(producers.fsdp2).root)
+    for offline in ("0", "1"):
+        said = ckptkit(hub, "consolidate", source, str(tmp_path / "out"), "--base", "org/none", HF_HUB_OFFLINE=offline)
+        message = said.value["error"]["message"]
+        assert said.code == 2
+        assert "org/none" in message
+        assert "\n" not in message
+        assert ("HF_HUB_OFFLINE is set" in message) is (offline == "1")
