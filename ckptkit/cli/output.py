@@ -83,21 +83,16 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": error.to_json()})
         return
-    typer.echo(visible(f"error: {describe(error)}"), err=True)
+    typer.echo(visible(f"error: {error.line}"), err=True)
     if error.hint:
         typer.echo(visible(f"hint: {error.hint}"), err=True)
 
 
 def print_problem(problem: CkptError) -> None:
     """Print what a check found, as two lines at most."""
-    say(f"problem: {describe(problem)}")
+    say(f"problem: {problem.line}")
     if problem.hint:
         say(f"  hint: {problem.hint}")
-
-
-def describe(error: CkptError) -> str:
-    where = [f"{error.path}" if error.path else "", f"tensor `{error.tensor}`" if error.tensor else ""]
-    return ": ".join([*filter(None, where), error.message])
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
