@@ -104,6 +104,7 @@ TORCH_WHEN_USED = (
     "conversion.torchrun",
     "ops.open",
     "models.transformers_model",
+    *("tensors.dtypes", "conversion.options", "estimates.estimate"),  # for types alone
 )
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.estimates.architecture import Architecture, read_architecture
 from ckptkit.estimates.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.files.file import read_small
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 1 << 24  # bytes; a config has a few thousand
@@ -61,8 +64,8 @@ def estimate(
     replicas: int | None = None,
     micro_batch_size: int = 1,
     sequence_length: int | None = None,
-    param_dtype: str = "bfloat16",
-    master_dtype: str = "float32",
+    param_dtype: str | torch.dtype = "bfloat16",
+    master_dtype: str | torch.dtype = "float32",
     recompute_every: int = 1,
     prefetch: int = 1,
     cpu_offload: bool = False,
