@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.errors import CkptError, Usage
+from ckptkit.pictures.words import visible
 
 _quiet = False
 _UNITS = {"": 1, "B": 1} | {
@@ -113,11 +114,6 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 200
 
 
-def visible(text: str) -> str:
-    """Return text in which nothing moves the cursor: what a checkpoint calls its tensors is not ours to trust."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar with bytes, rate and time on a terminal; be silent elsewhere. Give it (bytes more, bytes in all)."""
@@ -149,9 +145,3 @@ def parse_bytes(text: str) -> int:
     if size <= 0:
         raise Usage(f"`{text}` is no size", hint="write it like 5GB or 512MiB")
     return size
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number and a noun: `1 tensor`, `2 tensors`, `3 entries`."""
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number:,} {noun if number == 1 else plural}"

@@ -13,6 +13,8 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.estimates.architecture import Architecture, read_architecture
 from ckptkit.estimates.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.files.file import read_small
+from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.summary import Summarized
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ _MOST_GPUS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Estimated:
+class Estimated(Summarized):
     """The needs of a training: a `Budget` per strategy, bytes of each kind of checkpoint, and notes on them.
 
     `gpu_memory` is the memory of a GPU in bytes, None if unknown.
@@ -36,6 +38,11 @@ class Estimated:
     disk: Mapping[str, int]
     gpu_memory: int | None
     notes: tuple[str, ...]
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.model.model_type}: {format_count(self.model.numel)} parameters"
+        for budget in self.budgets:
+            yield f"  {budget.setup.strategy}: {format_bytes(budget.peak)} on each GPU"
 
     @property
     def largest_unit(self) -> int:
