@@ -28,6 +28,7 @@ class CkptError(Exception):
     """A fault of a checkpoint or a request, said in one line.
 
     `path` is the file at fault, `tensor` the tensor, `offset` the byte of the file, `hint` what to do about it.
+    `str` gives all of them but the offset, so that a traceback or a log shows them.
     """
 
     code = "error"
@@ -48,6 +49,16 @@ class CkptError(Exception):
         self.tensor = tensor
         self.offset = offset
         self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.line} (hint: {self.hint})" if self.hint else self.line
+
+    @property
+    def line(self) -> str:
+        """Return the error as the command line prints it: path, tensor and message."""
+        path = "" if self.path is None else str(self.path)
+        tensor = f"tensor `{self.tensor}`" if self.tensor else ""
+        return ": ".join(filter(None, (path, tensor, self.message)))
 
     def blame(
         self,

@@ -31,6 +31,8 @@ READERS = tuple(sorted(f"formats.{path.parent.name}" for path in PACKAGE.glob("f
 # below them.
 FLOORS = (
     ("errors", "version", "progress", "settings", "collector"),
+    ("pictures.markup", "pictures.numbers", "pictures.words"),  # arithmetic on text alone
+    ("summary",),
     ("files.system", "files.stores"),
     ("files.stores.*",),
     ("files.path", "files.joined"),
@@ -104,6 +106,7 @@ TORCH_WHEN_USED = (
     "conversion.torchrun",
     "ops.open",
     "models.transformers_model",
+    *("tensors.dtypes", "conversion.options", "estimates.estimate"),  # for types alone
 )
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})

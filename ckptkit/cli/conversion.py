@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckptkit.cli.output import be_quiet, count, note, print_json, print_table, say
+from ckptkit.cli.output import be_quiet, note, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
 from ckptkit.conversion.options import RANK, ConvertOptions
@@ -19,6 +19,7 @@ from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.names.weights import LeftOut
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 from ckptkit.settings import settings_of
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def to_json(done: Converted) -> dict[str, Any]:
 
 def report(src: Path | None, done: Converted, verb: str) -> None:
     """Print the result for a reader."""
+    from ckptkit.conversion.report import amounts, headline
+
     if done.source != src:
         note(f"taking {done.source}")
     say(headline(done, verb))
@@ -130,23 +133,8 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     print_table(files_of(done), ("  file", "size"))
     for line in remarks(done):
         say(line)
-    if not done.is_finished:
-        say(f"this part is done; when all are: ckptkit finalize {done.output}")
-    elif done.dry_run:
-        say(prospect(done))
-    else:
-        say(speed(done))
-        say(checked(done))
-
-
-def headline(done: Converted, verb: str) -> str:
-    """Return what was made, or would be, of what."""
-    if done.weights:
-        return (
-            f"{'would average' if done.dry_run else verb} {count(len(done.sources), 'checkpoint')} into {done.output}"
-        )
-    ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
-    return f"{'would make' if done.dry_run else verb} {done.source} into {done.output}{ranks}"
+    for line in amounts(done):
+        say(line)
 
 
 def files_of(done: Converted) -> list[tuple[str, str]]:
@@ -187,29 +175,6 @@ def completed(entries: Mapping[str, str]) -> list[str]:
 
 def amount_of(left: LeftOut) -> str:
     return f"{count(left.entries, 'entry')}, {format_bytes(left.nbytes)}"
-
-
-def prospect(done: Converted) -> str:
-    """Return how much there is to do, and the room for it."""
-    chunks = f"{count(done.copies, 'chunk')} to read"
-    return f"{chunks}, {format_bytes(done.nbytes)} to write; {format_bytes(done.free_bytes)} are free"
-
-
-def speed(done: Converted) -> str:
-    """Return how much was done, how fast, and in how much memory."""
-    amount = f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)}"
-    rate = format_bytes(done.nbytes / done.seconds)
-    return f"{amount} in {done.seconds:.2f} s ({rate}/s); peak memory {format_bytes(done.peak_rss_bytes)}"
-
-
-def checked(done: Converted) -> str:
-    """Return how much of the source had checksums, with which it was compared."""
-    compared, others = format_bytes(done.checked_bytes), format_bytes(done.unchecked_bytes)
-    if not done.unchecked_bytes:
-        return f"{compared} of the source compared with its CRC-32"
-    if not done.checked_bytes:
-        return f"the source has no CRC-32 to compare its {others} with"
-    return f"{compared} of the source compared with its CRC-32; {others} have none"
 
 
 def parse_weights(text: str) -> list[float]:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
-from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.comparison.differences import Diff, Difference, Kind
@@ -97,7 +96,7 @@ def difference_json(one: Difference) -> dict[str, Any]:
 
 def report(found: Diff, *, every: bool) -> None:
     """Print the result for a reader: what matters most first, the conclusion last."""
-    from ckptkit.comparison.differences import Kind
+    from ckptkit.comparison.differences import Kind, conclude
 
     for text in found.notes:
         note(f"note: {text}")
@@ -216,20 +215,3 @@ def hint(found: Diff) -> None:
         note("hint: --allow-cast compares floats of two dtypes after conversion")
     elif any(one.reason == "values" and one.is_weight for one in found.different):
         note(f"hint: `ckptkit stats {found.a} {found.b}` shows which parameters moved most")
-
-
-def conclude(found: Diff) -> str:
-    """Return the result in one line."""
-    amount = f"{count(found.tensors, 'tensor')}, {format_bytes(found.nbytes)}"
-    if found.is_equal:
-        return f"the same: {amount}"
-    weights = sum(one.is_weight for one in found.different)
-    lines = [
-        (len(found.different), f"differ ({weights:,} of the model)" if weights else "differ"),
-        (len(found.only_in_a), "only in A"),
-        (len(found.only_in_b), "only in B"),
-        (len(found.renamed), "renamed"),
-    ]
-    text = ", ".join(f"{number:,} {what}" for number, what in lines if number)
-    only_names = found.renamed and not (found.different or found.only_in_a or found.only_in_b)
-    return f"not the same: {text}{' but equal' if only_names else ''}; compared were {amount}"

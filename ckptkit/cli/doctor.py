@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 
 if TYPE_CHECKING:
-    from ckptkit.diagnosis.finding import Finding
     from ckptkit.ops.doctor import Diagnosis
 
 _ROWS = 20  # of the table, unless all are asked for
@@ -68,7 +67,7 @@ def report(found: Diagnosis, *, every: bool) -> None:
         note(f"note: {text}")
     shown = found.findings if every else found.findings[:_ROWS]
     if shown:
-        rows = [(number, one.code, describe(one)) for number, one in enumerate(shown, 1)]
+        rows = [(number, one.code, one.line) for number, one in enumerate(shown, 1)]
         print_table(rows, ("", "finding", "tensor: what is wrong"))
     if len(shown) < len(found.findings):
         say(f"... {len(found.findings) - len(shown):,} more: --all lists them")
@@ -77,7 +76,7 @@ def report(found: Diagnosis, *, every: bool) -> None:
         say(f"fixes {spans(number for number, one in enumerate(shown, 1) if one.fix == fix)}: {fix}")
     if len(fixes) > 1:
         note("hint: run one of them, and `ckptkit doctor` on what it made")
-    say(conclude(found))
+    say(found.verdict)
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -89,17 +88,3 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             found.append([number])
     return ",".join("-".join(map(str, span)) for span in found)
-
-
-def describe(one: Finding) -> str:
-    """Return what a finding is about, how many that are, and the sentence."""
-    if one.tensor is None:
-        return one.message
-    return f"{one.tensor}{f' ({one.count:,})' if one.count > 1 else ''}: {one.message}"
-
-
-def conclude(found: Diagnosis) -> str:
-    """Return the result in one line."""
-    if found.is_ok:
-        return f"{found.path}: nothing found that would break"
-    return f"{found.path}: {count(len(found.findings), 'finding')}"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, note, parse_bytes, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, note, parse_bytes, print_json, print_table, say
 from ckptkit.errors import Usage
 from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.pictures.words import count
 from ckptkit.training.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.checkpoints.account import describe_account
-from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.pictures.words import count
 
 if TYPE_CHECKING:
     from ckptkit.adapters.summary import InspectedAdapter
@@ -117,21 +118,8 @@ def report(found: Inspected, asked: Path) -> None:
     """Print the checkpoint at a glance."""
     if found.whole != asked:
         note(f"note: the latest complete checkpoint of {asked}")
-    layout = found.layout
-    facts = [f"{layout.format} checkpoint"]
-    if found.step is not None:
-        facts.append(f"step {found.step}")
-    if found.world_size is not None:
-        facts.append(f"written by {count(found.world_size, 'rank')}")
-    say(f"{found.whole}: {', '.join(facts)}")
-    facts = [] if found.parameters is None else [count_parameters(found.parameters)]
-    facts.append(format_bytes(sum(group.nbytes for group in found.groups.values())))
-    facts.append("with a manifest" if found.has_manifest else "no manifest")
-    say(", ".join(facts))
-    if found.trainer:
-        say(f"trainer: {found.trainer}")
-    if found.family:
-        say(f"names: {found.family}")
+    for line in found.summary():
+        say(line)
     rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
     print_table(rows, ("", "entries", "size", "dtypes", "under"))
     if found.optimizer_keys == "ids":

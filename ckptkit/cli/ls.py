@@ -10,21 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import (
-    Json,
-    Quiet,
-    count,
-    note,
-    pick,
-    print_json,
-    print_table,
-    say,
-    terminal_width,
-    visible,
-)
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say, terminal_width
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count, visible
 
 if TYPE_CHECKING:
     from ckptkit.ops.ls import Listed, Listing

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.cli.diff import times
-from ckptkit.cli.output import count, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import note, pick, print_json, print_table, progress_bar, say
+from ckptkit.pictures.words import count
 
 if TYPE_CHECKING:
     from ckptkit.comparison.moved import Moved, Movement

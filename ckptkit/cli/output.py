@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.errors import CkptError, Usage
+from ckptkit.pictures.words import visible
 
 _quiet = False
 _UNITS = {"": 1, "B": 1} | {
@@ -83,21 +84,16 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": error.to_json()})
         return
-    typer.echo(visible(f"error: {describe(error)}"), err=True)
+    typer.echo(visible(f"error: {error.line}"), err=True)
     if error.hint:
         typer.echo(visible(f"hint: {error.hint}"), err=True)
 
 
 def print_problem(problem: CkptError) -> None:
     """Print what a check found, as two lines at most."""
-    say(f"problem: {describe(problem)}")
+    say(f"problem: {problem.line}")
     if problem.hint:
         say(f"  hint: {problem.hint}")
-
-
-def describe(error: CkptError) -> str:
-    where = [f"{error.path}" if error.path else "", f"tensor `{error.tensor}`" if error.tensor else ""]
-    return ": ".join([*filter(None, where), error.message])
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
@@ -116,11 +112,6 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
 def terminal_width() -> int:
     """Return columns of the terminal; plenty where the output goes to a file."""
     return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 200
-
-
-def visible(text: str) -> str:
-    """Return text in which nothing moves the cursor: what a checkpoint calls its tensors is not ours to trust."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextmanager
@@ -154,9 +145,3 @@ def parse_bytes(text: str) -> int:
     if size <= 0:
         raise Usage(f"`{text}` is no size", hint="write it like 5GB or 512MiB")
     return size
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number and a noun: `1 tensor`, `2 tensors`, `3 entries`."""
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number:,} {noun if number == 1 else plural}"

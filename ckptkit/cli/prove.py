@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import Json, Quiet, count, note, pick, plain, print_json, progress_bar, reserve_stdout, say
+from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, progress_bar, reserve_stdout, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 
 if TYPE_CHECKING:
     from ckptkit.proving.logits import Logits
@@ -80,8 +81,8 @@ def report(found: Proved) -> None:
         say(f"the tensors are not the same: {', '.join(names[:3])}{more}; compared were {amount}")
         note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
     say(describe(found.logits))
-    verdict = "proved" if found.is_ok else "not proved"
-    say(f"{verdict}: {found.out} computes what {found.source} does")
+    for line in found.summary():
+        say(line)
 
 
 def describe(logits: Logits) -> str:

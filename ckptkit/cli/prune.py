@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, note, plain, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note, plain, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.joined import roots_of
 from ckptkit.files.path import to_local
@@ -79,15 +79,10 @@ def report(done: Pruned) -> None:
     ]
     print_table(table, ("checkpoint", "size", "frees", "verdict", "reason"))
     gone = [*done.demote, *done.delete]
-    if not gone:
-        say("every checkpoint stays")
+    for line in done.summary():
+        say(line)
+    if done.deleted or not gone:
         return
-    freed = format_bytes(sum(entry.freed_bytes for entry in gone))
-    what, verb = count(len(gone), "checkpoint"), "demote" if done.demote else "delete"
-    if done.deleted:
-        say(f"{verb}d {what}, {freed} freed")
-        return
-    say(f"to be {verb}d: {what}, which frees {freed}; nothing was {verb}d yet")
     pin = f"; `ckptkit pin {gone[0].path}` would keep one whatever the rules say"
     note(f"hint: the same with --yes does it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
 

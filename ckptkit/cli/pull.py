@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, Out, Overwrite
-from ckptkit.cli.output import Json, Quiet, count, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, pick, print_json, print_table, progress_bar, say
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 
 if TYPE_CHECKING:
     from ckptkit.hub.pull import Pulled

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptkit.cli.output import count, print_table, say, terminal_width, visible
+from ckptkit.cli.output import print_table, say, terminal_width
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

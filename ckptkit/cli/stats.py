@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Exclude, Include, Jobs
-from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
@@ -98,7 +98,8 @@ def report(path: Path, found: Stats, *, each: bool) -> None:
     rows: list[Row] = [(tensor.name, tensor) for tensor in found.tensors]
     if not each:
         rows = [(f"{'  ' * branch.depth}{branch.label}", counted) for branch, counted in found.by_module()]
-    say(f"{found.path}: {count(len(found.tensors), 'tensor')}, {count(total.numbers, 'number')}")
+    for line in found.summary():
+        say(line)
     columns = [column for column in COLUMNS if column.is_shown(rows)]
     print_table(
         [(*(column.write(counted) for column in columns), name) for name, counted in [*rows, ("all", total)]],

@@ -9,23 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Jobs
-from ckptkit.cli.output import (
-    Json,
-    Quiet,
-    count,
-    note,
-    pick,
-    plain,
-    print_json,
-    print_problem,
-    print_table,
-    progress_bar,
-    say,
-)
+from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_problem, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 
 if TYPE_CHECKING:
     from ckptkit.ops.stats import TensorStats

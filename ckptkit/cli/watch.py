@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, reserve_stdout, say
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, reserve_stdout, say
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local
 
@@ -112,10 +112,5 @@ def report(done: Watched, *, json: bool) -> None:
             {"ok": done.is_ok, **pick(done, "root", "handled", "failed", "missed", "before"), "reasons": reasons}
         )
         return
-    parts = [
-        f"handled {count(len(done.handled), 'checkpoint')}",
-        f"{len(done.failed)} failed" if done.failed else "",
-        f"{len(done.missed)} deleted before" if done.missed else "",
-        f"{len(done.before)} handled before" if done.before else "",
-    ]
-    say(", ".join(filter(None, parts)))
+    for line in done.summary():
+        say(line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -10,6 +10,9 @@ from typing import Literal
 from ckptkit.comparison.entries import Scalar
 from ckptkit.layout import Spec
 from ckptkit.names.renames import fold
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
+from ckptkit.summary import Summarized, first_few
 from ckptkit.tensors.distance import Distance
 
 Reason = Literal["shape", "dtype", "values", "entry"]
@@ -54,7 +57,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
+class Diff(Summarized):
     """The differences between `a` and `b`, of which `tensors` and `nbytes` of either were compared.
 
     `different` has first what matters most. `renamed` gives names in `b` by those in `a`; what is in tensors under two
@@ -90,6 +93,10 @@ class Diff:
         """Return whether nothing differs, not even a name."""
         return not (self.only_in_a or self.only_in_b or self.different or self.renamed)
 
+    def summary(self) -> Iterator[str]:
+        yield f"{self.a} and {self.b}: {conclude(self)}"
+        yield from first_few((f"{one.name}: {one.reason}" for one in self.different), len(self.different))
+
     def merge(self, other: Diff) -> Diff:
         """Return what was found in two parts of the same checkpoints."""
         return Diff(
@@ -104,3 +111,20 @@ class Diff:
             {**self.renamed, **other.renamed},
             tuple(dict.fromkeys(self.notes + other.notes)),
         )
+
+
+def conclude(found: Diff) -> str:
+    """Return the result in one line."""
+    amount = f"{count(found.tensors, 'tensor')}, {format_bytes(found.nbytes)}"
+    if found.is_equal:
+        return f"the same: {amount}"
+    weights = sum(one.is_weight for one in found.different)
+    lines = [
+        (len(found.different), f"differ ({weights:,} of the model)" if weights else "differ"),
+        (len(found.only_in_a), "only in A"),
+        (len(found.only_in_b), "only in B"),
+        (len(found.renamed), "renamed"),
+    ]
+    text = ", ".join(f"{number:,} {what}" for number, what in lines if number)
+    only_names = found.renamed and not (found.different or found.only_in_a or found.only_in_b)
+    return f"not the same: {text}{' but equal' if only_names else ''}; compared were {amount}"

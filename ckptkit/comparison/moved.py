@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -15,7 +15,9 @@ from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
 from ckptkit.names.renames import fold
+from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, telling
+from ckptkit.summary import Summarized, first_few
 from ckptkit.tensors.distance import Distance
 
 
@@ -39,7 +41,7 @@ class Movement:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Summarized):
     """The ways that a model's parameters went from checkpoint `a` to `b`: that which changed most comes first.
 
     Names are the model's own.
@@ -49,6 +51,11 @@ class Moved:
     b: Path
     tensors: tuple[Movement, ...]
     notes: tuple[str, ...] = ()
+
+    def summary(self) -> Iterator[str]:
+        whole, kinds = self.whole, self.by_kind
+        yield f"{self.a} to {self.b}: {count(whole.tensors, 'tensor')} as one: change {whole.change:.3g}"
+        yield from first_few((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
 
     @property
     def by_kind(self) -> tuple[Movement, ...]:

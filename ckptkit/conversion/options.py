@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, TypeVar
 
 from ckptkit.conversion.selection import LIKE, Edits
 from ckptkit.errors import Usage
@@ -17,6 +17,9 @@ from ckptkit.names.family import Family
 from ckptkit.optimizers.keys import IDS, NAMES
 from ckptkit.progress import Progress
 from ckptkit.settings import About
+
+if TYPE_CHECKING:
+    import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -219,7 +222,7 @@ class ConvertOptions:
 class Keywords(TypedDict, total=False):
     """The options that every function takes that writes a checkpoint; for their meaning see `ConvertOptions`."""
 
-    dtype: str | Sequence[str]
+    dtype: str | torch.dtype | Sequence[str | torch.dtype]
     quantize: str | None
     exclude_quantize: str | Sequence[str]
     max_shard_size: int
@@ -261,20 +264,20 @@ def written(hint: Any) -> Any:
     return getattr(hint, "__forward_arg__", hint)
 
 
-_SEVERAL = ("dtype", "include", "exclude", "exclude_quantize", "rename", "weights", "scales")
+_SEVERAL = ("include", "exclude", "exclude_quantize", "rename", "weights", "scales")
 
 
 def settle(name: str, value: Any) -> Any:
     """Return an option as `ConvertOptions` holds it."""
+    if name == "dtype":
+        rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+        return tuple(settle_like(str(rule)) for rule in rules)
     if name in _SEVERAL:
-        several = (value,) if isinstance(value, str) else tuple(value)
-        return tuple(map(settle_like, several)) if name == "dtype" else several
-    if name == "map" and value is not None:
+        return (value,) if isinstance(value, str) else tuple(value)
+    if name in ("map", "adapter_config") and value is not None:
         return str(Path(value).absolute())
     if name == "base" and value is not None:
         return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
-    if name == "adapter_config" and value is not None:
-        return str(Path(value).absolute())
     if name == "fill_from" and value is not None:
         return str(Path(value).absolute()) if Path(value).exists() else str(value)
     return value

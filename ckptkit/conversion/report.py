@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,12 +15,15 @@ from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import LeftOut
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
+from ckptkit.summary import Summarized
 
 Written = tuple[Sequence[Copied], Sequence[Ledger]]  # of each draft, where all is finished
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class Converted(Summarized):
     """The result of a conversion. Names are the tensors' new ones; `dropped` is by the names they had.
 
     `source` is the first of the `sources`, of which there are several, with `weights` that add up to 1, for a mean.
@@ -56,6 +59,10 @@ class Converted:
     is_finished: bool = True
     plan: str = ""
     salvaged: Account | None = None
+
+    def summary(self) -> Iterator[str]:
+        yield headline(self, "averaged" if self.weights else "converted")
+        yield from amounts(self)
 
 
 def report(conversion: Conversion, seconds: float) -> Converted:
@@ -113,3 +120,47 @@ def peak_rss_bytes() -> int:
     """Return the most memory that this process has had resident, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def headline(done: Converted, verb: str) -> str:
+    """Return what was made, or would be, of what."""
+    if done.weights:
+        return (
+            f"{'would average' if done.dry_run else verb} {count(len(done.sources), 'checkpoint')} into {done.output}"
+        )
+    ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
+    return f"{'would make' if done.dry_run else verb} {done.source} into {done.output}{ranks}"
+
+
+def amounts(done: Converted) -> Iterator[str]:
+    """Yield how much was done or is to do, and what was checked."""
+    if not done.is_finished:
+        yield f"this part is done; when all are: ckptkit finalize {done.output}"
+    elif done.dry_run:
+        yield prospect(done)
+    else:
+        yield speed(done)
+        yield checked(done)
+
+
+def prospect(done: Converted) -> str:
+    """Return how much there is to do, and the room for it."""
+    chunks = f"{count(done.copies, 'chunk')} to read"
+    return f"{chunks}, {format_bytes(done.nbytes)} to write; {format_bytes(done.free_bytes)} are free"
+
+
+def speed(done: Converted) -> str:
+    """Return how much was done, how fast, and in how much memory."""
+    amount = f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)}"
+    rate = format_bytes(done.nbytes / done.seconds)
+    return f"{amount} in {done.seconds:.2f} s ({rate}/s); peak memory {format_bytes(done.peak_rss_bytes)}"
+
+
+def checked(done: Converted) -> str:
+    """Return how much of the source had checksums, with which it was compared."""
+    compared, others = format_bytes(done.checked_bytes), format_bytes(done.unchecked_bytes)
+    if not done.unchecked_bytes:
+        return f"{compared} of the source compared with its CRC-32"
+    if not done.checked_bytes:
+        return f"the source has no CRC-32 to compare its {others} with"
+    return f"{compared} of the source compared with its CRC-32; {others} have none"

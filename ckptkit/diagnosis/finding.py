@@ -30,6 +30,13 @@ class Finding:
         return None if self.fixed_by is None else str(self.fixed_by)
 
     @property
+    def line(self) -> str:
+        """Return what the finding is about, how many tensors that are, and the message."""
+        if self.tensor is None:
+            return self.message
+        return f"{self.tensor}{f' ({self.count:,})' if self.count > 1 else ''}: {self.message}"
+
+    @property
     def count(self) -> int:
         """Return how many tensors and other entries it is about; 0 for the checkpoint as a whole."""
         return len(self.names) or int(self.tensor is not None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.estimates.architecture import Architecture, read_architecture
@@ -15,7 +15,12 @@ from ckptkit.estimates.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.files.file import read_small
 from ckptkit.files.path import hint_on_id, is_model_id, remarks_on_id
 from ckptkit.files.stores.hub import downloading
+from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.summary import Summarized
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 1 << 24  # bytes; a config has a few thousand
@@ -24,7 +29,7 @@ _MOST_GPUS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Estimated:
+class Estimated(Summarized):
     """The needs of a training: a `Budget` per strategy, bytes of each kind of checkpoint, and notes on them.
 
     `gpu_memory` is the memory of a GPU in bytes, None if unknown.
@@ -35,6 +40,11 @@ class Estimated:
     disk: Mapping[str, int]
     gpu_memory: int | None
     notes: tuple[str, ...]
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.model.model_type}: {format_count(self.model.numel)} parameters"
+        for budget in self.budgets:
+            yield f"  {budget.setup.strategy}: {format_bytes(budget.peak)} on each GPU"
 
     @property
     def largest_unit(self) -> int:
@@ -63,8 +73,8 @@ def estimate(
     replicas: int | None = None,
     micro_batch_size: int = 1,
     sequence_length: int | None = None,
-    param_dtype: str = "bfloat16",
-    master_dtype: str = "float32",
+    param_dtype: str | torch.dtype = "bfloat16",
+    master_dtype: str | torch.dtype = "float32",
     recompute_every: int = 1,
     prefetch: int = 1,
     cpu_offload: bool = False,

@@ -30,14 +30,17 @@ from ckptkit.formats import detect_format
 from ckptkit.hub.client import HubFile, HubRepository, look_up, parse_place, silent, talking
 from ckptkit.hub.digests import differences, sum_all
 from ckptkit.hub.transfers import Bars, Follow, for_each, no_bar
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 from ckptkit.progress import Told, telling
+from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 
 _OF_GIT = (".git*",)
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(Summarized):
     """The files that were pulled, by name and bytes; `fetched_bytes` of them did not come in an earlier attempt.
 
     `format` is None if they are no checkpoint of a known one.
@@ -56,6 +59,10 @@ class Pulled:
     def nbytes(self) -> int:
         """Return the bytes of all files."""
         return sum(self.files.values())
+
+    def summary(self) -> Iterator[str]:
+        yield f"pulled {self.repo_id}, {self.revision} at {self.commit[:8]}, into {self.output}"
+        yield f"{count(len(self.files), 'file')}, {format_bytes(self.nbytes)} in {self.seconds:.2f} s"
 
 
 def pull(

@@ -24,14 +24,17 @@ from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.selection import Selection, select_files
 from ckptkit.hub.transfers import Bars, Follow, FollowedReader, for_each, no_bar
 from ckptkit.ops.verify import require_sound, size_of, verify_part
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 from ckptkit.progress import Told, telling
+from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 
 _DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(Summarized):
     """A push of the checkpoint at `source` to `revision` of a repository, or unless `is_done` the plan of one.
 
     Of the `files`, by name and bytes, the `unchanged` are on the Hub already; `removed` are files there of an earlier
@@ -54,6 +57,10 @@ class Pushed:
     commit: str | None = None
     unchanged: frozenset[str] = frozenset()
     seconds: float = 0.0
+
+    def summary(self) -> Iterator[str]:
+        yield f"{'pushed' if self.is_done else 'would push'} {self.source} to {self.url}"
+        yield f"{count(len(self.files), 'file')}, {format_bytes(self.nbytes)}"
 
     @property
     def nbytes(self) -> int:

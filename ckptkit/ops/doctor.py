@@ -19,10 +19,12 @@ from ckptkit.errors import Usage
 from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import CONFIG
 from ckptkit.ops.dry_run_fix import dry_run_fix
+from ckptkit.pictures.words import count
+from ckptkit.summary import Summarized, first_few
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Summarized):
     """The checkpoint at `path`, and what will break when it is loaded. `notes` say what else there is to know."""
 
     path: Path
@@ -33,6 +35,16 @@ class Diagnosis:
     def is_ok(self) -> bool:
         """Return whether nothing will break."""
         return not self.findings
+
+    @property
+    def verdict(self) -> str:
+        """Return the result in one line."""
+        what = "nothing found that would break" if self.is_ok else count(len(self.findings), "finding")
+        return f"{self.path}: {what}"
+
+    def summary(self) -> Iterator[str]:
+        yield self.verdict
+        yield from first_few((f"{one.code}: {one.line}" for one in self.findings), len(self.findings))
 
 
 @collector_paused()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,10 @@ from ckptkit.models.companions import find_config
 from ckptkit.names.weights import find_weights, has_weights
 from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.optimizers.keys import kind_of_keys
+from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.pictures.words import count
 from ckptkit.quantized.signs import may_be_quantized
+from ckptkit.summary import Summarized
 
 if TYPE_CHECKING:
     from ckptkit.adapters.summary import InspectedAdapter
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class Inspected(Summarized):
     """A checkpoint at a glance: `layout` is that of all its parts that can be read, `unread` says which cannot be.
 
     `model` is the part with the model, or the only one. `step`, `trainer`, `family`, whose names the model's tensors
@@ -59,6 +62,29 @@ class Inspected:
     def bytes_by_dtype(self) -> dict[str, int]:
         """Bytes of the tensors of each dtype, most first."""
         return bytes_by_dtype(self.layout, self.layout.tensors)
+
+    def summary(self) -> Iterator[str]:
+        facts = [f"{self.layout.format} checkpoint"]
+        if self.step is not None:
+            facts.append(f"step {self.step}")
+        if self.world_size is not None:
+            facts.append(f"written by {count(self.world_size, 'rank')}")
+        yield f"{self.whole}: {', '.join(facts)}"
+        size = format_bytes(sum(group.nbytes for group in self.groups.values()))
+        yield ", ".join([*self._amount(), size, "with a manifest" if self.has_manifest else "no manifest"])
+        if self.trainer:
+            yield f"trainer: {self.trainer}"
+        if self.family:
+            yield f"names: {self.family}"
+
+    def _amount(self) -> Iterator[str]:
+        if self.parameters is not None:
+            yield "1 parameter" if self.parameters == 1 else f"{format_count(self.parameters)} parameters"
+
+    def _repr_html_(self) -> str:
+        from ckptkit.inspection.notebook import html_of
+
+        return html_of(self.layout)
 
 
 @collector_paused()

@@ -7,7 +7,7 @@ is there; `verify` checks whether every shard is there and undamaged.
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,11 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files.file import children
 from ckptkit.files.joined import roots_of
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 from ckptkit.runs.pins import pinned_in
 from ckptkit.runs.retention import read_metrics
+from ckptkit.summary import Summarized
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
 
@@ -46,7 +49,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Summarized):
     """The checkpoints of the run in directory `root`, oldest first; those without a step come last.
 
     `latest` is the complete checkpoint with the highest step, None if you asked for a single checkpoint; `tracker` says
@@ -57,6 +60,12 @@ class Listing:
     checkpoints: tuple[Listed, ...]
     latest: Path | None
     tracker: str | None
+
+    def summary(self) -> Iterator[str]:
+        total = format_bytes(sum(one.nbytes for one in self.checkpoints))
+        yield f"{self.root}: {count(len(self.checkpoints), 'checkpoint')}, {total}"
+        if self.latest is not None:
+            yield f"latest: {self.latest.name}"
 
 
 def ls(run: Source) -> Listing:

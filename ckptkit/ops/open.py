@@ -21,6 +21,7 @@ from ckptkit.tensors.views import Index, View
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
     import torch
 
 
@@ -135,6 +136,21 @@ class LazyTensor:
         from ckptkit.tensors.arrays import to_numpy
 
         return self._as(to_numpy)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Read it for `np.asarray(tensor)` and the like."""
+        if copy is False:
+            raise ValueError(f"`{self.name}` lies in a file: reading it makes a copy")
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> object:
+        """Read it for `torch.as_tensor(tensor)` and the like, in its own dtype."""
+        return self.torch().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the CPU, as DLPack numbers devices."""
+        return 1, 0
 
     def _as(self, made: Callable[..., Made]) -> Made:
         try:

@@ -5,7 +5,7 @@ A checkpoint that is not whole is left alone, and does not count as one of those
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +27,12 @@ from ckptkit.files.joined import roots_of
 from ckptkit.ops.demote import demote, demoted_bytes
 from ckptkit.ops.ls import measure
 from ckptkit.ops.verify import verify_part
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, Told, telling
 from ckptkit.runs.deletion import delete, deleting, is_being_written
 from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, best_of, decide, find_holds, read_metrics
+from ckptkit.summary import Summarized
 from ckptkit.trainers import is_epoch
 
 
@@ -48,7 +51,7 @@ class PruneEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class Pruned(Summarized):
     """The checkpoints to keep, to delete and to demote, newest first, and `other` directories, which are left alone.
 
     `deleted` says whether prune has deleted and demoted them, or only planned to.
@@ -64,6 +67,17 @@ class Pruned:
     def freed_bytes(self) -> int:
         """Bytes that are no longer in use."""
         return sum(entry.freed_bytes for entry in (*self.delete, *self.demote)) if self.deleted else 0
+
+    def summary(self) -> Iterator[str]:
+        gone = [*self.demote, *self.delete]
+        freed = format_bytes(sum(entry.freed_bytes for entry in gone))
+        what, verb = count(len(gone), "checkpoint"), "demote" if self.demote else "delete"
+        if not gone:
+            yield "every checkpoint stays"
+        elif self.deleted:
+            yield f"{verb}d {what}, {freed} freed"
+        else:
+            yield f"to be {verb}d: {what}, which frees {freed}; nothing was {verb}d yet"
 
 
 def prune(

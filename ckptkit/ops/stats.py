@@ -16,7 +16,9 @@ from ckptkit.errors import Usage
 from ckptkit.formats import locate
 from ckptkit.inspection.tree import Branch, fold
 from ckptkit.layout import Spec, edits
+from ckptkit.pictures import words
 from ckptkit.progress import Progress, telling
+from ckptkit.summary import Summarized
 from ckptkit.tensors.counting import Count
 
 
@@ -34,7 +36,7 @@ class TensorStats(Count):
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(Summarized):
     """The numbers of the checkpoint at `path`, by tensor, in the order of the checkpoint."""
 
     path: Path
@@ -45,6 +47,9 @@ class Stats:
     def total(self) -> Count:
         """Return what numbers there are in all."""
         return merge(self.tensors)
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'number')}"
 
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
         """Return the tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""

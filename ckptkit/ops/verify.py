@@ -7,7 +7,7 @@ read, and compared with the CRC-32 that the format or a manifest has for it.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,10 @@ from ckptkit.formats import find_format, locate
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.layout.edits import twins_as_rounded
 from ckptkit.ops.own_files import OwnFiles, within
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, Told, telling
+from ckptkit.summary import Summarized, first_few
 
 if TYPE_CHECKING:
     from ckptkit.comparison.differences import Diff
@@ -35,7 +38,7 @@ _CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwri
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(Summarized):
     """A checkpoint at `path` that was verified, or a part of one, and what was found.
 
     Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
@@ -62,6 +65,12 @@ class Verified:
     def is_ok(self) -> bool:
         """Return whether no problem was found."""
         return not self.problems
+
+    def summary(self) -> Iterator[str]:
+        found = count(len(self.problems), "problem") if self.problems else "ok"
+        checked, unchecked = format_bytes(self.checked_bytes), format_bytes(self.unchecked_bytes)
+        yield f"{self.path}: {found}; {checked} checked, {unchecked} without a checksum"
+        yield from first_few((problem.line for problem in self.problems), len(self.problems))
 
 
 def require_sound(found: Verified, hint: str) -> None:

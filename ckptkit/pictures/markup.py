@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+from ckptkit.pictures.words import visible
+
 _ALONE = frozenset({"rect", "line", "circle", "path"})  # of SVG, without an end where nothing is in them
 
 
@@ -56,7 +58,7 @@ def text(content: str) -> Markup:
     """Return text as markup: escaped, with characters that cannot be seen, or not be in XML at all, spelled out."""
     if isinstance(content, Markup):
         return content
-    return Markup(escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in content)))
+    return Markup(escape(visible(content)))
 
 
 def format_value(value: object) -> str:

@@ -17,6 +17,7 @@ from ckptkit.ops.diff import prove as compare_tensors
 from ckptkit.progress import Progress
 from ckptkit.proving.logits import Logits
 from ckptkit.proving.model import Runnable
+from ckptkit.summary import Summarized
 
 if TYPE_CHECKING:
     from ckptkit.comparison.differences import Diff
@@ -28,7 +29,7 @@ _TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "te
 
 
 @dataclass(frozen=True, slots=True)
-class Proved:
+class Proved(Summarized):
     """The findings on the model at `out` and the checkpoint at `source` that it is to be of.
 
     `tensors` are the differences of tensors by part, after a conversion of dtype.
@@ -44,6 +45,9 @@ class Proved:
     def is_ok(self) -> bool:
         """Return whether `out` computes what `source` does."""
         return all(diff.is_equal for diff in self.tensors) and self.logits.is_ok
+
+    def summary(self) -> Iterator[str]:
+        yield f"{'proved' if self.is_ok else 'not proved'}: {self.out} computes what {self.source} does"
 
 
 def prove(

@@ -23,6 +23,7 @@ from ckptkit.reports import chapters
 from ckptkit.reports.history import METRICS, History, read_history
 from ckptkit.reports.norms import measure_norms, weights_of
 from ckptkit.reports.page import GENERATOR, fill_page
+from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 
 NAME = "report.html"
@@ -32,12 +33,15 @@ _HEAD = 2048  # bytes, in which a page says what made it
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(Summarized):
     """The page that was written, its bytes, and the checkpoint that it looks into, if there is one."""
 
     path: Path
     nbytes: int
     checkpoint: Path | None
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.path}: {format_bytes(self.nbytes)}"
 
 
 def report(

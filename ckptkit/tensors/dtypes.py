@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptkit.errors import Usage
+
+if TYPE_CHECKING:
+    import torch
 
 Kind = Literal["float", "small_float", "int", "bool", "complex", "quantized"]
 
@@ -77,9 +80,9 @@ SHORT_NAMES = {
 }
 
 
-def parse_dtype(name: str) -> DType:
+def parse_dtype(name: str | torch.dtype) -> DType:
     """Return the dtype that a user calls `name`: torch's, with or without `torch.`, or a short form like `bf16`."""
-    plain = name.removeprefix("torch.").lower()
+    plain = str(name).removeprefix("torch.").lower()
     dtype = DTYPES.get(SHORT_NAMES.get(plain, plain))
     if dtype is None:
         raise Usage(f"unknown dtype `{name}`", hint=f"one of {', '.join(DTYPES)}")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,9 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, lo
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import make_directories
+from ckptkit.pictures.words import count
 from ckptkit.runs.watches import claiming, clock_of, hold, let_go, require_place
+from ckptkit.summary import Summarized
 from ckptkit.watching.commands import WatchCommand
 from ckptkit.watching.journal import Fate, WatchJournal
 from ckptkit.watching.looks import Look, Patience
@@ -41,7 +43,7 @@ Listener = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class Watched(Summarized):
     """The checkpoints of the run `root` that a watch handled, those that it gave up, and those deleted before.
 
     An earlier watch handled those in `before`. `reasons` say for each of the `failed` which command failed and how.
@@ -58,6 +60,15 @@ class Watched:
     def is_ok(self) -> bool:
         """Return whether none failed."""
         return not self.failed
+
+    def summary(self) -> Iterator[str]:
+        parts = [
+            f"handled {count(len(self.handled), 'checkpoint')}",
+            f"{len(self.failed)} failed" if self.failed else "",
+            f"{len(self.missed)} deleted before" if self.missed else "",
+            f"{len(self.before)} handled before" if self.before else "",
+        ]
+        yield ", ".join(filter(None, parts))
 
 
 def watch(

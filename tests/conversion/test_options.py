@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from ckptkit import average, consolidate, convert, reshard
 from ckptkit.conversion.options import ConvertOptions, Keywords
 from ckptkit.errors import Usage
+from ckptkit.tensors.dtypes import DTYPES
 
 
 def test_the_functions_take_what_the_dataclass_has() -> None:
@@ -28,6 +30,18 @@ def test_the_functions_take_what_the_dataclass_has() -> None:
         "only_sharded",
     }
     assert set(Keywords.__annotations__) <= names
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, [torch.bfloat16], ("*.bias=fp32", torch.bfloat16)], ids=str)
+def test_a_dtype_may_be_torchs_own(given: Any) -> None:
+    options = ConvertOptions.of({"dtype": given}, to="hf")
+    assert options.edits.dtype_of_weights == DTYPES["bfloat16"]
+    assert options.to_json()["dtype"][-1] == "torch.bfloat16"
+
+
+def test_what_is_no_dtype_is_refused() -> None:
+    with pytest.raises(Usage, match="unknown dtype `3`"):
+        ConvertOptions.of({"dtype": cast(Any, 3)}, to="hf")
 
 
 def test_what_is_not_an_option(tmp_path: Path) -> None:

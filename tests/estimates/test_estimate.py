@@ -64,6 +64,11 @@ def test_states_of_llama_8b_on_8_gpus() -> None:
     assert states(only(found)) == 16 * found.model.numel // 8
 
 
+def test_a_dtype_may_be_torchs_own() -> None:
+    found = estimate(LLAMA_8B, world_size=8, param_dtype=torch.float32, master_dtype=torch.float32)
+    assert found == estimate(LLAMA_8B, world_size=8, param_dtype="fp32", master_dtype="fp32")
+
+
 def test_states_of_llama_70b_on_8_gpus() -> None:
     found = estimate(LLAMA_70B, world_size=8, strategy="full_shard", gpu_memory=80 * GB)
     assert states(only(found)) == pytest.approx(141 * GB, rel=0.005)

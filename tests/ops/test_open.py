@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,29 @@ def test_threads_may_read_at_once(produce: Produce) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda name: opened[name].torch(), names))
     assert all(raw(tensor) == raw(made.truth[name]) for name, tensor in zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize("producer", [producers.fsdp2, producers.dtypes], ids=lambda producer: producer.__name__)
+def test_numpy_and_torch_take_a_tensor_by_itself(producer: Producer, produce: Produce) -> None:
+    made = produce(producer)
+    for name, lazy in ckptkit.open(made.root).items():
+        assert raw(torch.as_tensor(lazy)) == raw(made.truth[name]), name
+        if lazy.dtype.endswith("_x2") or lazy.spec.dtype.kind == "quantized":
+            with pytest.raises(Unsupported, match=f"{re.escape(name)}.*numpy has nothing like"):
+                np.asarray(lazy)
+        else:
+            array = np.asarray(lazy)
+            assert array.dtype != object
+            assert np.array_equal(array, lazy.numpy(), equal_nan=lazy.spec.dtype.kind != "bool")
+
+
+def test_numpy_asks_for_a_dtype_or_for_no_copy(produce: Produce) -> None:
+    lazy = ckptkit.open(produce(producers.fsdp2).root)["model.embed.weight"]
+    assert np.asarray(lazy[2:4], dtype=np.float16).dtype == np.float16
+    assert torch.as_tensor(lazy[2:4], dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert np.add(lazy, 1).shape == lazy.shape
+    with pytest.raises(ValueError, match="makes a copy"):
+        np.asarray(lazy, copy=False)
 
 
 def test_names(produce: Produce) -> None:

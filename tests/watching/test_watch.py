@@ -268,7 +268,7 @@ def test_two_of_the_same_do_not_run_together_and_two_others_do(run: Path, tmp_pa
         "try:",
         "    ckptkit.watch(run, exec=[[sys.executable, __file__]], every=0.02, once=True)",
         "except ckptkit.CkptError as error:",
-        "    Path(log).write_text(str(error))",
+        "    Path(log).write_text(error.message)",
         "ckptkit.watch(run, exec=[['true']], every=0.02, once=True)",
     ]
     inner.write_text("\n".join(lines))

@@ -152,7 +152,7 @@ class Run:
                     if not verdict.is_kept and path.absolute() != saved and not find_holds(path):
                         delete(path)
         except CkptError as error:  # the new checkpoint is there: no reason to end a training
-            warnings.warn(f"an old checkpoint was not deleted: {error.path}: {error}", stacklevel=2)
+            warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
 
     @quiet()
     def load(

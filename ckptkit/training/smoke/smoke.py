@@ -71,7 +71,7 @@ def make(name: str, look: Callable[[], str]) -> Check:
     except Failed as reason:
         ok, detail = False, str(reason)
     except CkptError as error:
-        ok, detail = False, f"{error.path}: {error}" if error.path else str(error)
+        ok, detail = False, error.line
     except Exception as error:  # noqa: BLE001 - whatever it was, the check failed and the table must say so
         ok, detail = False, f"{type(error).__name__}: {error}"
     return Check(name, ok, detail, time.perf_counter() - started)

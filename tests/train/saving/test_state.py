@@ -63,7 +63,7 @@ def fail_in_turn(root: Path, place: RankPlace, report: Report) -> None:
                 finally:
                     limit_file_size(resource.RLIM_INFINITY)
                 seen = [path.name for path in root.iterdir()] if place.rank == 0 else []
-                report((form, type(raised.value), str(raised.value), seen))
+                report((form, type(raised.value), raised.value.message, seen))
 
         fails(1, "sharded")
         fails(0, "full")

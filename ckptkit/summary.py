@@ -1,0 +1,34 @@
+"""Give results a text of a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from ckptkit.pictures.markup import element
+from ckptkit.pictures.words import visible
+
+_MOST = 3  # of what was found
+
+
+class Summarized:
+    """A result that `print` shows in a few lines, as the command line does, and a notebook too."""
+
+    __slots__ = ()
+
+    def summary(self) -> Iterator[str]:
+        """Yield one to five lines."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(visible, self.summary()))
+
+    def _repr_html_(self) -> str:
+        return element("div", *(element("div", line) for line in self.summary()))
+
+
+def first_few(lines: Iterable[str], total: int) -> Iterator[str]:
+    """Yield the first of `total` lines, and how many more there are."""
+    yield from (f"  {line}" for line in islice(lines, _MOST))
+    if total > _MOST:
+        yield f"  ... {total - _MOST:,} more"
