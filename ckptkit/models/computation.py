@@ -10,7 +10,7 @@ _DECISIVE = re.compile(r"model_type|architectures|(.*_)?n?_?heads?|.*head_dim|.*
 _ROPE = ("rope_scaling", "rope_parameters")
 
 
-class Difference(NamedTuple):
+class ConfigDifference(NamedTuple):
     """A key of config.json, with points between the keys of sections, and its two values."""
 
     key: str
@@ -18,7 +18,9 @@ class Difference(NamedTuple):
     there: Any
 
 
-def find_differences(config: Mapping[str, Any], other: Mapping[str, Any], section: str = "") -> Iterator[Difference]:
+def find_differences(
+    config: Mapping[str, Any], other: Mapping[str, Any], section: str = ""
+) -> Iterator[ConfigDifference]:
     """Yield what two models compute otherwise by their config.json. A key that only one has, or that is null, is open.
 
     The rope may be in `rope_theta` and `rope_scaling`, or in `rope_parameters`, as transformers writes it since 5.0.
@@ -26,7 +28,7 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any], sectio
     rope, other_rope = rope_of(config), rope_of(other)
     for key in sorted(rope.keys() & other_rope.keys()):
         if rope[key] != other_rope[key]:
-            yield Difference(f"{section}{key}", rope[key], other_rope[key])
+            yield ConfigDifference(f"{section}{key}", rope[key], other_rope[key])
     for key in sorted(config.keys() & other.keys() - {*_ROPE}):
         here, there = plain(key, config[key]), plain(key, other[key])
         if here is None or there is None or here == there:
@@ -34,7 +36,7 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any], sectio
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             yield from find_differences(here, there, f"{section}{key}.")
         elif _DECISIVE.fullmatch(key):
-            yield Difference(f"{section}{key}", here, there)
+            yield ConfigDifference(f"{section}{key}", here, there)
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
