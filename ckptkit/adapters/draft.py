@@ -180,7 +180,11 @@ def describe(adapter: Adapter) -> str:
 
 
 def left_out(opened: Opened) -> list[LeftOut]:
-    """Return what is not written: what is no weight, and the base."""
-    base = [opened.weights.layout.tensors[name].spec.nbytes for name in opened.adapted.base.values()]
-    more = [LeftOut("base_layer", len(base), sum(base))] if base else []
+    """Return what is not written: what is no weight, the base, and copies."""
+    specs, adapted = opened.weights.layout.specs, opened.adapted
+    sizes = {
+        "base_layer": [specs[name].nbytes for name in adapted.base.values()],
+        "original_module": [specs[name].nbytes for name in adapted.copies],
+    }
+    more = [LeftOut(key, len(found), sum(found)) for key, found in sizes.items() if found]
     return [*opened.weights.left_out, *more]

@@ -12,10 +12,12 @@ from ckptkit.adapters.names import (
     Entry,
     base_name,
     find_stranger,
+    is_copy,
     is_unused,
     other_method,
     own_name,
     read_entry,
+    trained_name,
 )
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec
@@ -71,12 +73,14 @@ class Adapter:
 class Adapted:
     """The adapters of a checkpoint, and its other tensors: what the base model calls them, and their names here.
 
-    Where it is `saved` by itself, as for PEFT to load it, names do not hold an adapter's.
+    Where it is `saved` by itself, as for PEFT to load it, names do not hold an adapter's. `copies` are tensors that
+    PEFT saves beside parameters that were trained whole: the same numbers again, and the untrained ones.
     """
 
     adapters: tuple[Adapter, ...]
     base: Mapping[str, str]
     is_saved: bool
+    copies: tuple[str, ...] = ()
 
 
 def find_adapters(layout: Layout) -> Adapted | None:
@@ -102,14 +106,27 @@ def find_adapters(layout: Layout) -> Adapted | None:
         message = "some tensors of adapters have the adapter's name in theirs, and this has none"
         raise Corrupt(message, path=layout.root, tensor=first)
     if nameless == {True}:
-        whole = {name: Entry("module", None, base_name(name), 0, own_name(name)) for name in rest}
-        return Adapted((Adapter(DEFAULT, layout, with_wrapper(entries | whole)),), {}, is_saved=True)
+        whole, copies = saved_whole(rest)
+        return Adapted((Adapter(DEFAULT, layout, with_wrapper(entries | whole)),), {}, is_saved=True, copies=copies)
     by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in entries.items():
         by_name[entry.adapter or DEFAULT][name] = entry
     in_order = sorted(by_name.items(), key=lambda item: (item[0] != DEFAULT, item[0]))
     adapters = tuple(Adapter(name, layout, with_wrapper(found)) for name, found in in_order)
     return Adapted(adapters, dict(unwrapped(layout, rest)), is_saved=False)
+
+
+def saved_whole(names: list[str]) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    """Return the parameters that an adapter's own file has whole, and the names of copies, which PEFT does not load.
+
+    PEFT saves a resized embedding that was trained whole three times: under its own name, which it loads, in
+    `modules_to_save`, and untrained in `original_module`. Source: `get_peft_model_state_dict`.
+    """
+    own = {name: trained_name(name) for name in names if not is_copy(name)}
+    there = {name for name, new in own.items() if name == new}
+    found = {name: new for name, new in own.items() if name == new or new not in there}
+    whole = {name: Entry("module", None, base_name(new), 0, own_name(new)) for name, new in found.items()}
+    return whole, tuple(name for name in names if name not in found)
 
 
 def with_wrapper(entries: Mapping[str, Entry]) -> dict[str, Entry]:

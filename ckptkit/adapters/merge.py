@@ -27,6 +27,7 @@ from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import find_companions, tokenizer_beside
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.known_types import find_embedding
+from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
 from ckptkit.names import HUB
 from ckptkit.quantized.plain import make_all_plain
 from ckptkit.quantized.signs import may_hold_quantized
@@ -166,12 +167,19 @@ def has_modules(layout: Layout, adapters: Sequence[Fitted]) -> bool:
 
 
 def with_vocabulary(model: Model, before: Layout) -> Model:
-    """Return a model whose config.json says how many tokens an embedding has that an adapter made larger."""
+    """Return a model whose config.json says how many tokens an embedding has that an adapter made larger.
+
+    In the state of a training its base is larger too, and all that follows the vocabulary has as many rows.
+    """
     layout, config = model.layout, model.companions.config
     embedding = find_embedding(layout.tensors)
     if embedding is None or config is None or embedding not in before.tensors:
         return model
     rows, old = layout.tensors[embedding].spec.shape[0], before.tensors[embedding].spec.shape[0]
+    said = vocabulary_of(config)
+    if rows == old and said is not None and rows != said:
+        NewVocabulary.of(config, rows).require_one_size(layout.tensors)
+        old = said
     if rows == old:
         return model
     if config.get(_VOCABULARY) != old:

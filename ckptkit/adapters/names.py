@@ -114,6 +114,16 @@ def is_unused(name: str) -> bool:
     return _UNUSED.fullmatch(name) is not None
 
 
+def is_copy(name: str) -> bool:
+    """Return whether a tensor is the untrained one of a module that is trained whole."""
+    return ".original_module." in name
+
+
+def trained_name(name: str) -> str:
+    """Return the name that PEFT saves a parameter by that is trained whole, without its wrapper's part."""
+    return name.replace(".modules_to_save.", ".")
+
+
 def other_method(names: Collection[str]) -> str | None:
     """Return the method that tensors of these names are of, if it is none whose tensors are known here."""
     if not any("base_model." in name or ".base_layer." in name for name in names) and PROMPT not in names:

@@ -16,6 +16,7 @@ from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.plan import Operand, Recipe, Region, same
+from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.dtypes import DType
 
@@ -74,6 +75,7 @@ class Merging:
         """Replace the parameters that were trained whole."""
         replaced = {entry.module: name for name, entry in source.adapter.entries.items() if entry.kind == "module"}
         replaced |= {own: name for name, own in own_biases(source)}
+        replaced = self.resized_embeddings(source) | replaced
         for own, name in replaced.items():
             require_whole(source, name, f"`{own}` was trained whole")
             if self.begins.get(own) is not None:
@@ -93,6 +95,16 @@ class Merging:
                 raise source.blame(f"{found.spec} cannot take the place of {there and there.spec}", name)
             self.tensors[own] = StoredTensor(Spec(dtype, found.spec.shape), ())
             self.begins[own] = Operand(source.number, name, dtype)
+
+    def resized_embeddings(self, source: Source) -> dict[str, str]:
+        """Return the embedding and head beside an adapter that have other rows than the base's, and their names there.
+
+        The training gave its model another vocabulary, so that they are the adapter's, as in what PEFT saves.
+        """
+        ends = (HEAD, find_embedding(source.base))
+        sought = [own for own in source.base if own in ends and own in self.tensors]
+        shapes = {own: (self.tensors[own].spec.shape, source.shape(source.base[own])) for own in sought}
+        return {own: source.base[own] for own, (old, new) in shapes.items() if old != new and old[1:] == new[1:]}
 
     def change(self, source: Source, change: Change) -> None:
         """Add a low-rank change of a weight, and of the bias beside it."""

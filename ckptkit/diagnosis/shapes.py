@@ -11,7 +11,7 @@ from ckptkit.diagnosis.fix import export, rewrite
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.files.path import RemotePath
 from ckptkit.models.fit import check_equal, ties_of
-from ckptkit.models.vocabulary import rows_of
+from ckptkit.models.vocabulary import vocabulary_in
 from ckptkit.tensors.box import Shape
 
 _SIZES = (
@@ -27,12 +27,14 @@ def find_shapes(case: Case) -> Iterator[Finding]:
         return
     there = {name: case.form.shapes.get(case.called.get(name, name), shape) for name, shape in case.shapes.items()}
     pairs = {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
-    rows = rows_of(case.weights.layout.tensors)
-    padded = {name: pair for name, pair in pairs.items() if name in rows and pair[0][1:] == pair[1][1:]}
-    for name, (shape, wanted) in padded.items():
-        message = f"it has {shape[0]} rows, the vocabulary of {case.model.name} {wanted[0]}: one of them is padded"
+    vocabulary = vocabulary_in(case.model.config)
+    padded = {
+        name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.called.get(name, name), *pair))
+    }
+    for name, (here, called_for) in padded.items():
+        message = f"it has {here} rows, the vocabulary of {case.model.name} {called_for}: one of them is padded"
         base = case.model.name if case.model.asked else None
-        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=wanted[0], base=base))
+        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=called_for, base=base))
     others = {name: pair for name, pair in pairs.items() if name not in padded}
     yield from find_other_model(case, others)
     for name, (shape, wanted) in others.items():

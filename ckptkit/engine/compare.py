@@ -99,8 +99,15 @@ def are_equal(a: memoryview, b: memoryview) -> bool:
 
 
 def plan_comparison(a: Layout, b: Layout) -> Plan:
-    targets = [target for name, tensor in b.tensors.items() for target in join(name, tensor, (a, b))]
+    targets = [target for name, tensor in b.tensors.items() for target in join(name, with_places(tensor), (a, b))]
     return Plan(a, b, in_order(targets), (b,))
+
+
+def with_places(tensor: StoredTensor) -> StoredTensor:
+    """Return a tensor whose chunks of zeros can be targets, which need a place."""
+    return replace(
+        tensor, chunks=tuple(chunk._replace(where=None) if chunk.is_zeros else chunk for chunk in tensor.chunks)
+    )
 
 
 def blocks_to_compare(plan: Plan) -> Iterator[Block]:

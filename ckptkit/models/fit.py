@@ -106,7 +106,13 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
     other = locate(edits.select(layout, source.__eq__))
     if head.tensors == other.tensors:
         return
-    if head.specs != other.specs or compare(head, other).different:
+    if head.specs != other.specs:
+        raise Mismatch(
+            f"config.json ties it to `{source}`: expected {other.specs[source]}, found {head.specs[source]}",
+            path=layout.root,
+            tensor=name,
+        )
+    if compare(head, other).different:
         raise Mismatch(
             f"config.json ties it to `{source}`, but their bytes differ",
             path=layout.root,

@@ -1,18 +1,26 @@
-"""Give a model more or fewer rows for its vocabulary: embedding and head are cropped, or padded with zeros."""
+"""Give a model more or fewer rows for its vocabulary: embeddings, heads and biases are cropped, or padded with zeros.
+
+The shapes that config.json calls for decide which tensors follow the vocabulary; for names that it does not know, the
+names that families of models use do.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
-from ckptkit.tensors.box import whole
+from ckptkit.models.expected import AskBase, forms_for
+from ckptkit.tensors.box import Shape, whole
 
 # every family's names of what has a row for each token
 _ROWS = re.compile(
     r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out|shared_head\.head)\.(weight|bias)"
+    r"|(model\.)?shared\.weight|backbone\.embeddings\.weight|cls\.predictions\.(bias|decoder\.(weight|bias))"
+    r"|lm_head\.decoder\.(weight|bias)|vocab_projector\.(weight|bias)"
     r"|(tok_embeddings|embeddings|output|output_layer|lm_head\.w_out)\.weight|wte"
 )
 _KEY = "vocab_size"
@@ -27,19 +35,114 @@ def rows_of(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     return {name: tensor.spec.shape[0] for name, tensor in tensors.items() if is_by_token(name)}
 
 
-def resize(tensors: Mapping[str, StoredTensor], rows: int) -> dict[str, StoredTensor]:
-    """Return located tensors with so many rows in each that has one for each token. New ones are zero."""
-    return {name: resize_one(one, rows) if is_by_token(name) else one for name, one in tensors.items()}
+@dataclass(frozen=True, slots=True)
+class TokenAxis:
+    """The axis of a tensor that has an element for each token, and `extra` ones."""
+
+    axis: int = 0
+    extra: int = 0
 
 
-def resize_one(tensor: StoredTensor, rows: int) -> StoredTensor:
-    """Return a tensor with so many rows: without its last ones, or with rows of zeros behind them."""
-    dtype, (there, *others) = tensor.spec.dtype, tensor.spec.shape
-    if rows <= there:
-        return tensor if rows == there else axes.cut(tensor, 0, 0, rows)
-    spec = Spec(dtype, (rows - there, *others))
+@dataclass(frozen=True, slots=True)
+class NewVocabulary:
+    """A vocabulary of so many `rows`, and the axis of tokens of each tensor that config.json describes, None without.
+
+    `described` is empty where nothing is known of the model.
+    """
+
+    rows: int
+    described: Mapping[str, TokenAxis | None]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None, rows: int, ask_base: AskBase = None) -> NewVocabulary:
+        """Return the vocabulary for the model of a config.json.
+
+        Raises `Mismatch` if this config.json describes no model with so many rows, `Unsupported` for a tensor that has
+        several rows for each token.
+        """
+        if config is None or not is_described(config, ask_base):
+            return cls(rows, {})
+        try:
+            shapes, longer = (shapes_of(with_vocabulary(config, n), ask_base) for n in (rows, rows + 1))
+        except Unsupported as error:
+            raise Mismatch(f"config.json describes no model with {rows} rows: {error.message}") from error
+        return cls(rows, {name: token_axis(name, rows, shape, longer[name]) for name, shape in shapes.items()})
+
+    def axis_of(self, name: str) -> TokenAxis | None:
+        """Return the axis of tokens of a tensor called so, None if it has none."""
+        return self.described[name] if name in self.described else TokenAxis() if is_by_token(name) else None
+
+    def sizes(self, name: str, shape: Shape, other: Shape) -> tuple[int, int] | None:
+        """Return the rows of two shapes of a tensor; None if they differ in more than the vocabulary."""
+        found = self.axis_of(name)
+        if found is None or len(shape) != len(other):
+            return None
+        if any(pair[0] != pair[1] for axis, pair in enumerate(zip(shape, other, strict=True)) if axis != found.axis):
+            return None
+        return shape[found.axis] - found.extra, other[found.axis] - found.extra
+
+    def resize(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return located tensors with so many rows in each that follows the vocabulary. New ones are zero."""
+        return {name: self.resize_one(name, tensor) for name, tensor in tensors.items()}
+
+    def resize_one(self, name: str, tensor: StoredTensor) -> StoredTensor:
+        found = self.axis_of(name)
+        return tensor if found is None else resize(tensor, found.axis, self.rows + found.extra)
+
+    def require_one_size(self, tensors: Mapping[str, StoredTensor]) -> int:
+        """Return the rows that tensors have now. Raises `Mismatch` if none follows the vocabulary, or they differ."""
+        axes = {name: found for name in tensors if (found := self.axis_of(name)) is not None}
+        sizes = {name: tensors[name].spec.shape[found.axis] - found.extra for name, found in axes.items()}
+        if not sizes:
+            raise Mismatch("no embedding is here that --vocab-size could change")
+        first = next(iter(sizes))
+        other = next((name for name, rows in sizes.items() if rows != sizes[first]), None)
+        if other is not None:
+            message = f"it has {sizes[other]} rows, `{first}` {sizes[first]}: these are not of one vocabulary"
+            raise Mismatch(message, tensor=other)
+        return sizes[first]
+
+
+def vocabulary_in(config: Mapping[str, Any]) -> NewVocabulary:
+    """Return the vocabulary that a model has by its config.json, for what follows it."""
+    size = vocabulary_of(config)
+    try:
+        return NewVocabulary(0, {}) if size is None else NewVocabulary.of(config, size)
+    except Unsupported:
+        return NewVocabulary(size or 0, {})
+
+
+def is_described(config: Mapping[str, Any], ask_base: AskBase) -> bool:
+    try:
+        return bool(forms_for(config, ask_base))
+    except Unsupported:
+        return False
+
+
+def shapes_of(config: Mapping[str, Any], ask_base: AskBase) -> dict[str, Shape]:
+    """Return the shapes of all tensors that a config.json calls for, in all forms on disk."""
+    return {name: shape for form in reversed(forms_for(config, ask_base)) for name, shape in form.shapes.items()}
+
+
+def token_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis | None:
+    """Return the axis that is longer in a model with one token more than `rows`, None if there is none."""
+    grown = [axis for axis, (size, more) in enumerate(zip(shape, longer, strict=True)) if size != more]
+    if not grown:
+        return None
+    if len(grown) > 1 or longer[grown[0]] != shape[grown[0]] + 1:
+        message = f"one token more makes {list(longer)} of {list(shape)}: --vocab-size adds one row for each token only"
+        raise Unsupported(message, tensor=name)
+    return TokenAxis(grown[0], shape[grown[0]] - rows)
+
+
+def resize(tensor: StoredTensor, axis: int, size: int) -> StoredTensor:
+    """Return a tensor with so many elements along an axis: without its last ones, or with zeros behind them."""
+    dtype, shape = tensor.spec.dtype, tensor.spec.shape
+    if size <= shape[axis]:
+        return tensor if size == shape[axis] else axes.cut(tensor, axis, 0, size)
+    spec = Spec(dtype, (*shape[:axis], size - shape[axis], *shape[axis + 1 :]))
     zeros = Chunk.of_zeros(whole(spec.shape), dtype)
-    return axes.concatenate([tensor, StoredTensor(spec, (zeros,))], 0)
+    return axes.concatenate([tensor, StoredTensor(spec, (zeros,))], axis)
 
 
 def check_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
@@ -50,19 +153,6 @@ def check_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
             hint = f"--vocab-size {size} {'leaves out' if rows > size else 'adds zeros for'} the difference"
             message = f"it has {rows} rows, config.json has a vocabulary of {size}: one of them is padded"
             raise Mismatch(message, tensor=name, hint=hint)
-
-
-def require_one_size(tensors: Mapping[str, StoredTensor]) -> int:
-    """Return the rows that embedding and head have. Raises `Mismatch` if there is none, or they differ."""
-    found = rows_of(tensors)
-    if not found:
-        raise Mismatch("no embedding is here that --vocab-size could change")
-    first = next(iter(found))
-    other = next((name for name, rows in found.items() if rows != found[first]), None)
-    if other is not None:
-        message = f"it has {found[other]} rows, `{first}` {found[first]}: these are not of one vocabulary"
-        raise Mismatch(message, tensor=other)
-    return found[first]
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:

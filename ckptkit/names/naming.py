@@ -14,7 +14,7 @@ from ckptkit.formats import locate, unpack
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor, edits
 from ckptkit.models.expected import AskBase
-from ckptkit.models.vocabulary import check_rows, require_one_size, resize, with_vocabulary
+from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
 from ckptkit.names import KEEP, family_of, get_family
 from ckptkit.names.complete import check_complete
 from ckptkit.names.custom import in_front
@@ -47,6 +47,10 @@ class AskedNames:
     rows: int | None = None
     ask_base: AskBase = None
 
+    def find_vocabulary(self) -> NewVocabulary | None:
+        """Return the vocabulary that is asked for, None if it stays as it is."""
+        return None if self.rows is None else NewVocabulary.of(self.config, self.rows, self.ask_base)
+
 
 def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]:
     """Return weights under the names of a family, or of the Hub, and words on it.
@@ -58,14 +62,17 @@ def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]
         return found, []
     asked.check(found, asked.config)
     layout = locate(unpack(found.layout))
-    made = turn_in(layout, with_rows(change, asked.rows))
+    vocabulary = asked.find_vocabulary()
+    made = turn_in(layout, with_rows(change, vocabulary))
     if change is not None and change.there is None and asked.config is not None:
         check_complete(made.tensors, Sizes(asked.config), layout.root)
     came_from = {
         new: " + ".join(dict.fromkeys(found.came_from[old] for old in olds)) for new, olds in made.came_from.items()
     }
     named = replace(layout, tensors=made.tensors, blobs={}, keys={}, twins={})
-    return replace(found, layout=named, came_from=came_from), remarks(found.layout, change, made, asked)
+    return replace(found, layout=named, came_from=came_from), remarks(
+        found.layout, change, made, asked.config, vocabulary
+    )
 
 
 def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
@@ -82,11 +89,12 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     asked.check(weights, asked.config)
     layout = locate(unpack(layout))
     try:
-        turn = with_rows(change, asked.rows)
+        vocabulary = asked.find_vocabulary()
+        turn = with_rows(change, vocabulary)
         named, made = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.root) from None
-    notes = remarks(weights.layout, change, made, asked)
+    notes = remarks(weights.layout, change, made, asked.config, vocabulary)
     left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
     if left:
         notes.append(f"left out {len(left)} entries of layers as they were called before, such as `{min(left)}`")
@@ -147,15 +155,15 @@ def read_sizes(root: Path, family: Family) -> Config:
     return family.config_of(found if isinstance(found, dict) else {})
 
 
-def with_rows(change: FamilyChange | None, rows: int | None) -> Turn:
-    """Return the function that makes the change, and gives embedding and head so many rows."""
+def with_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
+    """Return the function that makes the change, and gives what follows the vocabulary its rows."""
     turn = Translated.of if change is None else change.turn
-    if rows is None:
+    if vocabulary is None:
         return turn
 
     def resized(tensors: Mapping[str, StoredTensor]) -> Translated:
         made = turn(tensors)
-        return replace(made, tensors=resize(made.tensors, rows))
+        return replace(made, tensors=vocabulary.resize(made.tensors))
 
     return resized
 
@@ -168,13 +176,14 @@ def turn_in(layout: Layout, turn: Turn) -> Translated:
         raise error.blame(path=layout.root) from None
 
 
-def remarks(before: Layout, change: FamilyChange | None, made: Translated, asked: AskedNames) -> list[str]:
+def remarks(
+    before: Layout, change: FamilyChange | None, made: Translated, config: Config, vocabulary: NewVocabulary | None
+) -> list[str]:
     """Return what there is to say of new names and rows. Raises `Mismatch` for rows that config.json contradicts."""
     notes = []
-    config, rows = asked.config, asked.rows
     try:
-        if rows is not None:
-            there = require_one_size(before.tensors)
+        if vocabulary is not None:
+            rows, there = vocabulary.rows, vocabulary.require_one_size(before.tensors)
             what = f"the last {there - rows} are left out" if there > rows else f"{rows - there} of zeros are added"
             notes.append(f"the vocabulary has {rows} rows, where there were {there}: {what}")
         else:

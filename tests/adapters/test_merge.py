@@ -422,3 +422,37 @@ def test_a_base_on_the_hub_is_read_where_it_lies(produce: Produce, tmp_path: Pat
             assert done.returncode == 0, done.stderr
             assert_merged(out, made.truth)
             assert (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("whole", [["lm_head", "embed_tokens"], ["embed_tokens"], None])
+def test_a_vocabulary_that_was_resized(tmp_path: Path, whole: list[str] | None, *, is_tied: bool) -> None:
+    """PEFT saves embeddings up to three times then; the state of a training has them with its base."""
+    from transformers import AutoModelForCausalLM
+
+    tiny_llama(tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(44)
+    model = adapted(base, **PLAIN, modules_to_save=whole)
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / ADAPTER)
+    assert any(".modules_to_save." in name for name in saved) == (whole is not None)
+    (tmp_path / "state").mkdir()
+    torch.save({"model": model.state_dict()}, tmp_path / "state" / "state.pt")
+    for path in (tmp_path / "saved" / SAID, tmp_path / "base" / "config.json"):
+        shutil.copy(path, tmp_path / "state")
+    truth = {name: tensor.clone() for name, tensor in model.merge_and_unload().state_dict().items()}
+    ckptkit.merge(tmp_path / "base", tmp_path / "saved", tmp_path / "merged")
+    ckptkit.merge(tmp_path / "base", tmp_path / "state", tmp_path / "with-state")
+    ckptkit.consolidate(tmp_path / "saved", tmp_path / "named", merge=True, base=tmp_path / "base")
+    ckptkit.consolidate(tmp_path / "state", tmp_path / "beside", merge=True)
+    for name in ("merged", "with-state", "named", "beside"):
+        assert_merged(tmp_path / name, truth)
+        assert json.loads((tmp_path / name / "config.json").read_text())["vocab_size"] == 44
+        _, info = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(info.values()), info
+    done = ckptkit.consolidate(tmp_path / "saved", tmp_path / "again")
+    again = load_file(tmp_path / "again" / ADAPTER)
+    assert again.keys() <= saved.keys()
+    assert sum(one.entries for one in done.dropped) == len(saved) - len(again)
+    assert not any(".modules_to_save." in name or ".original_module." in name for name in again)

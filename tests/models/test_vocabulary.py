@@ -137,3 +137,89 @@ def test_configs_of_several_models() -> None:
     nested = {"model_type": "llava", "text_config": {"vocab_size": 5, "hidden_size": 2}}
     assert with_vocabulary(nested, 7) == {"model_type": "llava", "text_config": {"vocab_size": 7, "hidden_size": 2}}
     assert with_vocabulary({"vocab_size": 5}, 7) == {"vocab_size": 7}
+
+
+TEXT = {
+    "vocab_size": 40,
+    **dict.fromkeys(("hidden_size", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), None),
+    **dict.fromkeys(("d_kv", "state_size"), 8),
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 0),
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}
+WITH_HEADS = [
+    *("T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel", "WhisperForConditionalGeneration"),
+    *("BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "DebertaForMaskedLM", "DebertaV2ForMaskedLM"),
+    *("ElectraForMaskedLM", "MambaForCausalLM", "OPTForCausalLM", "GPT2LMHeadModel", "PhiForCausalLM"),
+    *("AlbertForMaskedLM", "MBartForConditionalGeneration", "XLMRobertaForMaskedLM", "BertForSequenceClassification"),
+]
+
+
+@pytest.mark.parametrize("rows", [37, 64])
+@pytest.mark.parametrize("named", WITH_HEADS)
+def test_all_that_follows_the_vocabulary(named: str, rows: int, tmp_path: Path) -> None:
+    """Embeddings, heads and biases, tied or not, as transformers itself resizes them."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, named)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**TEXT))
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and "embed_positions" not in name:  # these are computed
+            tensor.normal_()
+    model.save_pretrained(tmp_path / "hub")
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dcp.save({"model": whole}, checkpoint_id=tmp_path / "step-1")
+    (tmp_path / "step-1" / "config.json").write_bytes((tmp_path / "hub" / "config.json").read_bytes())
+    assert kind.from_pretrained(tmp_path / "hub").state_dict().keys() == whole.keys()
+    ckptkit.consolidate(tmp_path / "hub", tmp_path / "out", vocab_size=rows)
+    ckptkit.consolidate(tmp_path / "step-1", tmp_path / "from-step", vocab_size=rows)
+    ckptkit.convert(tmp_path / "step-1", tmp_path / "to-2", to="dcp", vocab_size=rows)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    wanted = model.state_dict()
+    for place in ("out", "from-step"):
+        loaded, info = kind.from_pretrained(tmp_path / place, output_loading_info=True)
+        assert not any(info.values()), info
+        check_rows_of(loaded.state_dict(), wanted, whole)
+    again = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+    dcp.load({"model": again}, checkpoint_id=tmp_path / "to-2")
+    check_rows_of(again, wanted, whole)
+
+
+def check_rows_of(found: dict[str, Tensor], wanted: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """Every tensor has the shape that is wanted: what there was, and zeros behind it."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.shape == wanted[name].shape, name
+        kept = tuple(slice(0, min(pair)) for pair in zip(tensor.shape, before[name].shape, strict=True))
+        assert torch.equal(tensor[kept], before[name][kept]), name
+        assert tensor.double().abs().sum().isclose(tensor[kept].double().abs().sum()), name
+
+
+@pytest.mark.parametrize("named", ["T5ForConditionalGeneration", "BartForConditionalGeneration", "BertForMaskedLM"])
+def test_doctor_recommends_what_works(named: str, tmp_path: Path) -> None:
+    """Every tensor of a padded vocabulary is a finding of one kind, with the one command that fixes all of them."""
+    kind = getattr(pytest.importorskip("transformers"), named)
+    model = kind(kind.config_class(**TEXT))
+    model.save_pretrained(tmp_path / "hub")
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({**model.config.to_dict(), "vocab_size": 37}))
+    found = ckptkit.doctor(tmp_path / "hub").findings
+    assert {one.code for one in found} == {"vocabulary"}
+    assert len({one.fix for one in found}) == 1
+    assert "--vocab-size 37" in str(found[0].fix)
+    ckptkit.consolidate(tmp_path / "hub", tmp_path / "out", vocab_size=37)
+    assert not ckptkit.doctor(tmp_path / "out").findings
+
+
+def test_rows_that_the_model_cannot_have(tmp_path: Path) -> None:
+    """The token for padding is 1: transformers builds no model of one row."""
+    kind = pytest.importorskip("transformers").RobertaForMaskedLM
+    kind(kind.config_class(**TEXT)).save_pretrained(tmp_path / "hub")
+    with pytest.raises(Mismatch, match="describes no model with 1 rows"):
+        ckptkit.consolidate(tmp_path / "hub", tmp_path / "out", vocab_size=1)
+    assert not (tmp_path / "out").exists()

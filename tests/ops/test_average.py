@@ -314,3 +314,64 @@ def test_config_goes_with_it(run: Path, tmp_path: Path) -> None:
     (run / "config.json").write_text(json.dumps({"model_type": "odd", "torch_dtype": "float32"}))
     ckptkit.average(run, tmp_path / "out", last=2, dtype="bf16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+HEADS = {
+    "model_type": "odd",
+    "num_attention_heads": 4,
+    "architectures": ["OddModel"],
+    "rope_theta": 1e4,
+    "rope_local_base_freq": 1e4,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 2},
+        {"model_type": "even"},
+        {"architectures": ["EvenModel"]},
+        {"rope_theta": 5e5},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_local_base_freq": 5e3},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}},
+        {"text_config": {"head_dim": 16}},
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("to", ["hf", "pt"])
+def test_models_that_compute_otherwise(change: dict[str, Any], to: str, tmp_path: Path) -> None:
+    """Heads and rope change no shape: config.json says what they are."""
+    sources = [as_hf(tmp_path / name, saved(i)) for i, name in enumerate("ab")]
+    for source, more in zip(sources, ({"text_config": {"head_dim": 8}}, change), strict=True):
+        (source / "config.json").write_text(json.dumps({**HEADS, **more}))
+    with pytest.raises(Mismatch, match=f"expected .* as in {sources[0]}, found") as raised:
+        ckptkit.average(sources, tmp_path / "out", to=to)
+    assert raised.value.path == sources[1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_configs_of_one_model(tmp_path: Path) -> None:
+    """FSDP's class, another version's rope, null and what decides nothing are no differences; some have no config."""
+    configs = [
+        HEADS,
+        None,
+        {**HEADS, "architectures": ["FSDPOddModel"], "use_cache": False, "head_dim": None, "torch_dtype": "float16"},
+        {**HEADS, "rope_theta": None, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "head_dim": 8},
+    ]
+    sources = [as_hf(tmp_path / str(i), saved(i)) for i in range(len(configs))]
+    for source, config in zip(sources, configs, strict=True):
+        if config is not None:
+            (source / "config.json").write_text(json.dumps(config))
+    done = ckptkit.average(sources, tmp_path / "out")
+    assert done.tensors == 5
+    assert not any("the dtype of" in note for note in done.notes)
+
+
+def test_whose_dtypes_it_has_is_said(tmp_path: Path) -> None:
+    kinds = (torch.bfloat16, torch.float32)
+    sources = [as_hf(tmp_path / f"src{i}", saved(i, kind)) for i, kind in enumerate(kinds)]
+    done = ckptkit.average(sources, tmp_path / "out")
+    assert any(f"5 tensors have the dtype of {sources[0]}" in note and "float32" in note for note in done.notes)
+    chosen = ckptkit.average(sources, tmp_path / "chosen", dtype="fp32")
+    assert not any("the dtype of" in note for note in chosen.notes)
