@@ -93,7 +93,7 @@ class ConvertOptions:
     fill_from: Annotated[
         str | None, About("With --salvage: take what is lost from another checkpoint, tensor by tensor.", "OTHER")
     ] = None
-    overwrite: Annotated[bool, About("Replace OUT if it exists.")] = False
+    overwrite: Annotated[bool, About("Replace OUT if it is one checkpoint; other files in it are refused.")] = False
     dry_run: Annotated[bool, About("Say what would be done, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
     )

@@ -14,6 +14,7 @@ from typing import Unpack
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
 from ckptkit.conversion.destination import check_apart
 from ckptkit.conversion.draft import Conversion, draft_of_model
@@ -134,6 +135,13 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
+    conversion = draft_opened(checkpoints, dst, options)
+    check_replaceable(dst, conversion.file_sizes)
+    return conversion
+
+
+def draft_opened(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
+    """Draft the conversion of opened checkpoints; of a damaged one, if that is asked for, what is whole."""
     if options.salvage:
         return draft_salvage(checkpoints[0], dst, options)
     conversion, source = draft_of(checkpoints, dst, options), checkpoints[0].path
