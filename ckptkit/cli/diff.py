@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import Exclude, Include, Jobs
+from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
 from ckptkit.cli.output import Json, Quiet, count, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
@@ -35,6 +35,7 @@ def diff(
     ] = False,
     include: Include = None,
     exclude: Exclude = None,
+    allow_unmatched: AllowUnmatched = False,
     every: Annotated[bool, typer.Option("--all", help="List every tensor, not folded by layer.")] = False,
     jobs: Jobs = None,
     also: Also = None,
@@ -63,6 +64,7 @@ def diff(
             allow_cast=allow_cast,
             include=include or (),
             exclude=exclude or (),
+            allow_unmatched=allow_unmatched,
             jobs=jobs,
             progress=progress,
         )
