@@ -73,7 +73,8 @@ def open_adapters(part: Part, options: ConvertOptions) -> Opened | None:
     if not may_be_adapted(part.layout.tensors):
         return None
     chosen = replace(options.edits, include=()) if options.merge else options.edits  # what is merged has other names
-    chosen.check_globs([part.layout])
+    if not options.merge:
+        chosen.check_globs([part.layout])
     weights = find_weights(edits.select(part.layout, chosen.admit))
     adapted = find_adapters(weights.layout)
     if adapted is not None:

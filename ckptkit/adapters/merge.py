@@ -44,7 +44,9 @@ def draft_merge(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     *before, last = parts
     adapters = [the_adapter(part, options) for part in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], output, options)
-    model = finish(merge_all(base.say(*remarks), adapters, options), options)
+    merged = merge_all(base.say(*remarks), adapters, options)
+    check_globs(merged, adapters, options)
+    model = finish(merged, options)
     paths = dict.fromkeys((base.part.path, *(one.path for one in adapters)))
     conversion = draft_of_model(model, [Origin.of(path) for path in paths], output, options)
     tokenizer = next((found for one in adapters if (found := tokenizer_of(one, base.part))), {})
@@ -58,11 +60,20 @@ def draft_merge(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     )
 
 
+def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
+    """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
+    asked, names, root = options.edits, list(merged.layout.tensors), merged.part.path
+    asked.check_matched("--include", asked.include, names, root)
+    names += [name for one in adapters for name in one.opened.part.layout.names]
+    asked.check_matched("--exclude", asked.exclude, names, root)
+
+
 def finish(model: Model, options: ConvertOptions) -> Model:
     """Return the merged model as far as you ask for it, under the names and in the dtypes that you ask for."""
     asked = options.edits
-    asked.check_globs([model.layout])
-    model = model.select(set(filter(asked.admit, model.layout.tensors))).rename(asked.renaming())
+    model = model.select(set(filter(asked.admit, model.layout.tensors)))
+    asked.check_renames(model.layout.tensors, model.part.path)
+    model = model.rename(asked.renaming())
     return describe_config(cast(model, options), options)
 
 

@@ -49,6 +49,7 @@ OF_ONE = (
 )
 Include = Annotated[list[str] | None, described(OPTIONS["include"])]
 Exclude = Annotated[list[str] | None, described(OPTIONS["exclude"])]
+AllowUnmatched = Annotated[bool, described(OPTIONS["allow_unmatched"], "--allow-unmatched")]
 Overwrite = Annotated[bool, described(OPTIONS["overwrite"], "--overwrite")]
 Jobs = Annotated[int | None, described(OPTIONS["jobs"])]
 NoSync = Annotated[bool, described(OPTIONS["sync"], "--no-sync")]

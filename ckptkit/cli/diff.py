@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import Exclude, Include, Jobs
+from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
@@ -34,6 +34,7 @@ def diff(
     ] = False,
     include: Include = None,
     exclude: Exclude = None,
+    allow_unmatched: AllowUnmatched = False,
     every: Annotated[bool, typer.Option("--all", help="List every tensor, not folded by layer.")] = False,
     jobs: Jobs = None,
     also: Also = None,
@@ -62,6 +63,7 @@ def diff(
             allow_cast=allow_cast,
             include=include or (),
             exclude=exclude or (),
+            allow_unmatched=allow_unmatched,
             jobs=jobs,
             progress=progress,
         )

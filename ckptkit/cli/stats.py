@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import Exclude, Include, Jobs
+from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
@@ -36,6 +36,7 @@ def stats(
     top: Annotated[int, typer.Option(min=1, metavar="N", help="With OTHER: show the N that moved most.")] = 20,
     include: Include = None,
     exclude: Exclude = None,
+    allow_unmatched: AllowUnmatched = False,
     jobs: Jobs = None,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -62,7 +63,14 @@ def stats(
     from ckptkit.ops.stats import stats as look
 
     with progress_bar("statistics") as progress:
-        found = look(path, include=include or (), exclude=exclude or (), jobs=jobs, progress=progress)
+        found = look(
+            path,
+            include=include or (),
+            exclude=exclude or (),
+            allow_unmatched=allow_unmatched,
+            jobs=jobs,
+            progress=progress,
+        )
     if json:
         print_json(to_json(found))
     else:

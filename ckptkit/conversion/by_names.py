@@ -19,7 +19,7 @@ from ckptkit.files.origin import Origin
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
-from ckptkit.names.parameters import is_list_of_parameters, rename_parameters, way_in_optimizer
+from ckptkit.names.parameters import is_list_of_parameters, parameters_in, rename_parameters, way_in_optimizer
 from ckptkit.names.weights import Weights, find_weights, summarise
 from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.keys import find_optimizers
@@ -44,6 +44,7 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     options.edits.check_globs([whole])
     chosen = edits.select(whole, options.edits.admit)
     weights = frozenset(find_weights(chosen).came_from.values())
+    options.edits.check_renames(parameters_in(chosen, weights), checkpoint.path)
     renamed, names = rename_parameters(chosen, weights, options.edits.renaming())
     ways = ways_by_names(renamed, find_weights(renamed))
     layout = with_steps(with_names(renamed, ways), checkpoint.step)

@@ -79,6 +79,7 @@ class ConvertOptions:
     include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
+    allow_unmatched: Annotated[bool, About("Ignore globs and regexes that match nothing: else an error.")] = False
     names: Annotated[
         str | None, About("Call the model's tensors as hub or a family does; keep leaves them.", "FAMILY")
     ] = None
@@ -96,7 +97,7 @@ class ConvertOptions:
     fill_from: Annotated[
         str | None, About("With --salvage: take what is lost from another checkpoint, tensor by tensor.", "OTHER")
     ] = None
-    overwrite: Annotated[bool, About("Replace OUT if it exists.")] = False
+    overwrite: Annotated[bool, About("Replace OUT if it is one checkpoint; other files in it are refused.")] = False
     dry_run: Annotated[bool, About("Say what would be done, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
     )
@@ -211,7 +212,7 @@ class ConvertOptions:
     @property
     def edits(self) -> Edits:
         """Return what is to be changed of names and dtypes."""
-        return Edits(self.include, self.exclude, self.rename, self.dtype)
+        return Edits(self.include, self.exclude, self.rename, self.dtype, self.allow_unmatched)
 
     def to_json(self) -> dict[str, Any]:
         """Return what all processes that make the same thing have in common."""
@@ -232,6 +233,7 @@ class Keywords(TypedDict, total=False):
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]
+    allow_unmatched: bool
     map: str | Path | None
     vocab_size: int | None
     names: str | None

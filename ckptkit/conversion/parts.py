@@ -29,7 +29,7 @@ from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP, get_family
 from ckptkit.names.naming import AskedNames, name_training
-from ckptkit.names.parameters import rename_parameters
+from ckptkit.names.parameters import parameters_in, rename_parameters
 from ckptkit.names.weights import LeftOut, find_weights, has_weights, summarise
 from ckptkit.trainers import say_opaque, who_wrote
 
@@ -85,6 +85,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
     options.edits.check_globs(layouts)
     chosen, remarks = zip(*(choose(piece, options, world_size) for piece in pieces), strict=True)
+    check_edits(chosen, options)
     rekeyings = key_optimizers(checkpoint, layouts, options)
     drafted = [
         draft_piece(piece, one, options, world_size, optimizers, check_casts)
@@ -120,6 +121,14 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     if options.vocab_size is not None:
         conversion = with_config_of(conversion, options.vocab_size)
     return conversion if any(not part.place for part in checkpoint.parts) else without_copy(conversion, checkpoint.path)
+
+
+def check_edits(chosen: Sequence[Layout], options: ConvertOptions) -> None:
+    """Raise `Usage` for a rule of `--dtype` or `--rename` that matches nothing in any piece."""
+    options.edits.check_dtypes(chosen)
+    if options.rename:
+        names = [name for layout in chosen for name in parameters_in(layout, find_names(layout))]
+        options.edits.check_renames(names, chosen[0].root)
 
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:

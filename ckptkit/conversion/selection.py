@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout, Spec, edits
-from ckptkit.names.renames import parse_rule, renaming
+from ckptkit.names.renames import fold, parse_rule, renaming
 from ckptkit.tensors.dtypes import DType, parse_dtype
 
 LIKE = "like:"
@@ -18,12 +20,16 @@ LIKE = "like:"
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The edits asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`."""
+    """The edits asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`.
+
+    A pattern that matches nothing is an error unless `allow_unmatched`.
+    """
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Sequence[str] = ()
     dtype: Sequence[str] = ()
+    allow_unmatched: bool = False
 
     def check_rules(self) -> None:
         """Raise `Usage` for a rule that is not understood."""
@@ -38,12 +44,41 @@ class Edits:
         return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def check_globs(self, layouts: Sequence[Layout]) -> None:
-        """Raise `Usage` for an `--include` that admits nothing in any of the layouts."""
+        """Raise `Usage` for an `--include` or `--exclude` that matches no entry in any of the layouts."""
         names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]
-        for glob in self.include:
-            if not any(fnmatchcase(name, glob) for name in names):
-                hint = "`ckptkit inspect --tensors` shows the names"
-                raise Usage(f"--include '{glob}' matches no tensor", path=layouts[0].root, hint=hint)
+        self.check_matched("--include", self.include, names, layouts[0].root)
+        self.check_matched("--exclude", self.exclude, names, layouts[0].root)
+
+    def check_dtypes(self, layouts: Sequence[Layout]) -> None:
+        """Raise `Usage` for a `--dtype GLOB=DTYPE` that matches no tensor in any of the layouts."""
+        globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
+        names = [name for layout in layouts for name in layout.tensors]
+        self.check_matched("--dtype", globs, names, layouts[0].root)
+
+    def check_renames(self, names: Iterable[str], root: Path) -> None:
+        """Raise `Usage` for a `--rename` rule that matches none of the parameters' names, after the rules before it."""
+        names = list(names)
+        for rule in self.rename:
+            pattern, text = parse_rule(rule)
+            self.check_matched("--rename", [rule], names, root, is_match=is_renamed_by)
+            names = [pattern.sub(text, name) for name in names]
+
+    def check_matched(
+        self,
+        option: str,
+        patterns: Iterable[str],
+        names: Collection[str],
+        root: Path,
+        is_match: Callable[[str, str], bool] = fnmatchcase,
+        what: str = "tensor",
+    ) -> None:
+        """Raise `Usage`, with the nearest names, for a pattern of an option that matches none of the names."""
+        for pattern in () if self.allow_unmatched else patterns:
+            if not any(is_match(name, pattern) for name in names):
+                near = nearest(pattern, names)
+                hint = f"the nearest names are {', '.join(near)}; " if near else ""
+                hint += "`ckptkit inspect --tensors` shows all names; --allow-unmatched ignores the pattern"
+                raise Usage(f"{option} '{pattern}' matches no {what}", path=root, hint=hint)
 
     @property
     def changes_names(self) -> bool:
@@ -118,6 +153,18 @@ class Like:
         if wanted != spec.dtype and not spec.dtype.can_become(wanted):
             raise Mismatch(f"it is {wanted} in {self.model}, which {spec.dtype} cannot become", tensor=name)
         return wanted
+
+
+def is_renamed_by(name: str, rule: str) -> bool:
+    """Return whether the regex of a rule `REGEX=>TEXT` matches a name."""
+    return parse_rule(rule)[0].search(name) is not None
+
+
+def nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return up to three names that are most like a pattern, each of another module."""
+    by_module = {fold(name): name for name in names}
+    found = get_close_matches(fold(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
+    return [by_module[one] for one in found]
 
 
 def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:

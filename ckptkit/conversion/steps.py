@@ -37,6 +37,7 @@ def open_model(part: Part, options: ConvertOptions) -> Model:
         layout = edits.select(layout, options.edits.admit)
     companions = find_companions(part.path, options.base) if options.writer.is_model_only else Companions()
     model = Model(part=part, weights=find_weights(layout), companions=companions, ask_base=names_of_base(options.base))
+    options.edits.check_renames(model.layout.tensors, part.path)
     return model.rename(options.edits.renaming()) if options.rename else model
 
 
@@ -152,6 +153,7 @@ def restore_keys(model: Model, options: ConvertOptions) -> Model:
 
 def cast(model: Model, options: ConvertOptions) -> Model:
     """Give the tensors the dtypes that you ask for. What loaders keep in fp32 stays in fp32."""
+    options.edits.check_dtypes([model.layout])
     wide = wide_tensors(model, options)
     layout, casts = options.edits.cast(model.layout, lambda name: name not in wide)
     specs = layout.specs

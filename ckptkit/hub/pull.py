@@ -20,6 +20,7 @@ from huggingface_hub.file_download import http_get
 from tqdm.utils import CallbackIOWrapper
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.destinations.allocation import check_room, missing_bytes
 from ckptkit.destinations.staging import WORK, Stage
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
@@ -89,6 +90,8 @@ def pull(
         found = look_up(name, at)
         files = choose(found, tuple(include), tuple(exclude))
         sizes = {file: remote.nbytes for file, remote in files.items()}
+        if overwrite:
+            check_replaceable(dst, found.files)
         with resumable(Stage(dst, overwrite=overwrite, sync=sync, key=make_key(found, files))) as stage:
             check_room(stage.dst, missing_bytes(stage.path, sizes))
             here = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())

@@ -7,7 +7,7 @@ unless the optimizer only counts its parameters. Optimizers flattened by torch h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from ckptkit.formats.archives.values import load_value, with_value
@@ -30,6 +30,13 @@ def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName
     lists = {name: blob for name, blob in layout.blobs.items() if is_list_of_parameters(layout.key(name))}
     blobs = {**layout.blobs, **{name: rename_list(layout, blob, new_name) for name, blob in lists.items()}}
     return edits.rekey(replace(layout, blobs=blobs), keys), changed
+
+
+def parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
+    """Return the names that `rename_parameters` replaces: those of the `weights`, and those in optimizers."""
+    own = {layout.key(name)[-1] for name in weights}
+    ways = (way_in_optimizer(layout.key(name)) for name in layout.names)
+    return {name for name in (*own, *(way[1] for way in ways if way)) if isinstance(name, str)}
 
 
 def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[object] = ()) -> KeyPath:

@@ -14,6 +14,7 @@ from typing import Unpack
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
 from ckptkit.conversion.destination import check_apart
 from ckptkit.conversion.draft import Conversion, draft_of_model
@@ -134,11 +135,12 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
-    conversion = draft_all(checkpoints, dst, options)
+    conversion = draft_opened(checkpoints, dst, options)
+    check_replaceable(dst, conversion.file_sizes)
     return replace(conversion, notes=(*conversion.notes, *remarks_on_id(options.base)))
 
 
-def draft_all(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
+def draft_opened(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
     """Draft the conversion of opened checkpoints, or of what is whole of a damaged one."""
     if options.salvage:
         return draft_salvage(checkpoints[0], dst, options)

@@ -37,7 +37,7 @@ def demoted_bytes(checkpoint: Path) -> int:
     Raises a `CkptError` where `demote` would, as far as that is known without reading tensors.
     """
     weights = Checkpoint.open(checkpoint).weights.layout
-    options = ConvertOptions.of({"dtype": dtypes_for(weights)}, to="hf")
+    options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
     conversion = draft([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
     files = {name: FileSum(nbytes, 0) for name, nbytes in conversion.file_sizes.items()}
     if metrics := metrics_file(checkpoint):
@@ -82,7 +82,7 @@ def make_model(checkpoint: Path, model: Path, jobs: int | None, progress: Told |
     """Write the weights of a checkpoint, with config and tokenizer, to directory `model`."""
     weights = Checkpoint.open(checkpoint).weights.layout
     tell = None if progress is None else lambda nbytes, _total: progress(nbytes)
-    consolidate(checkpoint, model, dtype=dtypes_for(weights), jobs=jobs, progress=tell)
+    consolidate(checkpoint, model, dtype=dtypes_for(weights), allow_unmatched=True, jobs=jobs, progress=tell)
 
 
 def dtypes_for(weights: Layout) -> list[str]:

@@ -15,6 +15,7 @@ from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_h
 from ckptkit.comparison.renames import find_renames
 from ckptkit.conversion.selection import Edits
 from ckptkit.engine.compare import Comparison, compare
+from ckptkit.errors import Usage
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.progress import Progress, telling
@@ -31,6 +32,7 @@ def diff(
     allow_cast: bool = False,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    allow_unmatched: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
@@ -39,10 +41,10 @@ def diff(
     Elements of one dtype are the same if all bits are; with `rtol` or `atol`, and where the dtypes differ, if the
     numbers are close: `|a - b| <= atol + rtol * |b|`, NaN to NaN too. A dtype that differs is a difference, unless
     `allow_cast`: then the wider of two floats is first converted to the other, as a conversion would do it. `include`
-    and `exclude` are globs of names. Where only one has an optimizer, the model is compared. Raises a `CkptError` if
-    one of them cannot be read or is damaged.
+    and `exclude` are globs of names; one that matches nothing is an error unless `allow_unmatched`. Where only one has
+    an optimizer, the model is compared. Raises a `CkptError` if one of them cannot be read or is damaged.
     """
-    asked = Edits(include, exclude)
+    asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     terms = Terms(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
@@ -55,6 +57,8 @@ def diff(
     if any(is_one_packed(*pair) for pair in pairs):
         notes.append("numbers of 8 bits were compared without their scales: `ckptkit stats A B` takes these along")
     asked.check_globs([side.layout for pair in pairs for side in pair])
+    if not any(side.select(asked.admit).layout.names for pair in pairs for side in pair):
+        raise Usage("there is nothing left to compare", path=one.path, hint="check --include and --exclude")
     found = Diff(one.path, two.path, notes=tuple(notes))
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)

@@ -70,6 +70,7 @@ def stats(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    allow_unmatched: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Stats: ...
@@ -85,12 +86,14 @@ def stats(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    allow_unmatched: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Stats | Moved:
     """Look at every number of the checkpoint at `source`, or of the latest of the run there, with `jobs` threads.
 
-    `include` and `exclude` are globs of names. Compares no checksums. With `other`, a checkpoint of the same model,
+    `include` and `exclude` are globs of names; one that matches nothing is an error unless `allow_unmatched`.
+    Compares no checksums. With `other`, a checkpoint of the same model,
     return how far each parameter moved from `source` to it. Raises `Corrupt` where bytes are missing, naming the
     tensor; `Mismatch` if the two share no parameter.
     """
@@ -100,9 +103,11 @@ def stats(
         return moved(source, other, jobs=jobs, progress=progress)
     checkpoint = Checkpoint.open(source)
     whole = checkpoint.layout
-    asked = Edits(include, exclude)
+    asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     asked.check_globs([whole])
     layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
+    if not layout.tensors and (include or exclude):
+        raise Usage("there is no tensor left to look at", path=checkpoint.path, hint="check --include and --exclude")
     found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
     tensors = tuple(TensorStats.of(name, spec, found[name]) for name, spec in layout.specs.items())
     return Stats(checkpoint.path, layout.format, tensors)

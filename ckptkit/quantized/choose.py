@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from ckptkit.errors import Unsupported, Usage
+from ckptkit.errors import Unsupported
 from ckptkit.layout import Spec
 from ckptkit.quantized.schemes import Scheme
 
@@ -54,11 +54,9 @@ def choose(
 ) -> Chosen:
     """Choose among the tensors of `linear` layers, of which loaders want the `kept` ones as they are.
 
-    What matches one of the `globs`, by its own name or its module's, is left, and so is what has to be like it. Raises
-    `Usage` for a glob that matches nothing.
+    What matches one of the `globs`, by its own name or its module's, is left, and so is what has to be like it.
     """
     names = [name for name in linear if name in specs]
-    check_globs(globs, names)
     kept = set(kept)
     left = {name: reason for name in names if (reason := reason_to_leave(name, specs[name], kept, scheme, globs))}
     together: dict[str, list[str]] = defaultdict(list)
@@ -87,14 +85,6 @@ def reason_to_leave(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs
 def matches(name: str, glob: str) -> bool:
     """Return whether a tensor, or its module, is called as a glob says."""
     return fnmatchcase(name, glob) or fnmatchcase(name.removesuffix(".weight"), glob)
-
-
-def check_globs(globs: Sequence[str], names: Sequence[str]) -> None:
-    """Raise `Usage` for a glob that matches no name."""
-    for glob in globs:
-        if not any(matches(name, glob) for name in names):
-            hint = "`ckptkit inspect --tensors` shows the names"
-            raise Usage(f"--exclude-quantize '{glob}' matches no weight of a linear layer", hint=hint)
 
 
 def group_of(name: str) -> str:

@@ -11,7 +11,7 @@ from ckptkit.layout import Layout, Spec, StoredTensor, edits
 from ckptkit.layout.plan import Operand
 from ckptkit.models.expected import Form, expected
 from ckptkit.models.fit import abridge
-from ckptkit.quantized.choose import RAGGED, Chosen, choose, modules_of
+from ckptkit.quantized.choose import RAGGED, Chosen, choose, matches, modules_of
 from ckptkit.quantized.schemes import SCHEMES, Scheme
 from ckptkit.quantized.signs import KEYS
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -29,7 +29,12 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     assert options.quantize is not None
     form, scheme = form_of(model), SCHEMES[options.quantize]
     linear = expected(model.config).linear_layers(form)
-    chosen = choose(model.layout.specs, linear.names, linear.kept, scheme, options.exclude_quantize)
+    names = [name for name in linear.names if name in model.layout.specs]
+    globs = options.exclude_quantize
+    options.edits.check_matched(
+        "--exclude-quantize", globs, names, model.layout.root, is_match=matches, what="weight of a linear layer"
+    )
+    chosen = choose(model.layout.specs, linear.names, linear.kept, scheme, globs)
     if not chosen.names:
         why = "; ".join(f"{len(names)} stay {reason}" for reason, names in chosen.reasons.items())
         hint = "--quantize fp8-channel has a scale for each row" if RAGGED in chosen.reasons else None

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.seal import create_files, read_made
 from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
 from ckptkit.destinations.allocation import check_room, create_file
@@ -196,7 +197,8 @@ class Writer(RoomWriter):
     `format` is one that ckptkit writes. Entries that are no tensors lie in the files of "dcp" and "pt"; with "hf" they
     and all else that is not the model's lie in a DCP directory `training` beside the weights. `files` are small ones
     to put beside the weights (config.json, a tokenizer's), and `max_shard_size` is in bytes.
-    `overwrite` replaces a directory that is there; without `sync` the checkpoint may not outlive a power cut. A save
+    `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
+    without `sync` the checkpoint may not outlive a power cut. A save
     that failed may leave a hidden directory, which goes away with the writer, or at its next save.
     """
 
@@ -223,6 +225,8 @@ class Writer(RoomWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the files in a hidden directory, and return the plans with what each rank is to do there."""
         self._discard()
+        if self.overwrite:
+            check_replaceable(self.path, self._files)
         self._stage = stage = Stage(self.path, overwrite=self.overwrite, sync=self.sync)
         weakref.finalize(self, stage.discard)  # no call of torch's tells of the failure of another rank
         try:

@@ -97,6 +97,18 @@ def files_beside() -> tuple[tuple[re.Pattern[str], str], ...]:
     return tuple((re.compile(pattern), key) for trainer in TRAINERS for pattern, key in trainer.beside.items())
 
 
+def is_of_checkpoint(name: str) -> bool:
+    """Return whether a trainer gives this name to a file of one of its checkpoints."""
+    beside = any(pattern.fullmatch(name) for pattern, _ in files_beside())
+    return (
+        beside
+        or is_tracker(name)
+        or name in metrics_files()
+        or rank_in(name) is not None
+        or owner_of_file(name) is not None
+    )
+
+
 def is_kept(name: str, beside: Iterable[str]) -> bool:
     """Return whether a directory or hidden file goes along as it is, by its name and those that it lies beside."""
     return any(trainer.kept[name] in beside for trainer in TRAINERS if name in trainer.kept)

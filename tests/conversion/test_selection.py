@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit import convert, reshard
+import ckptkit
+from ckptkit import convert, diff, reshard
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from tests import producers
 from tests.conftest import Produce
@@ -50,6 +52,43 @@ def test_what_matches_nothing_is_refused(produce: Produce, tmp_path: Path) -> No
     with pytest.raises(Mismatch, match="nothing is left"):
         reshard(source, tmp_path / "out", to=2, exclude=["*"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        ({"exclude": "*bais"}, r"--exclude '\*bais' matches no tensor"),
+        ({"dtype": ["bf16", "model.up.wieght=fp32"]}, r"--dtype 'model\.up\.wieght' matches no tensor"),
+        ({"rename": ["^up=>top", "^up=>bottom"]}, r"--rename '\^up=>bottom' matches no tensor"),
+    ],
+)
+def test_a_pattern_that_does_nothing_is_refused(
+    produce: Produce, tmp_path: Path, options: dict[str, Any], near: str
+) -> None:
+    source = produce(producers.fsdp2).root
+    for to in ("dcp", "hf"):
+        if to == "hf" and "dtype" in options:  # the model's names have no key before them
+            options = {"dtype": ["up.wieght=fp32"]}
+            near = near.replace(r"model\.", "")
+        with pytest.raises(Usage, match=near) as caught:
+            convert(source, tmp_path / "out", to=to, **options)
+        assert caught.value.hint is not None
+        assert "the nearest names are" in caught.value.hint
+        assert "--allow-unmatched" in caught.value.hint
+        convert(source, tmp_path / to, to=to, **options, allow_unmatched=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"dcp", "hf"}
+
+
+def test_nothing_to_compare_or_look_at_is_refused(produce: Produce) -> None:
+    source = produce(producers.fsdp2).root
+    with pytest.raises(Usage, match="nothing left to compare"):
+        diff(source, source, exclude=["*"])
+    with pytest.raises(Usage, match="no tensor left"):
+        ckptkit.stats(source, exclude=["*"])
+    for look in (partial(diff, source, source), partial(ckptkit.stats, source)):
+        with pytest.raises(Usage, match=r"--exclude 'optm\.\*' matches no tensor"):
+            look(exclude=["optm.*"])
+        look(exclude=["optm.*"], allow_unmatched=True)
 
 
 def test_a_part_of_which_nothing_is_left_is_not_written(produce: Produce, tmp_path: Path) -> None:

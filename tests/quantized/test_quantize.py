@@ -209,6 +209,7 @@ def test_globs_leave_a_module_and_what_is_joined_with_it(tmp_path: Path) -> None
     assert sum(ASKED in note for note in done.notes) == sum(ALONE in note for note in done.notes) == 1
     with pytest.raises(Usage, match=r"'\*\.q' matches no weight"):
         consolidate(tmp_path / "in", tmp_path / "none", quantize="fp8-block", exclude_quantize="*.q")
+    consolidate(tmp_path / "in", tmp_path / "any", quantize="fp8-channel", exclude_quantize="*.q", allow_unmatched=True)
 
 
 def test_experts_are_left_together() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import CkptError, Occupied, translate_os_errors
 from ckptkit.training.config import Device, TrainConfig
@@ -80,6 +81,7 @@ def make(name: str, look: Callable[[], str]) -> Check:
 def clear(run: Path, out: Path, *, overwrite: bool) -> None:
     """Make an empty run directory with our mark, in place of an earlier smoke's if asked; refuse any other."""
     check_destination(out, overwrite)
+    check_replaceable(out)
     with translate_os_errors(run):
         if run.exists() and any(run.iterdir()):
             if not (run / MARK).exists():

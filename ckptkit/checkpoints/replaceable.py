@@ -1,0 +1,94 @@
+"""Decide whether a directory may be replaced: only if ckptkit knows everything in it. Deletes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ckptkit import trainers
+from ckptkit.checkpoints.account import NAME as ACCOUNT
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, translate_os_errors
+from ckptkit.files.file import children, names_in
+from ckptkit.formats import is_known_file
+from ckptkit.models.companions import FILES, TEMPLATES
+
+_OWN = frozenset((*FILES, TEMPLATES, MANIFEST, ACCOUNT, ".gitattributes"))
+_UNREADABLE = (Corrupt, Mismatch, NotACheckpoint, Unsupported)
+_MOST_NAMED = 5
+
+
+def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
+    """Raise `Occupied` if `dst` is a directory with entries that are not part of one checkpoint.
+
+    The files `made` are about to be written under the same names, so they may be replaced in any case.
+    """
+    if dst.is_symlink() or not dst.is_dir():
+        return
+    with translate_os_errors(dst):
+        found = [str(path.relative_to(dst)) for path in strangers_in(dst, {dst / name for name in made})]
+    if found:
+        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        message = f"the destination contains entries that ckptkit does not know: {', '.join(found[:_MOST_NAMED])}{more}"
+        hint = "--overwrite replaces one checkpoint: choose another destination, or move or remove these entries first"
+        raise Occupied(message, path=dst, hint=hint)
+
+
+def strangers_in(root: Path, made: set[Path]) -> Iterator[Path]:
+    """Yield the entries of directory `root` that belong neither to its checkpoint nor to the files `made`."""
+    parts, files = own_parts(root)
+    is_checkpoint = bool(parts) or MANIFEST in names_in(root)
+    known = made | files
+    above = {folder for path in known for folder in path.parents} | parts
+    yield from unknown_in(root, known, above, is_checkpoint=is_checkpoint)
+
+
+def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
+    """Return the paths of the parts of the one checkpoint in a directory, and the files that they are stored in."""
+    parts = Checkpoint.at(root).parts
+    if sum(part.is_model for part in parts) > 1:  # several models side by side: not one checkpoint
+        return set(), set()
+    files = set()
+    for part in parts:
+        try:
+            files |= {part.layout.root / name for name in (*part.layout.paths, *part.layout.descriptions)}
+        except _UNREADABLE:  # its files are known by their names
+            continue
+    return {part.path for part in parts}, files
+
+
+def unknown_in(folder: Path, known: set[Path], above: set[Path], *, is_checkpoint: bool) -> Iterator[Path]:
+    """Yield what is unknown in a directory: `known` are files, `above` the directories that contain known files."""
+    recorded = recorded_in(folder)
+    known, above = known | recorded, above | {parent for path in recorded for parent in path.parents}
+    names = names_in(folder)
+    for path in children(folder):
+        if path in known or (is_checkpoint and is_known_name(path.name, names)):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            yield path
+        elif path in above or (is_checkpoint and is_known_folder(path.name)):
+            yield from unknown_in(path, known, above, is_checkpoint=is_checkpoint)
+        elif names_in(path):
+            yield path
+
+
+def recorded_in(folder: Path) -> set[Path]:
+    """Return the files that the manifest in a directory lists; none if the manifest is missing or damaged."""
+    try:
+        manifest = read_manifest(folder)
+    except Corrupt:
+        return set()
+    return {folder / name for name in manifest.files} if manifest else set()
+
+
+def is_known_name(name: str, beside: Iterable[str]) -> bool:
+    """Return whether a format, a trainer or a model gives this name to an entry of a checkpoint."""
+    return name in _OWN or is_known_file([name]) or trainers.is_of_checkpoint(name) or trainers.is_kept(name, beside)
+
+
+def is_known_folder(name: str) -> bool:
+    """Return whether a trainer gives this name to a directory inside a checkpoint."""
+    return trainers.is_other_part(name) or trainers.is_whole(name) or name in trainers.companion_folders()

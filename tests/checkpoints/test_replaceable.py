@@ -1,0 +1,85 @@
+"""`--overwrite` replaces one checkpoint, and refuses a directory with anything else in it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import ckptkit
+from ckptkit import consolidate, convert, reshard
+from ckptkit.errors import Occupied
+from ckptkit.storage import Writer
+from tests.producers import counted, save_alone
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint in shards, with another file beside them."""
+    state = {"model": {"w": counted(7, 3)}, "optim": {"state": {"w": {"exp_avg": counted(7, 3)}}}}
+    save_alone(state, tmp_path / "source")
+    (tmp_path / "source" / "data").mkdir()
+    (tmp_path / "source" / "data" / "order.txt").write_text("3 1 2")
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("to", ["dcp", "pt", "hf"])
+def test_a_folder_of_notes_is_not_replaced(source: Path, tmp_path: Path, to: str) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "ideas.txt").write_text("one")
+    with pytest.raises(Occupied, match=r"does not know: ideas\.txt") as caught:
+        convert(source, notes, to=to, overwrite=True)
+    assert caught.value.path == notes
+    assert caught.value.exit_code == 5
+    assert (notes / "ideas.txt").read_text() == "one"
+
+
+def test_a_run_with_a_pinned_checkpoint_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(source, run / "ckpt-3")
+    ckptkit.pin(run / "ckpt-3")
+    with pytest.raises(Occupied, match="ckpt-3"):
+        consolidate(source, run, overwrite=True)
+    assert (run / "ckpt-3" / ".metadata").exists()
+
+
+def test_several_models_side_by_side_are_not_replaced(source: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        consolidate(source, tmp_path / "models" / name)
+    with pytest.raises(Occupied, match="a, b"):
+        consolidate(source, tmp_path / "models", overwrite=True)
+    assert (tmp_path / "models" / "a" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("to", ["dcp", "pt", "hf"])
+def test_an_output_is_replaced_unless_a_file_was_added_to_it(source: Path, tmp_path: Path, to: str) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        convert(source, out, to=to, overwrite=True)
+    for other in ("hf", "pt", "dcp"):
+        shutil.rmtree(out / "data", ignore_errors=True)
+        convert(source, out, to=other, overwrite=True)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(Occupied, match=r"notes\.txt"):
+        convert(source, out, to=to, overwrite=True)
+    assert (out / "notes.txt").exists()
+
+
+def test_a_checkpoint_of_torch_is_replaced(source: Path, tmp_path: Path) -> None:
+    save_alone({"w": counted(3)}, tmp_path / "out")
+    assert reshard(source, tmp_path / "out", to=2, overwrite=True).world_size == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_writer_does_not_replace_files_of_other_people(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "out", overwrite=True)
+    for number in range(2):
+        dcp.save({"w": counted(3) + number}, storage_writer=writer, no_dist=True)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises((Occupied, CheckpointException), match=r"notes\.txt"):
+        dcp.save({"w": counted(3)}, storage_writer=writer, no_dist=True)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
