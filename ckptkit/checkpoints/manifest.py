@@ -21,13 +21,33 @@ from ckptkit.version import __version__
 NAME = "ckptkit.json"
 _LIMIT = 1 << 28  # bytes
 
+ByteRange = tuple[int, int]  # offset in a file and length, in bytes
+
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """A file's bytes, and their CRC-32."""
+    """The size and the CRC-32 of a file.
+
+    `runs` has the CRC-32 of the runs of tensor bytes that no format records one for, by offset and length.
+    """
 
     nbytes: int
     crc32: int
+    runs: Mapping[ByteRange, int] = field(default_factory=dict, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = {"nbytes": self.nbytes, "crc32": f"{self.crc32:08x}"}
+        runs = {f"{offset}+{length}": f"{crc:08x}" for (offset, length), crc in sorted(self.runs.items())}
+        return {**value, "runs": runs} if runs else value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> FileSum:
+        """Return the sums that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
+        runs = {}
+        for place, crc in value.get("runs", {}).items():
+            offset, length = map(int, place.split("+"))
+            runs[offset, length] = int(crc, 16)
+        return cls(int(value["nbytes"]), int(value["crc32"], 16), runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +66,7 @@ class Manifest:
         value = {
             "ckptkit": __version__,
             "source": self.source,
-            "files": {
-                name: {"nbytes": found.nbytes, "crc32": f"{found.crc32:08x}"}
-                for name, found in sorted(self.files.items())
-            },
+            "files": {name: found.to_json() for name, found in sorted(self.files.items())},
             "tensors": {name: {"crc32": f"{crc:08x}"} for name, crc in sorted(self.tensors.items())},
         }
         return dump({**value, "crc32": f"{crc32(dump(value)):08x}"})
@@ -74,7 +91,7 @@ def read_manifest(root: Path) -> Manifest | None:
         recorded = int(value.pop("crc32"), 16)
         if crc32(dump(value)) != recorded:
             raise Corrupt("the manifest itself is damaged, or was edited", path=path)
-        files = {name: FileSum(int(found["nbytes"]), int(found["crc32"], 16)) for name, found in value["files"].items()}
+        files = {name: FileSum.from_json(found) for name, found in value["files"].items()}
         tensors = {name: int(found["crc32"], 16) for name, found in value["tensors"].items()}
         source = value["source"]
     except CkptError as error:

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import CkptError, Incomplete, translate_os_errors
 from ckptkit.formats import FormatReader
-from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor, edits
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.names.wrappers import is_flat_name
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
@@ -50,7 +50,7 @@ class Part:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return where its chunks lie, with the checksums that its manifest has for tensors in one piece.
+        """Return where its chunks lie, with the checksums that its manifest has for them.
 
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
@@ -103,11 +103,28 @@ class Part:
 
 
 def with_sums(layout: Layout, manifest: Manifest | None) -> Layout:
-    """Return the layout with the checksums that a manifest has for tensors in one piece, if there is one."""
+    """Return the layout with the checksums that a manifest has for its chunks, if there is one."""
     if manifest is None:
         return layout
+    layout = with_run_sums(layout, manifest)
     sums = manifest.tensors
     return replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
+
+
+def with_run_sums(layout: Layout, manifest: Manifest) -> Layout:
+    """Return the layout with the checksums that a manifest has for runs of bytes in its files."""
+    runs = {name: file.runs for name, file in manifest.files.items() if file.runs}
+
+    def with_run_sum(chunk: Chunk) -> Chunk:
+        crc = runs[chunk.path].get(chunk.bytes) if chunk.path in runs else None
+        return chunk if crc is None or chunk.crc32 is not None or chunk.where else chunk._replace(crc32=crc)
+
+    def with_chunk_sums(tensor: StoredTensor) -> StoredTensor:
+        return replace(tensor, chunks=tuple(map(with_run_sum, tensor.chunks)))
+
+    if not runs:
+        return layout
+    return replace(layout, tensors={name: with_chunk_sums(tensor) for name, tensor in layout.tensors.items()})
 
 
 def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:

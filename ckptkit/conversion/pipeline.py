@@ -5,9 +5,11 @@ Several processes may share the work. Each does the steps up to `copy`; one of t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.made_files import create, seal
@@ -130,6 +132,7 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
         key=conversion.key(count),
         is_part=is_part,
         is_file=conversion.is_file,
+        check_other=lambda begun: require_same_options(begun, conversion, count, stage.work),
     )
     try:
         stage.open()
@@ -144,6 +147,33 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
         else:
             stage.discard()
         raise
+
+
+def require_same_options(begun: bytes, conversion: Conversion, count: int, work: Path) -> None:
+    """Raise `Occupied` if parts of the output were made from other sources, or with other options.
+
+    Parts of a source that changed since are worth nothing: those are made again. `begun` is the key of the parts.
+    """
+    theirs, ours = read_words(begun), read_words(conversion.key(count))
+    made = sorted({int(path.stem.rpartition("-")[2]) + 1 for path in work.glob("plan-*-share-*.jsonl")})
+    different = [name for name in ours if ours[name] != theirs.get(name)]
+    if theirs.get("--part", 1) == 1 or not made or not different:
+        return
+    parts = ", ".join(f"{number}/{theirs['--part']}" for number in made[:8])
+    name = different[0]
+    message = f"parts {parts} were made with another {name}: expected {theirs.get(name)}, found {ours[name]}"
+    hint = f"pass the same sources and options; to begin anew, remove {work.parent}"
+    raise Occupied(message, path=conversion.output, hint=hint)
+
+
+def read_words(key: bytes) -> dict[str, Any]:
+    """Return what a key says by the names that you pass; nothing of a key that no version like this one has written."""
+    try:
+        words = json.loads(key)
+        options = {f"--{name.replace('_', '-')}": value for name, value in words["options"].items()}
+        return {"source": words["sources"], "--part": int(words["parts"]), **options}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
 
 
 def copy_share(

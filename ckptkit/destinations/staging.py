@@ -6,6 +6,7 @@ At every moment the destination is absent, old and whole, or new and whole. Know
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -40,6 +41,8 @@ class Stage:
     `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time, from
     when each lets the others in.
 
+    `check_other`, called with the key of what was begun there under another one, may raise an error to keep that.
+
     With `is_file` the destination becomes the one file that was made in the directory.
     """
 
@@ -52,6 +55,7 @@ class Stage:
         key: bytes | None = None,
         is_part: bool = False,
         is_file: bool = False,
+        check_other: Callable[[bytes], None] | None = None,
     ) -> None:
         self.dst = dst.absolute()
         self.path = staging_path(self.dst)
@@ -60,6 +64,7 @@ class Stage:
         self.key = key
         self.is_part = is_part
         self.is_file = is_file
+        self.check_other = check_other
         self._lock: int | None = None
         self._claim: int | None = None  # on what is being made under a key; shared among parts
         self._is_ours = False  # what lies in `path`
@@ -81,7 +86,10 @@ class Stage:
             self._lock = self._acquire()
             recover(self.dst)
             check_destination(self.dst, self.overwrite, is_file=self.is_file)  # a run before us may have made it
-            if self.key is None or read_key(self.path) != self.key:
+            begun = read_key(self.path)
+            if self.key is None or begun != self.key:
+                if begun is not None and self.check_other is not None:
+                    self.check_other(begun)
                 close(claim(self.path))
                 self._is_ours = True
                 make_empty(self.path)

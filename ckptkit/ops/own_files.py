@@ -47,6 +47,9 @@ class OwnFiles:
 
     def expected(self, extent: Extent) -> int | None:
         """Return the CRC-32 that an extent should have: from the manifest, or else from the format."""
+        file = self.recorded.get(extent.path)
+        if file and (extent.offset, extent.length) in file.runs:
+            return file.runs[extent.offset, extent.length]
         tensor = self.layout.tensors.get(extent.name)
         if self.manifest and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded:
             known = self.manifest.tensors.get(extent.name)

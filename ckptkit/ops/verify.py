@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
-from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.engine.scan import find_zeros, scan
@@ -190,7 +190,8 @@ def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told
     content, extents = look_inside(own, sizes, problems)
     found = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
     compare_extents(own, extents, found.extents, problems)
-    sums = {name: FileSum(sizes[name], crc) for name, crc in found.files.items()}
+    runs = runs_of(extents, found.extents)
+    sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in found.files.items()}
     compare_files(own, sums, problems)
     unread = [
         extent.length
@@ -201,6 +202,16 @@ def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told
     result = summary(own, sizes, content)
     unchecked = min(sum(unread), content)
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
+
+
+def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
+    """Return by file the CRC-32 that was found of each extent that no format records one for."""
+    runs: dict[str, dict[ByteRange, int]] = {}
+    for extent in extents:
+        crc = found.get((extent.path, extent.offset))
+        if extent.crc32 is None and extent.length and crc is not None:
+            runs.setdefault(extent.path, {})[extent.offset, extent.length] = crc
+    return runs
 
 
 def compare_twins(found: Verified, layout: Layout, problems: Problems, jobs: int | None) -> Verified:

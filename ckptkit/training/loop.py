@@ -30,8 +30,8 @@ def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """Train as one of the ranks; rank 0 reports the `StepMetrics` of each step, and a `Note` now and then."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
         asked = Asked(signal.SIGTERM)
-        trainer, run = start(config, mesh)
         tell = report if place.rank == 0 else lambda _: None
+        trainer, run = start(config, mesh, lambda text: tell(Note(text)))
         if trainer.progress.step:
             rest = "going on" if trainer.progress.step < config.steps else "nothing to do"
             tell(Note(f"{rest}: {run.root} is at step {trainer.progress.step} of {config.steps}"))

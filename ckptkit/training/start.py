@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.errors import Mismatch, Usage, translate_os_errors
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
@@ -22,6 +23,7 @@ from ckptkit.training.metrics import forget_after
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
 from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.parallel.precision import param_dtype
+from ckptkit.training.resume import find_resume, first_readable, load_newest
 from ckptkit.training.saving.run import Run
 from ckptkit.training.saving.save import ADAPTER
 from ckptkit.training.saving.state import are_adapters
@@ -33,8 +35,12 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The findings of rank 0 for all: the checkpoint to resume, the model's place, and its tokenizer."""
+    """The findings of rank 0 for all: the checkpoint to resume, the model's place, and its tokenizer.
 
+    `candidates` are all checkpoints that can be resumed, newest first; `resume` is the first with undamaged metadata.
+    """
+
+    candidates: Sequence[Path]
     resume: Path | None
     model: str
     tokenizer: str | None
@@ -43,8 +49,11 @@ class Findings:
     needs_base: bool  # the checkpoint has adapters alone
 
 
-def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
-    """Make all that a run needs, on every rank, at its first step or at the one that it resumes."""
+def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = warnings.warn) -> tuple[Trainer, Run]:
+    """Make all that a run needs, on every rank, at its first step or at the one that it resumes.
+
+    `warn` hears of damaged checkpoints that were skipped.
+    """
     if config.batch_size < mesh.size():
         raise Usage(f"batch_size {config.batch_size} leaves some of {mesh.size()} ranks without a sequence")
     ranks = Ranks()
@@ -62,20 +71,21 @@ def start(config: TrainConfig, mesh: DeviceMesh) -> tuple[Trainer, Run]:
     if weights is not None and (found.resume is None or found.needs_base):
         trainer.progress.base = load_weights(trainer.sharded, weights, json.loads(blueprint.files()[CONFIG]))
     if found.resume is not None:
-        trainer.load(run, found.resume)
+        load_newest(trainer, run, found.candidates, ranks, warn)
     ranks.on_first(partial(prepare, config, trainer.progress.step, blueprint.files()))
     return trainer, run
 
 
 def find(config: TrainConfig) -> Findings:
     """Find the checkpoint, the model and the tokenizer, before anything is built."""
-    resume = find_resume(config)
+    candidates = find_resume(config)
+    resume = first_readable(candidates) if candidates else None
     model = resolve_model(config.model)
     own = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
     name = config.tokenizer or own
     tokenizer = choose_tokenizer(name)
     needs_base = config.lora_rank is not None and resume is not None and has_adapters_alone(resume)
-    return Findings(resume, model, name, tokenizer.vocab_size, tokenizer.files(), needs_base)
+    return Findings(candidates, resume, model, name, tokenizer.vocab_size, tokenizer.files(), needs_base)
 
 
 def has_adapters_alone(path: Path) -> bool:
@@ -85,23 +95,6 @@ def has_adapters_alone(path: Path) -> bool:
 def tokenise(config: TrainConfig, found: Findings) -> TokenFile:
     """Return the tokens of the data, in a file of the run that every rank opens."""
     return prepare_tokens(config.data, choose_tokenizer(found.tokenizer), config.run)
-
-
-def find_resume(config: TrainConfig) -> Path | None:
-    """Return the checkpoint to resume, None if there is none. Raises `Occupied` if one must not be resumed."""
-    latest = Run(config.run).latest()
-    if config.resume is None and latest is not None:
-        hint = "go on with `--resume auto`, or name another run"
-        raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
-    if config.resume is None or (config.resume == "auto" and latest is None):
-        return None
-    if config.resume != "auto" and not Path(config.resume).exists():
-        raise NotACheckpoint("no complete checkpoint to go on from", path=config.resume)
-    chosen = latest if config.resume == "auto" and latest else Checkpoint.open(config.resume)
-    chosen.require_resumable()
-    if not chosen.is_complete:
-        raise NotACheckpoint("no complete checkpoint to go on from", path=chosen.path)
-    return chosen.path
 
 
 def require_fit(config: TrainConfig, blueprint: Blueprint, found: Findings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,11 +81,8 @@ def test_a_mean_is_made_in_parts(large: Path, tmp_path: Path) -> None:
     for number in (2, 0, 1):
         done = average(sources, tmp_path / "parts", weights=[3, 1], to="dcp", part=nth(number, 3))
         assert not done.is_finished
-    with pytest.raises(Occupied):
+    with pytest.raises(Occupied, match=r"another --weights: expected \[0.75, 0.25\], found \[0.5, 0.5\]"):
         average(sources, tmp_path / "parts", weights=[1, 1], to="dcp", part=nth(0, 3))
-        finalize(tmp_path / "parts")
-    for number in range(3):
-        average(sources, tmp_path / "parts", weights=[3, 1], to="dcp", part=nth(number, 3))
     made = finalize(tmp_path / "parts")
     assert files_in(tmp_path / "parts") == files_in(tmp_path / "whole")
     assert (made.weights, made.sources, made.checked_bytes) == (whole.weights, whole.sources, whole.checked_bytes)
@@ -129,6 +127,24 @@ def test_a_changed_source_is_begun_anew(large: Path, tmp_path: Path) -> None:
     consolidate(source, tmp_path / "out", part=nth(1, 2))
     with pytest.raises(Occupied, match="1 of 2 parts are not done: 1/2"):
         finalize(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "bf16", "part": "2/2"}, "parts 1/2 were made with another --dtype: expected [], found ['bf16']"),
+        ({"part": "2/3"}, "parts 1/2 were made with another --part: expected 2, found 3"),
+        ({}, "parts 1/2 were made with another --part: expected 2, found 1"),
+    ],
+)
+def test_parts_are_not_discarded_for_other_options(
+    large: Path, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    consolidate(large, tmp_path / "out", part="1/2")
+    with pytest.raises(Occupied, match=re.escape(said)):
+        consolidate(large, tmp_path / "out", **options)
+    consolidate(large, tmp_path / "out", part="2/2")
+    assert finalize(tmp_path / "out").is_finished
 
 
 def test_damage_in_any_part_is_found(large: Path, tmp_path: Path) -> None:

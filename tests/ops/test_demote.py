@@ -20,8 +20,8 @@ from ckptkit import list_run, prune, verify
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.ops.prune import Pruned
 from ckptkit.training.config import TrainConfig
+from ckptkit.training.resume import find_resume
 from ckptkit.training.saving.run import Run
-from ckptkit.training.start import find_resume
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import save_alone

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ckptkit import consolidate, convert, doctor, make_manifest, reshard, verify
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
+from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest, read_manifest
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.files.crc32 import crc32
 from ckptkit.formats import find_format, locate
@@ -170,14 +170,12 @@ def test_what_a_conversion_writes_has_a_manifest(name: str, checkpoint: Path, tm
     assert found.has_manifest
     assert found.is_ok, found.problems
     assert found.unchecked_bytes == 0
-    made = (tmp_path / "out" / NAME).read_bytes()
+    made = read_manifest(tmp_path / "out")
     make_manifest(tmp_path / "out", overwrite=True)  # now from what was read, not from what was written
-    assert sums_in(made) == sums_in((tmp_path / "out" / NAME).read_bytes())
-
-
-def sums_in(manifest: bytes) -> list[bytes]:
-    """The lines of a manifest that are about files."""
-    return manifest.partition(b'"files"')[2].partition(b'"tensors"')[0].splitlines()
+    again = read_manifest(tmp_path / "out")
+    assert made is not None
+    assert again is not None
+    assert made.files == again.files
 
 
 @pytest.mark.parametrize("what", ["model-00001-of-", "model.safetensors.index.json"])
@@ -398,3 +396,18 @@ def test_a_conversion_compares_safetensors_with_their_manifest(
     assert name in caught.value.tensor
     assert caught.value.path == path
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_SUMS - {"no_crc"}))
+def test_a_conversion_compares_every_chunk_with_a_manifest_made_later(
+    name: str, produce: Produce, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(produce(getattr(producers, name)).root, tmp_path / "model"))
+    make_manifest(root)
+    assert convert(root, tmp_path / "sound", to="dcp").unchecked_bytes == 0
+    for tensor, (path, offset, length) in places(root).items():
+        flip(path, offset + length - 1)
+        with pytest.raises(Corrupt) as caught:
+            convert(root, tmp_path / "out", to="dcp")
+        assert (caught.value.path, caught.value.tensor) == (path, tensor)
+        flip(path, offset + length - 1)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -267,6 +268,32 @@ def test_a_run_that_is_asked_to_end_saves_first(config: TrainConfig, steps: list
     assert [checkpoint.step for checkpoint in RunFolder(ended.run).checkpoints()] == [3]
     found = go(replace(ended, resume="auto"), 2)
     assert list(map(numbers, found)) == list(map(numbers, steps[SAVED:]))
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata"])
+def test_a_damaged_newest_checkpoint_is_skipped(
+    config: TrainConfig, steps: list[StepMetrics], tmp_path: Path, file: str
+) -> None:
+    run = Path(shutil.copytree(config.run, tmp_path / "run"))
+    flip(run / f"ckpt-{STEPS}" / file)
+    heard: list[Any] = []
+    launch(partial(train, replace(config, run=run, resume="auto")), 2, heard.append)
+    assert [numbers(one) for one in heard if isinstance(one, StepMetrics)] == list(map(numbers, steps[SAVED:]))
+    assert heard[0].text.startswith(f"warning: {run}/ckpt-6 is damaged: ")
+    assert heard[0].text.endswith(f"; resuming from {run}/ckpt-3, ckpt-6 is now damaged-ckpt-6")
+    assert [checkpoint.step for checkpoint in RunFolder(run).checkpoints()] == [SAVED, STEPS]
+    for step in (SAVED, STEPS):
+        flip(run / f"ckpt-{step}" / file)
+    with pytest.raises(CkptError) as caught:
+        launch(partial(train, replace(config, run=run, resume="auto", steps=STEPS + 1)), 1, heard.append)
+    assert caught.value.exit_code == 3
+    assert (run / f"ckpt-{STEPS}").exists()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0 if path.name == ".metadata" else len(data) // 2] ^= 4  # the metadata is a pickle, and then it is none
+    path.write_bytes(data)
 
 
 def test_metrics_of_steps_taken_again_are_forgotten(config: TrainConfig, tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Find the checkpoints that a run can resume from, and load the newest one that is undamaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.destinations.exchange import move_into_place
+from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
+from ckptkit.storage.ranks import Ranks
+from ckptkit.training.config import TrainConfig
+from ckptkit.training.saving.run import Run
+from ckptkit.training.trainer import Trainer
+
+AUTO = "auto"
+_DAMAGED = "damaged-"  # before the name of a checkpoint that a run could not resume from
+
+
+def find_resume(config: TrainConfig) -> list[Path]:
+    """Return the checkpoints to resume from, the first that can be loaded; [] if there is none.
+
+    Raises `Occupied` if the run must not be resumed, and `Corrupt` if no checkpoint is readable.
+    """
+    complete = Run(config.run).checkpoints()[::-1]
+    if config.resume is None and complete:
+        hint = "go on with `--resume auto`, or name another run"
+        raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
+    if config.resume is None or (config.resume == AUTO and not complete):
+        return []
+    if config.resume == AUTO:
+        complete[0].require_resumable()
+        return [one.path for one in complete if not one.is_weights_only]
+    if not Path(config.resume).exists():
+        raise NotACheckpoint("no complete checkpoint to go on from", path=config.resume)
+    chosen = Checkpoint.open(config.resume)
+    chosen.require_resumable()
+    if not chosen.is_complete:
+        raise NotACheckpoint("no complete checkpoint to go on from", path=chosen.path)
+    return [chosen.path]
+
+
+def first_readable(found: Sequence[Path]) -> Path:
+    """Return the first checkpoint whose metadata is undamaged. Raises the error of the first if there is none."""
+    errors: list[Exception] = []
+    for path in found:
+        try:
+            _ = Checkpoint.open(path).layout
+        except (Corrupt, Unsafe, Unsupported) as error:
+            errors.append(error)
+        else:
+            return path
+    raise errors[0]
+
+
+def load_newest(trainer: Trainer, run: Run, found: Sequence[Path], ranks: Ranks, warn: Callable[[str], None]) -> None:
+    """Load the first of `found` that is undamaged, on all ranks.
+
+    The damaged ones before it get another name, since the run will save those steps again. Raises the error of the
+    first if none can be loaded.
+    """
+    damaged: dict[Path, CkptError] = {}
+    for path in found:
+        try:
+            trainer.load(run, path)
+        except (Corrupt, Unsafe, Unsupported) as error:
+            damaged[path] = error
+            continue
+        for other, why in damaged.items():
+            place = ranks.on_first(partial(set_aside, other))
+            warn(f"warning: {other} is damaged: {why.message}; resuming from {path}, {other.name} is now {place.name}")
+        return
+    raise next(iter(damaged.values()))
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, and return its new path."""
+    place = path.with_name(_DAMAGED + path.name)
+    with translate_os_errors(path):
+        move_into_place(path, place, overwrite=False)
+    return place
