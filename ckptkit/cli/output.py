@@ -27,12 +27,12 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def be_quiet(wanted: bool) -> None:
-    """Silence notes and bars from now on, if `wanted`."""
+    """Silence all but errors and JSON from now on, if `wanted`."""
     global _quiet  # noqa: PLW0603 - one terminal, one voice
     _quiet = _quiet or wanted
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="No notes, no bars.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="Print nothing but errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -51,8 +51,14 @@ def note(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to stdout."""
-    typer.echo(visible(text))
+    """Print a line to stdout, unless that is silenced."""
+    print_line(visible(text))
+
+
+def print_line(text: str) -> None:
+    """Print a line to stdout as it is, escape sequences too, unless that is silenced."""
+    if not _quiet:
+        typer.echo(text)
 
 
 def print_json(value: Any) -> None:
@@ -89,10 +95,10 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
 
 
 def print_problem(problem: CkptError) -> None:
-    """Print what a check found, as two lines at most."""
-    say(f"problem: {describe(problem)}")
+    """Print a problem that a check found, as two lines at most; --quiet does not silence it."""
+    typer.echo(visible(f"problem: {describe(problem)}"))
     if problem.hint:
-        say(f"  hint: {problem.hint}")
+        typer.echo(visible(f"  hint: {problem.hint}"))
 
 
 def describe(error: CkptError) -> str:
@@ -110,7 +116,7 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
         last = row[-1]
         pieces = wrap(last, room, break_on_hyphens=False) or [""]
         for i, piece in enumerate(pieces):
-            typer.echo(f"{start if i == 0 else ' ' * len(start)}  {piece}".rstrip())
+            say(f"{start if i == 0 else ' ' * len(start)}  {piece}".rstrip())
 
 
 def terminal_width() -> int:

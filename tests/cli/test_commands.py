@@ -66,6 +66,35 @@ def test_the_latest_of_a_run_is_said(source: Path, tmp_path: Path) -> None:
     assert ckptkit("consolidate", tmp_path / "run", tmp_path / "quiet", "-q").stderr == ""
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["consolidate", "{source}", "{tmp}/out"],
+        ["reshard", "{source}", "{tmp}/out", "--to", "2"],
+        ["inspect", "{source}", "--tensors", "--map"],
+        ["verify", "{source}"],
+        ["diff", "{source}", "{source}"],
+        ["ls", "{source}/.."],
+        ["estimate", "tiny", "--world-size", "2"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_quiet_prints_nothing(command: list[str], source: Path, tmp_path: Path) -> None:
+    ran = ckptkit(*(word.format(source=source, tmp=tmp_path) for word in command), "--quiet")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_quiet_prints_errors_problems_and_json(source: Path, tmp_path: Path) -> None:
+    assert ckptkit("inspect", tmp_path, "-q").stderr.startswith("error: ")
+    assert json.loads(ckptkit("inspect", source, "-q", "--json").stdout)["format"] == "dcp"
+    copy = shutil.copytree(source, tmp_path / "copy")
+    min(copy.glob("*.distcp")).unlink()
+    ran = ckptkit("verify", copy, "-q")
+    assert ran.returncode == 1
+    assert all(line.startswith(("problem: ", "  hint: ")) for line in ran.stdout.splitlines())
+    assert ran.stdout
+
+
 def test_inspect(source: Path) -> None:
     result = json.loads(ckptkit("inspect", source, "--json", "--chunks").stdout)
     assert result["format"] == "dcp"
