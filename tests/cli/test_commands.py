@@ -164,9 +164,38 @@ def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_options_are_usage_errors(source: Path) -> None:
-    assert ckptkit("inspect", source, "--nonsense").returncode == 2
-    assert ckptkit("consolidate", source).returncode == 2
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("convert a b --to foo", "invalid value for '--to': 'foo' is not one of"),
+        ("convert a", "missing argument"),
+        ("convert a b", "missing option '--to'"),
+        ("convert a b --to hf --jobs x", "invalid value for '--jobs'"),
+        ("convert a b --to hf --jobs 0", "invalid value for '--jobs'"),
+        ("consolidate a b --dtype", "requires an argument"),
+        ("inspect a --nonsense", "no such option: --nonsense"),
+        ("inspekt a", "no such command 'inspekt'"),
+        ("consolidate a b --max-shard-size many", "`many` is no size"),
+    ],
+)
+def test_usage_errors(command: str, words: str) -> None:
+    verb, *rest = command.split()
+    ran = ckptkit(verb, *rest)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("error: ")
+    assert [line.partition(":")[0] for line in ran.stderr.splitlines()] == ["error", "hint"]
+    told = ckptkit(verb, "--json", *rest)
+    error = json.loads(told.stdout)["error"]
+    assert (told.returncode, told.stderr, error["code"]) == (2, "", "usage")
+    assert words in error["message"]
+    assert f"error: {error['message']}\n" in ran.stderr
+    assert "Value error" not in error["message"]
+
+
+def test_help_is_printed_where_there_is_no_command() -> None:
+    ran = ckptkit()
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("Usage: ")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
