@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
 from textwrap import wrap
@@ -17,8 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.errors import CkptError, Usage
+from ckptkit.pictures.numbers import format_bytes
 
 _quiet = False
+_LEAST_LOGGED = 10**8  # bytes: less is done before anybody reads the log
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("KMGTP", start=1)
@@ -131,9 +133,9 @@ def visible(text: str) -> str:
 
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar with bytes, rate and time on a terminal; be silent elsewhere. Give it (bytes more, bytes in all)."""
+    """Show a bar on a terminal, and a line every 10 % elsewhere. Give it (bytes more, bytes in all)."""
     if _quiet or not sys.stderr.isatty():
-        yield lambda _nbytes, _total: None
+        yield ProgressLog(verb).tell
         return
     from tqdm import tqdm
 
@@ -146,6 +148,26 @@ def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(nbytes)
 
         yield tell
+
+
+@dataclass(slots=True)
+class ProgressLog:
+    """The progress of some work, as a line every 10 % where there is enough to do."""
+
+    verb: str
+    total: int = 0
+    done: int = 0
+    tenths: int = 0
+
+    def tell(self, nbytes: int, total: int) -> None:
+        """Note that more bytes are done, of how many in all."""
+        if total != self.total:
+            self.total, self.done, self.tenths = total, 0, 0  # another thing is being done now
+        self.done += nbytes
+        tenths = self.done * 10 // max(total, 1)
+        if tenths > self.tenths and total >= _LEAST_LOGGED:
+            note(f"{self.verb}: {tenths}0 % of {format_bytes(total)}")
+        self.tenths = tenths
 
 
 def parse_bytes(text: str) -> int:
