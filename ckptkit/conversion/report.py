@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -110,6 +112,12 @@ def complete(prospect: Converted, written: Written | None, seconds: float) -> Co
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process has had resident, in bytes."""
+    """Return the most memory that this process has had resident, in bytes.
+
+    Linux counts in `ru_maxrss` what the process had before its exec, which is its parent's memory; not in `VmHWM`.
+    """
+    with suppress(OSError):
+        if found := re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -45,6 +45,21 @@ def test_consolidate_in_json(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_peak_memory_is_not_that_of_the_parent(source: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "held = b'x' * (1 << 29)\n"
+        "if os.fork():\n"
+        "    os.wait()\n"
+        "else:\n"
+        "    del held\n"
+        "    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    command = [sys.executable, "-c", code, "-m", "ckptkit", "consolidate", str(source), str(tmp_path / "out"), "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout)["peak_rss_bytes"] < 1 << 28
+
+
 def test_a_dry_run_in_json(source: Path, tmp_path: Path) -> None:
     result = json.loads(ckptkit("consolidate", source, tmp_path / "out", "--dry-run", "--json").stdout)
     assert result.keys() >= {"copies", "free_bytes", "files"}
