@@ -113,6 +113,7 @@ def to_json(done: Converted) -> dict[str, Any]:
     if done.dry_run:
         return result | {"copies": done.copies, "free_bytes": done.free_bytes}
     return result | {
+        "resumed_bytes": done.resumed_bytes,
         "checked_bytes": done.checked_bytes,
         "unchecked_bytes": done.unchecked_bytes,
         "peak_rss_bytes": done.peak_rss_bytes,
@@ -130,6 +131,8 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
     print_table(files_of(done), ("  file", "size"))
     for line in remarks(done):
         say(line)
+    if done.resumed_bytes:
+        say(f"resumed: an earlier call had written {format_bytes(done.resumed_bytes)}")
     if not done.is_finished:
         say(f"this part is done; when all are: ckptkit finalize {done.output}")
     elif done.dry_run:

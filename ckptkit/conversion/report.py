@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptkit.checkpoints.account import Account
 from ckptkit.conversion.draft import Conversion
@@ -18,7 +19,12 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import LeftOut
 
-Written = tuple[Sequence[Copied], Sequence[Ledger]]  # of each draft, where all is finished
+
+class Written(NamedTuple):
+    """What was written of each draft, and what came of checking all of it: None while other parts are to finish."""
+
+    ledgers: Sequence[Ledger]
+    copied: Sequence[Copied] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Converted:
     `source` is the first of the `sources`, of which there are several, with `weights` that add up to 1, for a mean.
     `wrapper` is the key that the model was under, if it was taken out of there; `world_size` the ranks that a sharded
     output is for. Of the sources, `checked_bytes` were compared with a recorded CRC-32; `unchecked_bytes` have none.
+    `resumed_bytes` of the output were there already, written by an earlier call.
     `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
     `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
     `salvaged` is the account of what was damaged in the source, if that was salvaged.
@@ -52,6 +59,7 @@ class Converted:
     copies: int = 0
     checked_bytes: int = 0
     unchecked_bytes: int = 0
+    resumed_bytes: int = 0
     free_bytes: int = 0
     peak_rss_bytes: int = 0
     dry_run: bool = False
@@ -91,9 +99,9 @@ def report(conversion: Conversion, seconds: float) -> Converted:
     )
 
 
-def complete(prospect: Converted, written: Written | None, seconds: float) -> Converted:
-    """Return what was done of what had been in prospect; None was `written` if others are to finish."""
-    copied, ledgers = written or ((), ())
+def complete(prospect: Converted, written: Written, seconds: float) -> Converted:
+    """Return what was done of what had been in prospect."""
+    copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
     notes = [f"integers and booleans that differ are those of {last}: {abridge(noted)}"] if noted else []
@@ -104,10 +112,11 @@ def complete(prospect: Converted, written: Written | None, seconds: float) -> Co
         copies=0,
         checked_bytes=sum(done.checked_bytes for done in copied),
         unchecked_bytes=sum(done.unchecked_bytes for done in copied),
+        resumed_bytes=sum(ledger.resumed_bytes for ledger in ledgers),
         free_bytes=0,
         peak_rss_bytes=peak_rss_bytes(),
         dry_run=False,
-        is_finished=written is not None,
+        is_finished=written.copied is not None,
     )
 
 
