@@ -110,6 +110,18 @@ def test_quiet_prints_errors_problems_and_json(source: Path, tmp_path: Path) -> 
     assert ran.stdout
 
 
+def test_a_path_that_does_not_exist_has_a_hint(tmp_path: Path) -> None:
+    for name in ("ckpt-200", "ckpt-400", "tokens", ".ckpt-4000.tmp"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    typed = tmp_path / "run" / "ckpt-4000"
+    for command in (["inspect"], ["ls"], ["pin"], ["verify"], ["consolidate", "--dry-run", tmp_path / "out"]):
+        ran = ckptkit(command[0], typed, *command[1:])
+        assert ran.returncode != 0
+        assert f"did you mean `{tmp_path}/run/ckpt-400`" in ran.stdout + ran.stderr
+    assert "did you mean" not in ckptkit("inspect", tmp_path / "run" / "weights").stderr
+    assert "did you mean" not in ckptkit("inspect", tmp_path / "none" / "weights").stderr
+
+
 def test_inspect(source: Path) -> None:
     result = json.loads(ckptkit("inspect", source, "--json", "--chunks").stdout)
     assert result["format"] == "dcp"
