@@ -62,7 +62,7 @@ class Commands(PlainGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line as far as the command; print the help if there is none."""
-        if not args:
+        if not args and not ctx.resilient_parsing:  # as a shell asks for completions
             typer.echo(ctx.get_help(), err=True)
             raise typer.Exit(2)
         return super().parse_args(ctx, args)
