@@ -84,6 +84,12 @@ class CkptError(Exception):
 # what to do about files of ranks that are missing
 ELSEWHERE = "what other nodes wrote may lie on their disks: name its directories with --also"
 
+
+def and_more(number: int) -> str:
+    """Return ` and 2 more`, to follow the names that a message shows; nothing if there are no more."""
+    return f" and {number:,} more" if number > 0 else ""
+
+
 Report = Callable[[CkptError], None]  # told of a problem after which there is more to look at
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, IOFailure, Unsafe
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, and_more
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.tensors.box import Box
@@ -40,7 +40,7 @@ class Lost:
         parts = [", ".join(map(span, box.start, box.size, self.shape)) for box in self.boxes]
         while all(part.endswith(", :") for part in parts):
             parts = [part.removesuffix(", :") for part in parts]
-        return f"{self.name}[{parts[0]}]" + (f" and {len(parts) - 1} more parts" if parts[1:] else "")
+        return f"{self.name}[{parts[0]}]{and_more(len(parts) - 1)}"
 
     def describe(self, source: Path) -> str:
         """Return why it was lost, and the file of the checkpoint at `source` that contained it."""

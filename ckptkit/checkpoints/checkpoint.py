@@ -30,9 +30,9 @@ from ckptkit.checkpoints.find_parts import (
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
-from ckptkit.files.file import children, entry_of, names_in
+from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.path import hint_on_id, list_ahead, to_local, to_path
+from ckptkit.files.path import list_ahead, to_local, to_path
 from ckptkit.formats import describe_formats, detect_format, one_of_dcp, unpack
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
@@ -360,16 +360,16 @@ def unknown(path: Path) -> NotACheckpoint:
     """Return the error for a path at which no format finds a checkpoint, in few words."""
     if path.is_dir():
         return NotACheckpoint("no known format" if children(path) else "empty", path=path)
-    return one_of_dcp(path) or NotACheckpoint(
-        "no known format" if path.exists() else "no such file or directory", path=path
-    )
+    if not path.exists():
+        return absent(path)
+    return one_of_dcp(path) or NotACheckpoint("no known format", path=path)
 
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
     hint = f"looked for: {describe_formats()}, and directories like ckpt-500"
     if not path.exists():
-        return NotACheckpoint("no such file or directory", path=path, hint=hint_on_id(str(path)))
+        return absent(path)
     if not path.is_dir():
         return one_of_dcp(path) or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
     unfinished = named_in(path)

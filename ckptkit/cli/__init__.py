@@ -71,7 +71,7 @@ def main() -> None:
     try:
         from ckptkit.cli.commands import app
 
-        app()
+        sys.exit(app(standalone_mode=False))
     except (CkptError, OSError, MemoryError, SystemError, ImportError) as error:
         from ckptkit.cli.output import print_error
 

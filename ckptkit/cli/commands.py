@@ -9,7 +9,10 @@ import typer
 from typer.main import get_command
 
 from ckptkit.cli.values import PlainCommand, PlainGroup
+from ckptkit.errors import Usage
 from ckptkit.version import __version__
+
+UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of it that newer versions of typer contain
 
 # In the order of `ckptkit --help`; a command is the function of its name in this module of `ckptkit.cli`.
 COMMANDS = {
@@ -57,11 +60,32 @@ class Commands(PlainGroup):
         """Return a command, None if there is none of this name."""
         return load(cmd_name) if cmd_name in COMMANDS else None
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line as far as the command; print the help if there is none."""
+        if not args and not ctx.resilient_parsing:  # as a shell asks for completions
+            typer.echo(ctx.get_help(), err=True)
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        """Run a command. Raises `Usage` where click found an error in the command line."""
+        try:
+            return super().main(*args, **settings)
+        except UsageError as error:
+            raise usage(error) from error
+
+
+def usage(error: Any) -> Usage:
+    """Return an error of click as one of ours."""
+    lines = error.format_message().replace("Value error, ", "").removesuffix(".")  # pydantic's words
+    message = " ".join(lines.split())
+    command = error.ctx.command_path if error.ctx else "ckptkit"
+    return Usage(message[:1].lower() + message[1:], hint=f"run `{command} --help`")
+
 
 app = typer.Typer(
     name="ckptkit",
     cls=Commands,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

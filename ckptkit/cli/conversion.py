@@ -115,6 +115,7 @@ def to_json(done: Converted) -> dict[str, Any]:
     if done.dry_run:
         return result | {"copies": done.copies, "free_bytes": done.free_bytes}
     return result | {
+        "resumed_bytes": done.resumed_bytes,
         "checked_bytes": done.checked_bytes,
         "unchecked_bytes": done.unchecked_bytes,
         "peak_rss_bytes": done.peak_rss_bytes,

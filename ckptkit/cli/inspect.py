@@ -11,6 +11,7 @@ import typer
 from ckptkit.checkpoints.account import describe_account
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import and_more
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, format_count
 from ckptkit.pictures.words import count
@@ -175,9 +176,7 @@ def describe(group: Group) -> tuple[str, str]:
 
 def under(group: Group) -> str:
     """Return the keys that a group lies under; of many the first."""
-    return ", ".join(group.under[:_MOST_KEYS]) + (
-        f" and {len(group.under) - _MOST_KEYS} more" if group.under[_MOST_KEYS:] else ""
-    )
+    return ", ".join(group.under[:_MOST_KEYS]) + and_more(len(group.under) - _MOST_KEYS)
 
 
 def share(part: float) -> str:

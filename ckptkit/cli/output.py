@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
 from textwrap import wrap
@@ -17,9 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.errors import CkptError, Usage
+from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import visible
 
 _quiet = False
+_LEAST_LOGGED = 10**8  # bytes: less is done before anybody reads the log
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("KMGTP", start=1)
@@ -28,12 +30,12 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def be_quiet(wanted: bool) -> None:
-    """Silence notes and bars from now on, if `wanted`."""
+    """Silence all but errors and JSON from now on, if `wanted`."""
     global _quiet  # noqa: PLW0603 - one terminal, one voice
     _quiet = _quiet or wanted
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="No notes, no bars.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="Print nothing but errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -52,8 +54,14 @@ def note(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to stdout."""
-    typer.echo(visible(text))
+    """Print a line to stdout, unless that is silenced."""
+    print_line(visible(text))
+
+
+def print_line(text: str) -> None:
+    """Print a line to stdout as it is, escape sequences too, unless that is silenced."""
+    if not _quiet:
+        typer.echo(text)
 
 
 def print_json(value: Any) -> None:
@@ -90,10 +98,10 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
 
 
 def print_problem(problem: CkptError) -> None:
-    """Print what a check found, as two lines at most."""
-    say(f"problem: {problem.line}")
+    """Print a problem that a check found, as two lines at most; --quiet does not silence it."""
+    typer.echo(visible(f"problem: {problem.line}"))
     if problem.hint:
-        say(f"  hint: {problem.hint}")
+        typer.echo(visible(f"  hint: {problem.hint}"))
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
@@ -106,7 +114,7 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
         last = row[-1]
         pieces = wrap(last, room, break_on_hyphens=False) or [""]
         for i, piece in enumerate(pieces):
-            typer.echo(f"{start if i == 0 else ' ' * len(start)}  {piece}".rstrip())
+            say(f"{start if i == 0 else ' ' * len(start)}  {piece}".rstrip())
 
 
 def terminal_width() -> int:
@@ -116,9 +124,9 @@ def terminal_width() -> int:
 
 @contextmanager
 def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar with bytes, rate and time on a terminal; be silent elsewhere. Give it (bytes more, bytes in all)."""
+    """Show a bar on a terminal, and a line every 10 % elsewhere. Give it (bytes more, bytes in all)."""
     if _quiet or not sys.stderr.isatty():
-        yield lambda _nbytes, _total: None
+        yield ProgressLog(verb).tell
         return
     from tqdm import tqdm
 
@@ -131,6 +139,26 @@ def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(nbytes)
 
         yield tell
+
+
+@dataclass(slots=True)
+class ProgressLog:
+    """The progress of some work, as a line every 10 % where there is enough to do."""
+
+    verb: str
+    total: int = 0
+    done: int = 0
+    tenths: int = 0
+
+    def tell(self, nbytes: int, total: int) -> None:
+        """Note that more bytes are done, of how many in all."""
+        if total != self.total:
+            self.total, self.done, self.tenths = total, 0, 0  # another thing is being done now
+        self.done += nbytes
+        tenths = self.done * 10 // max(total, 1)
+        if tenths > self.tenths and total >= _LEAST_LOGGED:
+            note(f"{self.verb}: {tenths}0 % of {format_bytes(total)}")
+        self.tenths = tenths
 
 
 def parse_bytes(text: str) -> int:

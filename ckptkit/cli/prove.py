@@ -10,6 +10,7 @@ import typer
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, progress_bar, reserve_stdout, say
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import and_more
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
@@ -77,8 +78,7 @@ def report(found: Proved) -> None:
             say(f"the tensors are the same: {amount}")
             continue
         names = [*(one.name for one in diff.different), *diff.only_in_a, *diff.only_in_b]
-        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
-        say(f"the tensors are not the same: {', '.join(names[:3])}{more}; compared were {amount}")
+        say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared were {amount}")
         note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
     say(describe(found.logits))
     for line in found.summary():

@@ -10,6 +10,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, plain, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import Usage
 from ckptkit.files.joined import roots_of
 from ckptkit.files.path import to_local
 from ckptkit.pictures.numbers import format_bytes
@@ -32,6 +33,9 @@ def prune(
     ] = False,
     also: Also = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; without it nothing is done, and only shown.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be done, as without --yes; not together with it.")
+    ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core.")] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
@@ -50,6 +54,8 @@ def prune(
     """
     from ckptkit.ops.prune import prune as run_it
 
+    if yes and dry_run:
+        raise Usage("--yes and --dry-run contradict each other", hint="pass one of them")
     run = with_others(run, also)
     with progress_bar("demote") as progress:
         done = run_it(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
 from ckptkit.cli.output import note
+from ckptkit.errors import and_more
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 
@@ -60,7 +61,7 @@ def report_lost(found: Account, output: Path, *, dry_run: bool) -> None:
         if not all(one.name for one in lost):
             note("    nothing here says what was in it")
     if len(faults) > _MOST_FAULTS:
-        note(f"  ... and for {len(faults) - _MOST_FAULTS} more reasons")
+        note(f"  ... and for {count(len(faults) - _MOST_FAULTS, 'more reason')}")
 
 
 def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -93,8 +94,7 @@ def spans(numbers: Sequence[str]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_TENSORS
-    return ", ".join(names[:_MOST_TENSORS]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:_MOST_TENSORS]) + and_more(len(names) - _MOST_TENSORS)
 
 
 def natural(layer: tuple[str, object]) -> list[tuple[int, str]]:

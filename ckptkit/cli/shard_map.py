@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptkit.cli.output import print_table, say, terminal_width
+from ckptkit.cli.output import print_line, print_table, say, terminal_width
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count, visible
 
@@ -41,7 +41,7 @@ def show_map(layout: Layout) -> None:
             say(f"{start}".rjust(_INDENT + len(start)))
         for row in rows:
             for line in row_lines(row, start, shards):
-                typer.echo(line)
+                print_line(line)
     if left_out:
         tensors = sum(row.repeats for row in left_out)
         nbytes = format_bytes(sum(row.nbytes for row in left_out))

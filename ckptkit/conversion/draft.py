@@ -14,7 +14,7 @@ from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import translate_os_errors
+from ckptkit.errors import and_more, translate_os_errors
 from ckptkit.files.file import file_size
 from ckptkit.files.joined import roots_of
 from ckptkit.files.origin import Origin
@@ -180,7 +180,7 @@ def renamed_in(model: Model) -> dict[str, str]:
     for new, old in model.weights.came_from.items():
         if new in model.layout.tensors and old != new:
             became.setdefault(old, []).append(new)
-    return {old: news[0] + (f" and {len(news) - 1} more" if news[1:] else "") for old, news in became.items()}
+    return {old: news[0] + and_more(len(news) - 1) for old, news in became.items()}
 
 
 def stamp(path: Path) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, and_more
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.computation import find_differences
@@ -57,7 +57,7 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
     for here, names, there, others in ((path, layout, other_path, other), (other_path, other, path, layout)):
         missing = sorted(names.tensors.keys() - others.tensors.keys())
         if missing:
-            message = f"{here} has it and {len(missing) - 1} more that are not here"
+            message = f"missing: {here} has it{and_more(len(missing) - 1)}"
             hint = "choose what both have with --include and --exclude"
             raise Mismatch(message, path=there, tensor=missing[0], hint=hint)
     for name, spec in layout.specs.items():

@@ -29,20 +29,20 @@ from ckptkit.layout.plan import Plan
 from ckptkit.progress import telling
 
 
-def write(conversion: Conversion) -> Written | None:
+def write(conversion: Conversion) -> Written:
     """Make the files and fill them, or a part of that. The destination appears whole or not at all.
 
-    Goes on with what an interrupted call for the same has done. Returns None if others are to finish.
+    Goes on with what an interrupted call for the same has done.
     """
     part = conversion.options.part
     share = share_of(part)
     if share.count == 1:
         return write_alone(conversion)
-    write_share(conversion, share)
+    written = write_share(conversion, share)
     if part != RANK:
-        return None
+        return written
     wait_for_ranks()
-    return finish_shares(conversion, share.count) if share.number == 0 else None
+    return finish_shares(conversion, share.count) if share.number == 0 else written
 
 
 def share_of(part: str | None) -> Share:
@@ -63,19 +63,20 @@ def write_alone(conversion: Conversion) -> Written:
         return finish(conversion, plans, ledgers, stage)
 
 
-def write_share(conversion: Conversion, share: Share) -> None:
+def write_share(conversion: Conversion, share: Share) -> Written:
     """Do one share of the work, and leave the rest to others."""
     sync = conversion.options.sync
     with opened(conversion, share.count, is_part=True) as stage:
         plans = create(conversion, stage.path, share)
         stage.let_others_in()
         journals = open_journals(stage.work, conversion, share.number)
-        copy_share(conversion, plans, journals, share)
+        ledgers = copy_share(conversion, plans, journals, share)
         if sync:
             sync_tree(stage.path)
         for journal in journals:
             journal.end(sync=sync)
         stage.leave()
+    return Written(ledgers)
 
 
 def finish_shares(conversion: Conversion, count: int) -> Written:
@@ -197,4 +198,4 @@ def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledg
     for origin in conversion.origins:
         origin.check()
     stage.commit()
-    return copied, ledgers
+    return Written(ledgers, copied)

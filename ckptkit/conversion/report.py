@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptkit.checkpoints.account import Account
 from ckptkit.conversion.draft import Conversion
@@ -19,7 +22,12 @@ from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.summary import Summarized
 
-Written = tuple[Sequence[Copied], Sequence[Ledger]]  # of each draft, where all is finished
+
+class Written(NamedTuple):
+    """What was written of each draft, and what came of checking all of it: None while other parts are to finish."""
+
+    ledgers: Sequence[Ledger]
+    copied: Sequence[Copied] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,7 @@ class Converted(Summarized):
     `source` is the first of the `sources`, of which there are several, with `weights` that add up to 1, for a mean.
     `wrapper` is the key that the model was under, if it was taken out of there; `world_size` the ranks that a sharded
     output is for. Of the sources, `checked_bytes` were compared with a recorded CRC-32; `unchecked_bytes` have none.
+    `resumed_bytes` of the output were there already, written by an earlier call.
     `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
     `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
     `salvaged` is the account of what was damaged in the source, if that was salvaged.
@@ -53,6 +62,7 @@ class Converted(Summarized):
     copies: int = 0
     checked_bytes: int = 0
     unchecked_bytes: int = 0
+    resumed_bytes: int = 0
     free_bytes: int = 0
     peak_rss_bytes: int = 0
     dry_run: bool = False
@@ -96,9 +106,9 @@ def report(conversion: Conversion, seconds: float) -> Converted:
     )
 
 
-def complete(prospect: Converted, written: Written | None, seconds: float) -> Converted:
-    """Return what was done of what had been in prospect; None was `written` if others are to finish."""
-    copied, ledgers = written or ((), ())
+def complete(prospect: Converted, written: Written, seconds: float) -> Converted:
+    """Return what was done of what had been in prospect."""
+    copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
     notes = [f"integers and booleans that differ are those of {last}: {abridge(noted)}"] if noted else []
@@ -109,15 +119,22 @@ def complete(prospect: Converted, written: Written | None, seconds: float) -> Co
         copies=0,
         checked_bytes=sum(done.checked_bytes for done in copied),
         unchecked_bytes=sum(done.unchecked_bytes for done in copied),
+        resumed_bytes=sum(ledger.resumed_bytes for ledger in ledgers),
         free_bytes=0,
         peak_rss_bytes=peak_rss_bytes(),
         dry_run=False,
-        is_finished=written is not None,
+        is_finished=written.copied is not None,
     )
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process has had resident, in bytes."""
+    """Return the most memory that this process has had resident, in bytes.
+
+    Linux counts in `ru_maxrss` what the process had before its exec, which is its parent's memory; not in `VmHWM`.
+    """
+    with suppress(OSError):
+        if found := re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -134,6 +151,8 @@ def headline(done: Converted, verb: str) -> str:
 
 def amounts(done: Converted) -> Iterator[str]:
     """Yield how much was done or is to do, and what was checked."""
+    if done.resumed_bytes:
+        yield f"resumed: an earlier call had written {format_bytes(done.resumed_bytes)}"
     if not done.is_finished:
         yield f"this part is done; when all are: ckptkit finalize {done.output}"
     elif done.dry_run:

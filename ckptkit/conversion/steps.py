@@ -12,7 +12,7 @@ from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage, and_more
 from ckptkit.files.path import to_model_path
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions, describe_weights, find_companions
@@ -162,7 +162,7 @@ def cast(model: Model, options: ConvertOptions) -> Model:
     dtype = options.edits.dtype_of_weights
     if not wide or dtype is None:
         return model
-    stay = f"stayed in fp32, as transformers keeps it: `{wide[0]}`, and {len(wide) - 1} more like it"
+    stay = f"stayed in fp32, as transformers keeps it: `{wide[0]}`{and_more(len(wide) - 1)}"
     return model.say(f"{stay} (--dtype '{wide[0]}={dtype.name}' converts it)")
 
 

@@ -58,6 +58,7 @@ def copy(
     ledger = Ledger()
     for finished in done.values():
         ledger.add(finished)
+        ledger.resumed_bytes += sum(length for _, _, length, _ in finished.written)
     sources = Sources(plan, ledger)
     own = share.units(plan.whole_nbytes)
     with early_sync(plan.dst.root, sync=sync) as wrote:

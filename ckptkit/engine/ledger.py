@@ -16,12 +16,14 @@ SourcePlace = tuple[int, str, int]  # a source's number in the plan, a file and 
 class Ledger:
     """The pieces of source chunks that were read, and of destination chunks that were written, with their CRC-32.
 
-    `noted` are the tensors that a combination said are worth a note.
+    `noted` are the tensors that a combination said are worth a note, `resumed_bytes` the bytes of `written` that an
+    earlier call had written.
     """
 
     read: Checksums[SourcePlace] = field(default_factory=Checksums)
     written: Checksums[FileOffset] = field(default_factory=Checksums)
     noted: set[str] = field(default_factory=set)
+    resumed_bytes: int = 0
 
     def add(self, other: Ledger) -> None:
         """Take over the entries of another."""

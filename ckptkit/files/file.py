@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, Self
 
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Unsafe, translate_os_errors
 from ckptkit.files.joined import JoinedPath, roots_of
 from ckptkit.files.local import open_regular, open_to_write
-from ckptkit.files.path import RemotePath
+from ckptkit.files.path import RemotePath, hint_on_id
 from ckptkit.files.ranges import RemoteFile
 from ckptkit.files.system import again
 
@@ -226,6 +226,18 @@ def children(path: Path) -> list[Path]:
     """Return everything that lies in a directory, by name."""
     with translate_os_errors(path):
         return sorted(path / name for name in names_in(path))
+
+
+def absent(path: Path) -> NotACheckpoint:
+    """Return the error for a path that does not exist; the hint has the nearest names beside it, or the Hub's URL."""
+    from difflib import get_close_matches
+
+    names: list[str] = []
+    with suppress(CkptError):
+        names = [child.name for child in children(path.parent) if not child.name.startswith(".")]
+    near = " or ".join(f"`{path.parent / name}`" for name in get_close_matches(path.name, names))
+    hint = f"did you mean {near}?" if near else hint_on_id(str(path))
+    return NotACheckpoint("no such file or directory", path=path, hint=hint)
 
 
 def folders(path: Path) -> list[Path]:

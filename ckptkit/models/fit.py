@@ -140,7 +140,7 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
     if missing:
         rule = find_prefix_rule(missing, layout.tensors)
         raise Mismatch(
-            f"missing, with {len(missing) - 1} more of {len(needed)} that the config.json in {found_in} calls for",
+            f"missing: the checkpoint lacks {len(missing)} of {len(needed)} tensors of the config.json in {found_in}",
             path=layout.root,
             tensor=missing[0],
             hint=f"--rename '{rule}'" if rule else f"the checkpoint has {abridge(sorted(layout.tensors))}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, and_more
 from ckptkit.layout import StoredTensor
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.names.family import Family
@@ -63,7 +63,7 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
     found = family.to_hub(tensors, sizes)
     left = [name for name in found.unplaced if not family.drops_name(name)]
     if left:
-        message = f"no rule says what {family.whose} tensor is called on the Hub, nor {len(left) - 1} others"
+        message = f"no rule translates it{and_more(len(left) - 1)} from the names of {family.name} to those of the Hub"
         hint = "leave it out with --exclude, say where it belongs with --map, or keep all names with --names keep"
         raise Mismatch(message, tensor=left[0], hint=hint)
     return found
@@ -77,7 +77,7 @@ def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) 
     found = family.from_hub(tensors, sizes)
     left = [name for name in found.unplaced if not (family.drops_name(name) or name.endswith(_COMPUTED))]
     if left:
-        message = f"no rule says what it is called in {family.name}, nor {len(left) - 1} others"
+        message = f"no rule translates it{and_more(len(left) - 1)} to the names of {family.name}"
         raise Mismatch(message, tensor=left[0], hint="leave it out with --exclude, or say what it is called with --map")
     return found
 

@@ -115,7 +115,7 @@ def report_on(
     sources: Sequence[Source],
     dst: str | Path,
     options: ConvertOptions,
-    work: Callable[[Conversion], Written | None],
+    work: Callable[[Conversion], Written],
 ) -> Converted:
     """Draft a conversion, do the `work`, unless it is a dry run, and report on it."""
     began = time.perf_counter()

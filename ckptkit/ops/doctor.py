@@ -15,7 +15,7 @@ from ckptkit.diagnosis.choose_fixes import choose_fixes
 from ckptkit.diagnosis.damage import find_damage, look_for_damage
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.optimizer import list_missing_states
-from ckptkit.errors import Usage
+from ckptkit.errors import Usage, and_more
 from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import CONFIG
 from ckptkit.ops.dry_run_fix import dry_run_fix
@@ -104,7 +104,7 @@ def notes_on(case: Case) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
     states = [] if case.checkpoint.model_part.reader.is_sharded else list(list_missing_states(case))
     if states:
-        what = f"`{states[0].tensor}` and {len(states) - 1} more" if len(states) > 1 else f"`{states[0].tensor}`"
+        what = f"`{states[0].tensor}`{and_more(len(states) - 1)}"
         yield (
             f"the optimizer has no {what}: the parameter is frozen, or never had a gradient, and then torch's "
             f"`set_optimizer_state_dict` asks for it: {states[0].fix}"

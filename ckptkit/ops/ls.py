@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, translate_os_errors
-from ckptkit.files.file import children
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
+from ckptkit.files.file import absent, children
 from ckptkit.files.joined import roots_of
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
@@ -76,7 +76,7 @@ def ls(run: Source) -> Listing:
     root = path_of(run)
     with translate_os_errors(root):
         if not root.exists():
-            raise NotACheckpoint("no such file or directory", path=root)
+            raise absent(root)
         found = checkpoints_in(root)
         is_run = bool(found)
         if not is_run:

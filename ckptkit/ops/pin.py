@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
 from ckptkit.errors import NotACheckpoint, Usage
+from ckptkit.files.file import absent
 from ckptkit.runs.deletion import deleting
 from ckptkit.runs.pins import clear_pin, is_pinned, set_pin
 from ckptkit.trainers import step_of
@@ -45,7 +46,7 @@ def unpin(*checkpoints: Source) -> list[Path]:
 def choose(path: Path) -> Path:
     """Return the checkpoint that a user means, where it really lies. Raises `NotACheckpoint` if it is not complete."""
     if not path.exists():
-        raise NotACheckpoint("no such file or directory", path=path)
+        raise absent(path)
     found = Checkpoint.open(path).path.resolve()
     if step_of(found) is None and step_of(found.parent) is not None:
         raise Usage("this is a part of a checkpoint", path=path, hint=f"pin all of it: {found.parent}")

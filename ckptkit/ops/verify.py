@@ -223,7 +223,7 @@ def compare_twins(found: Verified, layout: Layout, problems: Problems, jobs: int
         return replace(found, notes=(*found.notes, f"{len(layout.twins)} tensors are the same in their rounded copies"))
     name = compared.different[0]
     twin, distance = layout.twins[name], compared.distances[name]
-    others = f", and so do {len(compared.different) - 1} more tensors" if len(compared.different) > 1 else ""
+    others = f"; {len(compared.different)} tensors differ in all" if len(compared.different) > 1 else ""
     message = f"{distance.different} of {twin.spec.numel} elements differ from its copy in {twin.spec.dtype}{others}"
     path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
     problems.add(Corrupt(message, path=path, tensor=name, hint="are all files of one save?"))

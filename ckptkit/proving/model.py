@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.steps import unwrap
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.layout import Layout
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import check_equal
@@ -59,7 +59,7 @@ class Runnable:
         missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
         missing = [name for name in missing if name not in self.meta.unsaved]
         if missing:
-            message = f"config.json calls for it and {len(missing) - 1} more, and they are not there"
+            message = f"missing: config.json calls for it{and_more(len(missing) - 1)}"
             raise Mismatch(message, path=self.path, tensor=missing[0])
         for name, shape in self.meta.shapes.items():
             found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
-from ckptkit.errors import Mismatch, Usage
+from ckptkit.errors import Mismatch, Usage, and_more
 from ckptkit.layout import Spec
 from ckptkit.optimizers.missing_states import FIRST_ZERO
 
@@ -102,8 +102,7 @@ class LoadTerms:
 
 def abridge(names: list[str]) -> str:
     """Return some of the names, and how many more there are."""
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(f"`{name}`" for name in names[:_MOST]) + more
+    return ", ".join(f"`{name}`" for name in names[:_MOST]) + and_more(len(names) - _MOST)
 
 
 def hint_on(names: Sequence[str]) -> str:

@@ -45,6 +45,21 @@ def test_consolidate_in_json(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_peak_memory_is_not_that_of_the_parent(source: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "held = b'x' * (1 << 29)\n"
+        "if os.fork():\n"
+        "    os.wait()\n"
+        "else:\n"
+        "    del held\n"
+        "    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    command = [sys.executable, "-c", code, "-m", "ckptkit", "consolidate", str(source), str(tmp_path / "out"), "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout)["peak_rss_bytes"] < 1 << 28
+
+
 def test_a_dry_run_in_json(source: Path, tmp_path: Path) -> None:
     result = json.loads(ckptkit("consolidate", source, tmp_path / "out", "--dry-run", "--json").stdout)
     assert result.keys() >= {"copies", "free_bytes", "files"}
@@ -64,6 +79,47 @@ def test_the_latest_of_a_run_is_said(source: Path, tmp_path: Path) -> None:
     ran = ckptkit("consolidate", tmp_path / "run", tmp_path / "out")
     assert "ckpt-3" in ran.stderr
     assert ckptkit("consolidate", tmp_path / "run", tmp_path / "quiet", "-q").stderr == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["consolidate", "{source}", "{tmp}/out"],
+        ["reshard", "{source}", "{tmp}/out", "--to", "2"],
+        ["inspect", "{source}", "--tensors", "--map"],
+        ["verify", "{source}"],
+        ["diff", "{source}", "{source}"],
+        ["ls", "{source}/.."],
+        ["estimate", "tiny", "--world-size", "2"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_quiet_prints_nothing(command: list[str], source: Path, tmp_path: Path) -> None:
+    ran = ckptkit(*(word.format(source=source, tmp=tmp_path) for word in command), "--quiet")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_quiet_prints_errors_problems_and_json(source: Path, tmp_path: Path) -> None:
+    assert ckptkit("inspect", tmp_path, "-q").stderr.startswith("error: ")
+    assert json.loads(ckptkit("inspect", source, "-q", "--json").stdout)["format"] == "dcp"
+    copy = shutil.copytree(source, tmp_path / "copy")
+    min(copy.glob("*.distcp")).unlink()
+    ran = ckptkit("verify", copy, "-q")
+    assert ran.returncode == 1
+    assert all(line.startswith(("problem: ", "  hint: ")) for line in ran.stdout.splitlines())
+    assert ran.stdout
+
+
+def test_a_path_that_does_not_exist_has_a_hint(tmp_path: Path) -> None:
+    for name in ("ckpt-200", "ckpt-400", "tokens", ".ckpt-4000.tmp"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    typed = tmp_path / "run" / "ckpt-4000"
+    for command in (["inspect"], ["ls"], ["pin"], ["verify"], ["consolidate", "--dry-run", tmp_path / "out"]):
+        ran = ckptkit(command[0], typed, *command[1:])
+        assert ran.returncode != 0
+        assert f"did you mean `{tmp_path}/run/ckpt-400`" in ran.stdout + ran.stderr
+    assert "did you mean" not in ckptkit("inspect", tmp_path / "run" / "weights").stderr
+    assert "did you mean" not in ckptkit("inspect", tmp_path / "none" / "weights").stderr
 
 
 def test_inspect(source: Path) -> None:
@@ -135,9 +191,38 @@ def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_options_are_usage_errors(source: Path) -> None:
-    assert ckptkit("inspect", source, "--nonsense").returncode == 2
-    assert ckptkit("consolidate", source).returncode == 2
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("convert a b --to foo", "invalid value for '--to': 'foo' is not one of"),
+        ("convert a", "missing argument"),
+        ("convert a b", "missing option '--to'"),
+        ("convert a b --to hf --jobs x", "invalid value for '--jobs'"),
+        ("convert a b --to hf --jobs 0", "invalid value for '--jobs'"),
+        ("consolidate a b --dtype", "requires an argument"),
+        ("inspect a --nonsense", "no such option: --nonsense"),
+        ("inspekt a", "no such command 'inspekt'"),
+        ("consolidate a b --max-shard-size many", "`many` is no size"),
+    ],
+)
+def test_usage_errors(command: str, words: str) -> None:
+    verb, *rest = command.split()
+    ran = ckptkit(verb, *rest)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("error: ")
+    assert [line.partition(":")[0] for line in ran.stderr.splitlines()] == ["error", "hint"]
+    told = ckptkit(verb, "--json", *rest)
+    error = json.loads(told.stdout)["error"]
+    assert (told.returncode, told.stderr, error["code"]) == (2, "", "usage")
+    assert words in error["message"]
+    assert f"error: {error['message']}\n" in ran.stderr
+    assert "Value error" not in error["message"]
+
+
+def test_help_is_printed_where_there_is_no_command() -> None:
+    ran = ckptkit()
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("Usage: ")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -44,7 +44,7 @@ def test_reshard_in_a_run_and_above_it(run: Path) -> None:
     assert (ran.returncode, ran.stderr) == (0, "taking run/ckpt-2\n")
     assert ran.stdout.startswith("resharded run/ckpt-2 into run/ckpt-2-to2 for 2 ranks\n")
     ran = ckptkit("reshard", "--to", 1, "-q", cwd=run / "ckpt-1")
-    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
     assert files(run / "ckpt-1-to1") == {".metadata", "ckptkit.json", "__0_0.distcp"}
 
 

@@ -45,9 +45,8 @@ def test_one_that_fits_is_enough_unless_another_was_asked_for() -> None:
 
 
 def test_one_strategy_in_detail() -> None:
-    ran = ckptkit("estimate", "tiny", "--world-size", 2, "--strategy", "full_shard", "--cpu-offload", "-q")
+    ran = ckptkit("estimate", "tiny", "--world-size", 2, "--strategy", "full_shard", "--cpu-offload")
     assert ran.returncode == 0
-    assert ran.stderr == ""
     rows = {line.split("  ")[0]: line for line in ran.stdout.splitlines()}
     assert rows.keys() >= {"gathered", "reduced", "activations", "logits", "in all"}
     assert not rows.keys() & {"parameters", "optimizer"}

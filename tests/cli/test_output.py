@@ -17,3 +17,33 @@ def test_stdout_can_be_kept_for_data() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("before\nafter\n", "noise")
+
+
+def progress_of(*told: tuple[int, int], quiet: bool = False) -> list[str]:
+    """The lines that go to a log where a command tells of (bytes more, bytes in all)."""
+    code = (
+        "from ckptkit.cli.output import be_quiet, progress_bar\n"
+        f"be_quiet({quiet})\n"
+        "with progress_bar('convert') as tell:\n"
+        f"    for nbytes, total in {told}:\n"
+        "        tell(nbytes, total)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def test_a_log_has_a_line_every_ten_percent() -> None:
+    each = [(10**6, 2 * 10**9)] * 2000
+    lines = progress_of(*each)
+    assert lines == [f"convert: {percent} % of 2 GB" for percent in range(10, 101, 10)]
+    assert progress_of((7 * 10**8, 10**9), (3 * 10**8, 10**9)) == [
+        "convert: 70 % of 1 GB",
+        "convert: 100 % of 1 GB",
+    ]
+    assert progress_of((10**9, 10**9), (10**9, 2 * 10**9)) == ["convert: 100 % of 1 GB", "convert: 50 % of 2 GB"]
+
+
+def test_little_work_and_quiet_work_have_no_lines_in_a_log() -> None:
+    assert progress_of((10**6, 10**7), (9 * 10**6, 10**7)) == []
+    assert progress_of((10**9, 10**9), quiet=True) == []

@@ -90,3 +90,12 @@ def test_errors(run: Path) -> None:
         assert ran.stderr.startswith("error: ")
         assert said in ran.stderr
     assert (run / "ckpt-1").is_dir()
+
+
+def test_a_dry_run_is_the_default_and_contradicts_yes(run: Path) -> None:
+    shown = ckptkit("prune", run, "--keep-last", "1", "--dry-run")
+    assert (shown.returncode, shown.stdout) == (0, ckptkit("prune", run, "--keep-last", "1").stdout)
+    both = ckptkit("prune", run, "--keep-last", "1", "--dry-run", "--yes")
+    assert both.returncode == 2
+    assert "--dry-run" in both.stderr
+    assert (run / "ckpt-1").is_dir()

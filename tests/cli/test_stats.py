@@ -93,7 +93,7 @@ def test_for_a_reader(model: Path) -> None:
 def test_the_table_fits_a_terminal(model: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": "80"}
-    command = [sys.executable, "-m", "ckptkit", "stats", str(model), "--tensors", "--include", "model*", "-q"]
+    command = [sys.executable, "-m", "ckptkit", "stats", str(model), "--tensors", "--include", "model*"]
     subprocess.run(command, stdout=theirs, stderr=subprocess.DEVNULL, env=environment, check=True)
     os.close(theirs)
     shown = b""

@@ -90,6 +90,25 @@ def test_a_mean_is_made_in_parts(large: Path, tmp_path: Path) -> None:
     assert torch.equal(load_dcp(tmp_path / "whole")["model"]["w"], torch.full((3 << 20,), 0.25))
 
 
+def test_a_conversion_that_goes_on_says_so(large: Path, tmp_path: Path) -> None:
+    arguments = ["consolidate", str(large), str(tmp_path / "out")]
+    run_and_die(2, "SIGKILL", arguments)
+    shown = subprocess.run([sys.executable, "-m", "ckptkit", *arguments], capture_output=True, text=True, check=True)
+    assert "resumed: an earlier call had written 33.6 MB\n" in shown.stdout
+
+
+def test_what_goes_on_is_counted(large: Path, tmp_path: Path) -> None:
+    assert consolidate(large, tmp_path / "whole").resumed_bytes == 0
+    for command in (["consolidate", str(large)], ["average", str(large), str(large)]):
+        run_and_die(2, "SIGKILL", [*command, str(tmp_path / command[0])])
+    assert consolidate(large, tmp_path / "consolidate").resumed_bytes == 32 << 20
+    assert average([large, large], tmp_path / "average").resumed_bytes == 32 << 20
+    run_and_die(1, "SIGKILL", ["consolidate", str(large), str(tmp_path / "parts"), "--part", "1/2"])
+    part = consolidate(large, tmp_path / "parts", part="1/2")
+    assert not part.is_finished
+    assert 0 < part.resumed_bytes < 32 << 20
+
+
 def test_a_mean_that_was_killed_goes_on(large: Path, tmp_path: Path) -> None:
     arguments = ["average", str(large), str(large), str(tmp_path / "out")]
     assert run_and_die(2, "SIGKILL", arguments).returncode == -9

@@ -139,7 +139,7 @@ def test_in_front_of_a_family(tmp_path: Path) -> None:
     titan = torch.load(tmp_path / "titan.pt")
     titan["layers.0.attention.gate"] = torch.ones(3)
     torch.save(titan, tmp_path / "titan.pt")
-    with pytest.raises(Mismatch, match="no rule says"):
+    with pytest.raises(Mismatch, match="no rule translates it"):
         ckptkit.consolidate(tmp_path / "titan.pt", tmp_path / "out", base=tmp_path / "hub")
     text = '[[rule]]\nown = "layers.{layer}.attention.gate"\nhub = "model.layers.{layer}.self_attn.gate"\n'
     table = table_in(tmp_path, text)
@@ -230,7 +230,7 @@ def test_a_table_that_is_not_used(tmp_path: Path) -> None:
     torch.save(hub, tmp_path / "own.pt")
     with pytest.raises(Usage, match="a table of names is given"):
         ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", map=table_in(tmp_path), names="keep")
-    with pytest.raises(Mismatch, match="no rule says what mine's tensor is called"):
+    with pytest.raises(Mismatch, match="no rule translates it and 20 more from the names of mine"):
         ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", map=table_in(tmp_path), base=tmp_path / "hub")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, and_more, refuse
 
 Rank = tuple[int, int]  # of the model (its part), and of data parallelism
 
@@ -125,7 +125,7 @@ def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str, rep
     """Report each of `count` ranks that has no file. Raises `Corrupt` for a file of any other."""
     extra = [name for rank, name in files.items() if rank >= count]
     if extra:
-        others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        others = and_more(len(extra) - 1)
         message = f"`{said_by}` is of {count} ranks, and this is of none of them{others}: of an older, larger run"
         raise Corrupt(message, path=root / extra[0], hint="move the files of the older run elsewhere")
     for missing in (rank for rank in range(count) if rank not in files):

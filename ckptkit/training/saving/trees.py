@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, and_more
 
 Tree = dict[str, Any]
 
@@ -58,11 +58,11 @@ def fit(stored: Any, ours: Any, name: str) -> Any:
 def require_same_names(stored: Tree, ours: Tree, name: str) -> None:
     """Raise `Mismatch` where one side has a name that the other has not."""
     hint = "is this a checkpoint of the same model?"
-    for some, others, who in ((ours, stored, "the checkpoint has no"), (stored, ours, "the model has no")):
+    for some, others, who in ((ours, stored, "the checkpoint lacks"), (stored, ours, "the model lacks")):
         missing = [key for key in some if key not in others]
         if missing:
-            more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
-            raise Mismatch(f"{who} `{missing[0]}`{more}", tensor=f"{name}.{missing[0]}", hint=hint)
+            message = f"{who} `{missing[0]}`{and_more(len(missing) - 1)}"
+            raise Mismatch(message, tensor=f"{name}.{missing[0]}", hint=hint)
 
 
 def dtype_name(tensor: Tensor) -> str:

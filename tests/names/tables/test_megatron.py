@@ -206,7 +206,7 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
     "a router's bias": (
         "mixtral",
         Mismatch,
-        "no rule says what megatron's tensor is called",
+        "no rule translates it from the names of megatron",
         lambda state, _: state.update({"decoder.layers.0.mlp.router.expert_bias": torch.ones(EXPERTS)}),
     ),
     "no experts": (

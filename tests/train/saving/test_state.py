@@ -285,8 +285,8 @@ def frozen(model: Network) -> None:
     ("change", "tensor", "said"),
     [
         (larger, "model.scale", r"shape \[1\], the model \[2\]"),
-        (longer, "model.layers.2.weight", "the checkpoint has no `layers.2.weight`, nor 1 other"),
-        (shorter, "model.layers.1.bias", "the model has no `layers.1.bias`"),
+        (longer, "model.layers.2.weight", "the checkpoint lacks `layers.2.weight` and 1 more$"),
+        (shorter, "model.layers.1.bias", "the model lacks `layers.1.bias`$"),
         (halved, "model.scale", "has float32, the model float16"),
         (frozen, "optim.state.scale", "no state of this parameter"),
     ],
@@ -313,9 +313,9 @@ def test_another_optimizer_or_scheduler_is_a_mismatch(tmp_path: Path, form: str)
     run.save(1, model)
     run.save(2, model, optimizer)
     for wrong, said in [
-        (SGD(model.parameters(), momentum=0.9), "no `"),
+        (SGD(model.parameters(), momentum=0.9), "lacks `"),
         (SGD(model.parameters()), "no state of this parameter"),
-        (AdamW(model.parameters(), amsgrad=True), "the checkpoint has no `max_exp_avg_sq`"),
+        (AdamW(model.parameters(), amsgrad=True), "the checkpoint lacks `max_exp_avg_sq`"),
         (AdamW([{"params": [one]} for one in model.parameters()]), "groups of the optimizer are not the 1"),
     ]:
         with pytest.raises(Mismatch, match=said):
