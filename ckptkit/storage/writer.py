@@ -37,6 +37,7 @@ from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.portions import Portion, divide
 from ckptkit.tensors.box import Box
+from ckptkit.tensors.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +305,23 @@ def write_item(pieces: PieceWriter, item: WriteItem, planner: SavePlanner, targe
     name = item.index.fqn
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         raise Unsupported("not a plain dense tensor with data", tensor=name)
-    _, box = describe_item(item)
+    spec, box = describe_item(item)
     if tuple(tensor.shape) != box.size:
         raise Mismatch(f"the plan has {list(box.size)}, the tensor is {list(tensor.shape)}", tensor=name)
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = widen(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
     return WriteResult(item.index, plain.nbytes, pieces.write(plain, box, target))
+
+
+def widen(tensor: Tensor, planned: DType, name: str) -> Tensor:
+    """Return a tensor in the dtype of its plan, converted if it is a float that this dtype holds without a loss.
+
+    Raises `Mismatch` for any other dtype: the files have no place for its values.
+    """
+    found = find_dtype(tensor.dtype, name)
+    if found == planned:
+        return tensor
+    dtype: torch.dtype = getattr(torch, planned.name)
+    if found.can_become(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
+        return tensor.to(dtype)
+    hint = "let the planner set the dtype in `create_local_plan` as well as in `resolve_data`"
+    raise Mismatch(f"expected dtype {planned} (the plan's), found {found}", tensor=name, hint=hint)
