@@ -7,18 +7,21 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
-from ckptkit.errors import CkptError, Mismatch
-from ckptkit.storage import Writer, find_cause
+from ckptkit.errors import CkptError, Corrupt, Mismatch
+from ckptkit.storage import Reader, Writer, find_cause
 from tests.producers import counted
+from tests.storage.states import damage
 from tests.storage.test_like_torch import PAIRS, READERS, WRITERS
 
 each_pair = pytest.mark.parametrize(("writer", "reader"), PAIRS)
@@ -96,3 +99,102 @@ def test_halves_of_another_kind_are_refused(tmp_path: Path) -> None:
     planner = Rounding(torch.bfloat16, is_planned=False)
     with pytest.raises(CheckpointException, match="expected dtype float16"):
         dcp.save({"w": counted(5).half()}, storage_writer=Writer(tmp_path / "out"), planner=planner)
+
+
+# -- planners that load in their own way -------------------------------------------------------------------------------
+
+
+class ThroughScratch(DefaultLoadPlanner):
+    """Reads every tensor into the same buffer, and copies it from there, as for a device that files are far from."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.scratch = torch.zeros(100, dtype=dtype)
+        self.events: list[str] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        self.events.append("resolve")
+        return self.scratch[: read_item.lengths.numel()].view(read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self.events.append("commit")
+        super().resolve_tensor(read_item).copy_(tensor)
+
+
+STATE = {"a": counted(3, 4), "b": counted(5) + 100, "c": torch.tensor(7.5)}
+
+
+@each_pair
+def test_a_planner_with_one_buffer_for_all(tmp_path: Path, writer: str, reader: str) -> None:
+    dcp.save({**STATE, "step": 3}, storage_writer=WRITERS[writer](tmp_path / "out"))
+    found: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()} | {"step": 0}
+    planner = ThroughScratch()
+    dcp.load(found, storage_reader=READERS[reader](tmp_path / "out"), planner=planner)
+    assert found.pop("step") == 3
+    assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
+    assert planner.events == ["resolve", "commit"] * 3
+
+
+def test_a_planner_with_a_buffer_of_another_dtype(tmp_path: Path) -> None:
+    dcp.save(STATE, storage_writer=Writer(tmp_path / "out", "dcp"))
+    found = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in STATE.items()}
+    dcp.load(found, storage_reader=Reader(tmp_path / "out"), planner=ThroughScratch())
+    assert all(torch.equal(found[name], tensor.double()) for name, tensor in STATE.items())
+    with pytest.raises(CheckpointException, match="it is float32 in the checkpoint, float64 where"):
+        dcp.load(found, storage_reader=Reader(tmp_path / "out"), planner=ThroughScratch(torch.float64))
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_damage_is_found_before_a_planner_commits_it(tmp_path: Path, to: str) -> None:
+    dcp.save(STATE, storage_writer=Writer(tmp_path / "out", to))
+    damage(tmp_path / "out", "b")
+    found = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(found, storage_reader=Reader(tmp_path / "out"), planner=ThroughScratch())
+    assert isinstance(cause_of(caught), Corrupt)
+    assert not found["b"].any()
+
+
+class Skipping(DefaultLoadPlanner):
+    """Leaves out what the checkpoint lacks, at one of the two steps at which a planner is told what there is."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        if self.step == "set up":
+            state_dict = {name: one for name, one in state_dict.items() if name in metadata.state_dict_metadata}
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        if self.step == "plan":
+            entries = self.metadata.state_dict_metadata
+            self.state_dict = {name: one for name, one in self.state_dict.items() if name in entries}
+        return super().create_local_plan()
+
+
+@each_pair
+@pytest.mark.parametrize("step", ["set up", "plan"])
+def test_a_planner_that_skips_what_is_missing(tmp_path: Path, step: str, writer: str, reader: str) -> None:
+    dcp.save(STATE, storage_writer=WRITERS[writer](tmp_path / "out"))
+    found = {"a": torch.zeros(3, 4), "b": torch.zeros(5), "new": torch.ones(2)}
+    dcp.load(found, storage_reader=READERS[reader](tmp_path / "out"), planner=Skipping(step))
+    assert torch.equal(found["a"], STATE["a"])
+    assert torch.equal(found["new"], torch.ones(2))
+
+
+@each_pair
+def test_the_metadata_has_what_is_there(tmp_path: Path, writer: str, reader: str) -> None:
+    dcp.save({**STATE, "step": 3}, storage_writer=WRITERS[writer](tmp_path / "out"))
+    entries = READERS[reader](tmp_path / "out").read_metadata().state_dict_metadata
+    assert sorted(entries) == ["a", "b", "c", "step"]
+    assert all(name in entries for name in ("a", "b", "c", "step"))
+    assert "no" not in entries
+    assert entries.get("no") is None
+    with pytest.raises(KeyError):
+        entries["no"]
