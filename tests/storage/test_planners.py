@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptkit.errors import CkptError, Corrupt, Mismatch
+from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.storage import Reader, Writer, find_cause
+from ckptkit.training.launch import Report, launch
+from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests.producers import counted
 from tests.storage.states import damage
 from tests.storage.test_like_torch import PAIRS, READERS, WRITERS
@@ -198,3 +203,84 @@ def test_the_metadata_has_what_is_there(tmp_path: Path, writer: str, reader: str
     assert entries.get("no") is None
     with pytest.raises(KeyError):
         entries["no"]
+
+
+# -- plans that torch caches from save to save -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_plans() -> Iterator[None]:
+    """Nothing that torch keeps of the plans of other saves; it does so for the whole process."""
+    kept = [value for name, value in vars(SavePlanner).items() if name.startswith("_cached_")]
+    for cache in kept:
+        cache.clear()
+    yield
+    for cache in kept:
+        cache.clear()
+
+
+class Other(DefaultSavePlanner):
+    """A planner of another class, whose plans torch caches apart."""
+
+
+@pytest.mark.usefixtures("_no_plans")
+@each_format
+@pytest.mark.parametrize("is_async", [False, True])
+def test_plans_that_torch_caches(tmp_path: Path, to: str, is_async: bool) -> None:
+    save: Any = dcp.async_save if is_async else dcp.save
+    for number, rows in enumerate((3, 3, 3, 4, 4)):
+        state = {"a": counted(rows, 4) + number, "b": counted(5) - number, "c": torch.tensor(float(number))}
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        done = save(
+            {"model": state, "step": number}, storage_writer=Writer(tmp_path / str(number), to), planner=planner
+        )
+        if is_async:
+            done.result()
+    for number, rows in enumerate((3, 3, 3, 4, 4)):
+        blank = {"a": torch.zeros(rows, 4), "b": torch.zeros(5), "c": torch.zeros(())}
+        found: dict[str, Any] = {"model": blank, "step": -1}
+        dcp.load(found, storage_reader=Reader(tmp_path / str(number), under="model" if to == "hf" else ""))
+        assert torch.equal(found["model"]["a"], counted(rows, 4) + number)
+        assert torch.equal(found["model"]["b"], counted(5) - number)
+        assert found["model"]["c"] == found["step"] == number
+
+
+@pytest.mark.usefixtures("_no_plans")
+def test_cached_plans_of_several_planners_are_refused(tmp_path: Path) -> None:
+    for number, kind in enumerate((DefaultSavePlanner, Other)):
+        planner = kind(enable_plan_caching=True)
+        dcp.save({"w": counted(3)}, storage_writer=Writer(tmp_path / str(number)), planner=planner)
+    with pytest.raises(CheckpointException) as caught:
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save({"w": counted(3)}, storage_writer=Writer(tmp_path / "2"), planner=planner)
+    assert isinstance(cause_of(caught), Unsupported)
+    assert "found 2" in cause_of(caught).message
+
+
+@pytest.mark.usefixtures("_no_plans")
+def test_a_cached_plan_of_a_narrower_dtype_loses_nothing(tmp_path: Path) -> None:
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save({"w": counted(3).half()}, storage_writer=Writer(tmp_path / "0"), planner=planner)
+    with pytest.raises(CheckpointException, match="expected dtype float16"):
+        dcp.save({"w": counted(3)}, storage_writer=Writer(tmp_path / "1"), planner=planner)
+
+
+def save_thrice(root: Path, place: RankPlace, report: Report) -> None:
+    """Save sharded tensors with cached plans, of which one rank's changes at last."""
+    warnings.simplefilter("ignore")
+    with process_group(place, "cpu"):
+        mesh = init_device_mesh("cpu", (2,))
+        for number in range(3):
+            own = {"own": counted(2)} if number == 2 and place.rank == 1 else {}
+            state = {"w": distribute_tensor(counted(5, 3) + number, mesh, [Shard(0)]), "step": number, **own}
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            dcp.save(state, storage_writer=Writer(root / str(number), "dcp"), planner=planner)
+            found: dict[str, Any] = {"w": torch.zeros(5, 3), "step": -1}
+            dcp.load(found, storage_reader=FileSystemReader(root / str(number)))
+            report((number, torch.equal(found["w"], counted(5, 3) + number) and found["step"] == number))
+
+
+def test_plans_that_torch_caches_on_ranks(tmp_path: Path) -> None:
+    heard: list[tuple[int, bool]] = []
+    launch(partial(save_thrice, tmp_path), 2, heard.append)
+    assert sorted(heard) == [(0, True), (0, True), (1, True), (1, True), (2, True), (2, True)]
