@@ -44,6 +44,7 @@ from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, LoadTerms, PlannerEntries
+from ckptkit.storage.ties import find_tied, require_equal
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
@@ -277,8 +278,13 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
     items = {label: item for label, (item, _) in resolved.items()}
     tensors = {label: tensor for label, (_, tensor) in resolved.items()}
     wanted = describe_wanted(layout, items, tensors)
-    with in_memory_if_split(layout, items, tensors) as filled:
+    tied = find_tied(tensors)
+    apart = {label: torch.empty_like(tensors[label]) for label in tied}  # else the last one read would stay, unseen
+    with in_memory_if_split(layout, items, {**tensors, **apart}) as filled:
         fill(make_plan(locate(share_of(layout, wanted)), wanted), filled, ledger)
+    for label, one in tied.items():
+        name, other = (items[which].storage_index.fqn for which in (label, one))
+        require_equal({name: apart[label], other: tensors[one]}, {name: other}, layout.root)
     for label, item in items.items():
         planner.commit_tensor(item, tensors[label])
 

@@ -284,3 +284,22 @@ def test_plans_that_torch_caches_on_ranks(tmp_path: Path) -> None:
     heard: list[tuple[int, bool]] = []
     launch(partial(save_thrice, tmp_path), 2, heard.append)
     assert sorted(heard) == [(0, True), (0, True), (1, True), (1, True), (2, True), (2, True)]
+
+
+# -- a state that the checkpoint does not fit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_two_tensors_into_one_that_is_tied(tmp_path: Path, to: str, is_equal: bool) -> None:
+    head = counted(5, 4) + (0 if is_equal else 1)
+    dcp.save({"embed": counted(5, 4), "head": head}, storage_writer=Writer(tmp_path / "out", to))
+    shared = torch.zeros(5, 4)
+    found = {"embed": shared, "head": shared}
+    if is_equal:
+        dcp.load(found, storage_reader=Reader(tmp_path / "out"))
+        assert torch.equal(shared, counted(5, 4))
+        return
+    with pytest.raises(CheckpointException, match=r"ties it to `.*`, but the checkpoint's bytes differ") as caught:
+        dcp.load(found, storage_reader=Reader(tmp_path / "out"))
+    assert isinstance(cause_of(caught), Mismatch)
