@@ -6,7 +6,7 @@ torch's planner says which box of which tensor a rank needs; what it is made of,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -43,6 +44,7 @@ from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, LoadTerms, PlannerEntries
+from ckptkit.storage.ties import find_tied, require_equal
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
@@ -107,17 +109,38 @@ class LayoutReader(StorageReader):
             else:
                 items[number].append(item)
         terms.check_missing(missing, wanted)
-        tensors = [resolve(layout, items[i], planner) for i, layout in enumerate(self.layouts)]
-        for layout, found in zip(self.layouts, tensors, strict=True):
-            names = ((item.storage_index.fqn, tensor) for item, tensor in found.values())
-            terms.check_casts((name, layout.tensors[name].spec, tensor) for name, tensor in names)
-        for i, layout in enumerate(self.layouts):
-            read_entries(layout, items[i], planner)
-            read_tensors(layout, tensors[i], planner)
+        if fills_state(planner):
+            self._read_together(items, planner, terms)
+        else:
+            self._read_in_turn(items, planner, terms)
         terms.settle_missing(missing, wanted)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_together(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
+        """Read all items into the tensors of the state, once all of them meet the terms."""
+        tensors = [resolve(tensors_in_order(layout, own), planner) for layout, own in self._each(items)]
+        for layout, found in zip(self.layouts, tensors, strict=True):
+            terms.check_casts(specs_of(layout, found))
+        for (layout, own), found in zip(self._each(items), tensors, strict=True):
+            read_entries(layout, own, planner)
+            read_tensors(layout, found, planner, Ledger())
+
+    def _read_in_turn(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
+        """Resolve, read and commit one item after the other: the planner may give the same tensor for all of them."""
+        for layout, own in self._each(items):
+            read_entries(layout, own, planner)
+            ledger = Ledger()
+            for item in tensors_in_order(layout, own):
+                name = item.storage_index.fqn
+                only = replace(layout, tensors={name: layout.tensors[name]}, blobs={}, keys={})
+                found = resolve([item], planner)
+                terms.check_casts(specs_of(only, found))
+                read_tensors(only, found, planner, ledger)
+
+    def _each(self, items: Sequence[list[ReadItem]]) -> Iterator[tuple[Layout, list[ReadItem]]]:
+        return zip(self.layouts, items, strict=True)
 
     @classmethod
     def validate_checkpoint_id(cls, _checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -208,6 +231,7 @@ def find_path(place: str | os.PathLike[str]) -> Path:
 
 
 Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by the label of a file that a tensor is taken for
+_PLANNER_STEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
 def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
@@ -218,24 +242,49 @@ def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner)
         planner.load_bytes(item, read_value(found, name))
 
 
-def resolve(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:
-    """Return what is asked for of the tensors of a layout, as it lies in the files, and what to read it into."""
+def fills_state(planner: LoadPlanner) -> bool:
+    """Return whether a planner gives the tensors of the state to be read into, as torch's own does."""
+    ours = type(planner)
+    return all(getattr(ours, name, None) is getattr(DefaultLoadPlanner, name) for name in _PLANNER_STEPS)
+
+
+def tensors_in_order(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
+    """Return the items of a plan that are tensors, in the order in which these lie in the files."""
 
     def place(item: ReadItem) -> tuple[str, int]:
         first = layout.tensors[item.storage_index.fqn].chunks[0]
         return first.path, first.offset
 
-    items = sorted((item for item in plan if item.type == LoadItemType.TENSOR), key=place)
+    return sorted((item for item in plan if item.type == LoadItemType.TENSOR), key=place)
+
+
+def resolve(items: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:
+    """Return the items, and the tensors that the planner gives to read them into."""
     return {f"{i:08d}": (item, planner.resolve_tensor(item).detach()) for i, item in enumerate(items)}
 
 
-def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner) -> None:
-    """Read tensors of a layout, or boxes of them, into the tensors that the planner has given for them."""
+def specs_of(layout: Layout, resolved: Resolved) -> Iterator[tuple[str, Spec, Tensor]]:
+    """Yield name and spec of each tensor of a layout that is read, and the tensor that it is read into."""
+    for item, tensor in resolved.values():
+        name = item.storage_index.fqn
+        yield name, layout.tensors[name].spec, tensor
+
+
+def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledger: Ledger) -> None:
+    """Read tensors of a layout, or boxes of them, into the tensors that the planner has given for them.
+
+    `ledger` has what was read of the layout before, so that a chunk that is read in parts is compared when it is whole.
+    """
     items = {label: item for label, (item, _) in resolved.items()}
     tensors = {label: tensor for label, (_, tensor) in resolved.items()}
     wanted = describe_wanted(layout, items, tensors)
-    with in_memory_if_split(layout, items, tensors) as filled:
-        fill(make_plan(locate(share_of(layout, wanted)), wanted), filled)
+    tied = find_tied(tensors)
+    apart = {label: torch.empty_like(tensors[label]) for label in tied}  # else the last one read would stay, unseen
+    with in_memory_if_split(layout, items, {**tensors, **apart}) as filled:
+        fill(make_plan(locate(share_of(layout, wanted)), wanted), filled, ledger)
+    for label, one in tied.items():
+        name, other = (items[which].storage_index.fqn for which in (label, one))
+        require_equal({name: apart[label], other: tensors[one]}, {name: other}, layout.root)
     for label, item in items.items():
         planner.commit_tensor(item, tensors[label])
 
@@ -258,9 +307,9 @@ def in_memory_if_split(
         tensors[label].copy_(found)
 
 
-def fill(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+def fill(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
     """Read every target of a plan into the tensor that its file stands for."""
-    sources = Sources(plan, Ledger())
+    sources = Sources(plan, ledger)
     with Worker(plan) as worker:
         filler = TensorFiller(worker)
         for target in plan.targets:

@@ -6,6 +6,7 @@ a word; and it never looks at dtypes: values are cast to those of the tensors th
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
@@ -23,6 +25,7 @@ from ckptkit.optimizers.missing_states import FIRST_ZERO
 
 ERROR, KEEP, ZERO, ALLOW = "error", "keep", "zero", "allow"
 _MOST = 8  # names in a message
+_TORCH_PLAN = create_default_local_load_plan.__code__
 
 
 class PartialLoad(UserWarning):
@@ -30,16 +33,19 @@ class PartialLoad(UserWarning):
 
 
 class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """The entries of a checkpoint as torch's planner is told of them, which then asks for any other name as well.
+    """The entries of a checkpoint, as planners see them; only torch's own plan finds every other name here as well.
 
-    So the reader learns of all that is missing; it alone knows what is to be done about it.
+    That plan would end with the first name that is missing. So the reader gets all of them, and applies its terms. A
+    planner that looks a name up itself, to skip what is missing, gets a true answer.
     """
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str)
+        return super().__contains__(name) or sys._getframe(1).f_code is _TORCH_PLAN
 
     def __missing__(self, name: str) -> BytesStorageMetadata:
-        return BytesStorageMetadata()
+        if sys._getframe(1).f_code is _TORCH_PLAN:
+            return BytesStorageMetadata()
+        raise KeyError(name)
 
 
 @dataclass(frozen=True, slots=True)

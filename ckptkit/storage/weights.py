@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
@@ -21,11 +20,11 @@ from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.turn import settle_family
 from ckptkit.quantized.require_plain import require_plain
-from ckptkit.storage.memory import part_of
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
 from ckptkit.storage.terms import ERROR, LoadTerms
-from ckptkit.tensors.box import Shape, whole
+from ckptkit.storage.ties import find_tied, identify, require_equal
+from ckptkit.tensors.box import Shape
 
 
 def load_weights(
@@ -104,39 +103,3 @@ def names_for(checkpoint: Checkpoint, wanted: Mapping[str, Shape], config: Mappi
     family = family_of(wanted)
     family = family if config is None else settle_family(family, wanted, Sizes(config))
     return family.name if family else HUB
-
-
-def find_tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return each name that is not the first of its tensor, with the first."""
-    first: dict[object, str] = {}
-    named = {name: first.setdefault(identify(tensor), name) for name, tensor in tensors.items()}
-    return {name: one for name, one in named.items() if name != one}
-
-
-def identify(tensor: Tensor) -> object:
-    """Return what tied tensors have in common: where their elements lie, and in which order."""
-    local = local_part(tensor)
-    return local.data_ptr(), tensor.dtype, tensor.shape, local.stride()
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank has."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:
-    """Raise `Mismatch` unless what was loaded for a name is to the last bit what was for the one that it is tied to."""
-    for name, one in tied.items():
-        mine, other = (plain_bits(local_part(tensors[which])) for which in (name, one))
-        if not torch.equal(mine, other):
-            raise Mismatch(
-                f"the model ties it to `{one}`, but the checkpoint's bytes differ",
-                path=path,
-                tensor=name,
-                hint="if they were trained apart, give the model a head of its own",
-            )
-
-
-def plain_bits(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor as bits, which compare as such."""
-    return part_of(tensor, whole(tuple(tensor.shape)))

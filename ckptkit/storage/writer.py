@@ -38,6 +38,7 @@ from ckptkit.storage.memory import find_dtype
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.portions import Portion, divide
 from ckptkit.tensors.box import Box
+from ckptkit.tensors.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class RoomWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the files, with holes for the data, and return the plans with what each rank is to do."""
+        plans = without_gaps(plans, self.room)
         planned = tie(plan_layout(plans, self.room), self._tied)
         self._options = WriterOptions(self._max_shard_size, len(plans))
         self._portions = divide(planned, self._format)
@@ -253,6 +255,22 @@ class Writer(RoomWriter):
             stage.discard()
 
 
+def without_gaps(plans: list[SavePlan], root: Path) -> list[SavePlan]:
+    """Return the plans of all ranks, with torch's cached ones for those that did not change since the last save.
+
+    torch caches the plans by class of planner and passes on only those that changed (`enable_plan_caching`). Raises
+    `Unsupported` where planners of several classes have plans for as many ranks: nothing tells whose save this is.
+    """
+    if all(plan.usable for plan in plans):
+        return plans
+    cached: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
+    whole = [known for known in cached.values() if len(known) == len(plans)]
+    if len(whole) != 1:
+        hint = "pass enable_plan_caching=False to all planners but one"
+        raise Unsupported(f"expected cached plans of 1 planner, found {len(whole)}", path=root, hint=hint)
+    return [plan if plan.usable else known for plan, known in zip(plans, whole[0], strict=True)]
+
+
 def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
     """Return what the ranks together will save; each entry lies where one of them has it, as its item of this number.
 
@@ -263,9 +281,6 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
     blobs: dict[str, Blob] = {}
     keys: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
-        if not plan.usable:
-            hint = "save with a planner that has enable_plan_caching=False, as is the default"
-            raise Unsupported("a plan that only says it is the same as before", path=root, hint=hint)
         keys |= plan.planner_data or {}
         for i, item in enumerate(plan.items):
             name = item.index.fqn
@@ -308,8 +323,23 @@ def write_item(pieces: PieceWriter, item: WriteItem, planner: SavePlanner, targe
     name = item.index.fqn
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         raise Unsupported("not a plain dense tensor with data", tensor=name)
-    _, box = describe_item(item)
+    spec, box = describe_item(item)
     if tuple(tensor.shape) != box.size:
         raise Mismatch(f"the plan has {list(box.size)}, the tensor is {list(tensor.shape)}", tensor=name)
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = widen(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
     return WriteResult(item.index, plain.nbytes, pieces.write(plain, box, target))
+
+
+def widen(tensor: Tensor, planned: DType, name: str) -> Tensor:
+    """Return a tensor in the dtype of its plan, converted if it is a float that this dtype holds without a loss.
+
+    Raises `Mismatch` for any other dtype: the files have no place for its values.
+    """
+    found = find_dtype(tensor.dtype, name)
+    if found == planned:
+        return tensor
+    dtype: torch.dtype = getattr(torch, planned.name)
+    if found.can_become(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
+        return tensor.to(dtype)
+    hint = "let the planner set the dtype in `create_local_plan` as well as in `resolve_data`"
+    raise Mismatch(f"expected dtype {planned} (the plan's), found {found}", tensor=name, hint=hint)
