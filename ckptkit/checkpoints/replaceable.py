@@ -1,4 +1,4 @@
-"""Decide whether a directory may be replaced: only if ckptkit knows everything in it. Deletes nothing."""
+"""Decide whether a directory may be replaced: only if ckptkit knows everything in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, translate_os_errors
+from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
 from ckptkit.files.file import children, names_in
 from ckptkit.formats import is_known_file
 from ckptkit.models.companions import FILES, TEMPLATES
@@ -30,8 +30,8 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
     with translate_os_errors(dst):
         found = [str(path.relative_to(dst)) for path in strangers_in(dst, {dst / name for name in made})]
     if found:
-        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        message = f"the destination contains entries that ckptkit does not know: {', '.join(found[:_MOST_NAMED])}{more}"
+        named = ", ".join(found[:_MOST_NAMED]) + and_more(len(found) - _MOST_NAMED)
+        message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "--overwrite replaces one checkpoint: choose another destination, or move or remove these entries first"
         raise Occupied(message, path=dst, hint=hint)
 
