@@ -69,7 +69,9 @@ def load_newest(trainer: Trainer, run: Run, found: Sequence[Path], ranks: Ranks,
             continue
         for other, why in damaged.items():
             place = ranks.on_first(partial(set_aside, other))
-            warn(f"warning: {other} cannot be loaded: {why.message}; resuming from {path}, {other.name} is now {place.name}")
+            warn(
+                f"warning: {other} cannot be loaded: {why.message}; resuming from {path}, {other.name} is now {place.name}"
+            )
         return
     raise next(iter(damaged.values()))
 
