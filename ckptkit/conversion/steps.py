@@ -37,8 +37,10 @@ def open_model(part: Part, options: ConvertOptions) -> Model:
         layout = edits.select(layout, options.edits.admit)
     companions = find_companions(part.path, options.base) if options.writer.is_model_only else Companions()
     model = Model(part=part, weights=find_weights(layout), companions=companions, ask_base=names_of_base(options.base))
+    if not options.rename:
+        return model
     options.edits.check_renames(model.layout.tensors, part.path)
-    return model.rename(options.edits.renaming()) if options.rename else model
+    return model.rename(options.edits.renaming())
 
 
 def names_of_base(base: str | None) -> AskBase:

@@ -136,7 +136,8 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
     conversion = draft_opened(checkpoints, dst, options)
-    check_replaceable(dst, conversion.file_sizes)
+    if options.overwrite:
+        check_replaceable(dst, conversion.file_sizes)
     return replace(conversion, notes=(*conversion.notes, *remarks_on_id(options.base)))
 
 

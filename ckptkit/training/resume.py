@@ -69,9 +69,8 @@ def load_newest(trainer: Trainer, run: Run, found: Sequence[Path], ranks: Ranks,
             continue
         for other, why in damaged.items():
             place = ranks.on_first(partial(set_aside, other))
-            warn(
-                f"warning: {other} cannot be loaded: {why.message}; resuming from {path}, {other.name} is now {place.name}"
-            )
+            what = f"{other} cannot be loaded: {why.message}"
+            warn(f"warning: {what}; resuming from {path}, {other.name} is now {place.name}")
         return
     raise next(iter(damaged.values()))
 
