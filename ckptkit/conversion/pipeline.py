@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
         key=conversion.key(count),
         is_part=is_part,
         is_file=conversion.is_file,
-        check_other=lambda begun: require_same_options(begun, conversion, count, stage.work),
+        check_other=partial(require_same_options, conversion, count),
     )
     try:
         stage.open()
@@ -150,7 +151,7 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
         raise
 
 
-def require_same_options(begun: bytes, conversion: Conversion, count: int, work: Path) -> None:
+def require_same_options(conversion: Conversion, count: int, begun: bytes, work: Path) -> None:
     """Raise `Occupied` if parts of the output were made from other sources, or with other options.
 
     Parts of a source that changed since are worth nothing: those are made again. `begun` is the key of the parts.

@@ -41,7 +41,8 @@ class Stage:
     `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time, from
     when each lets the others in.
 
-    `check_other`, called with the key of what was begun there under another one, may raise an error to keep that.
+    `check_other`, called with the key of what was begun there under another one and with its notes, may raise an error
+    to keep that.
 
     With `is_file` the destination becomes the one file that was made in the directory.
     """
@@ -55,7 +56,7 @@ class Stage:
         key: bytes | None = None,
         is_part: bool = False,
         is_file: bool = False,
-        check_other: Callable[[bytes], None] | None = None,
+        check_other: Callable[[bytes, Path], None] | None = None,
     ) -> None:
         self.dst = dst.absolute()
         self.path = staging_path(self.dst)
@@ -89,7 +90,7 @@ class Stage:
             begun = read_key(self.path)
             if self.key is None or begun != self.key:
                 if begun is not None and self.check_other is not None:
-                    self.check_other(begun)
+                    self.check_other(begun, self.work)
                 close(claim(self.path))
                 self._is_ours = True
                 make_empty(self.path)

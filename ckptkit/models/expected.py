@@ -177,7 +177,10 @@ def expected(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
 
 def expected_llama(config: Mapping[str, Any]) -> Expected | None:
     """Return what ckptkit's own table says of a model whose blocks compute what Llama's do; None for any other."""
-    own = by_table(as_text(config))
+    try:
+        own = by_table(as_text(config))
+    except Unsupported:  # it lacks a size
+        return None
     return own if own is not None and own.is_llama else None
 
 

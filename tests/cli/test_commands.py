@@ -285,7 +285,7 @@ class Last:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
 
-def work():
+def work(**_options):
     Last()
     time.sleep(30)
 

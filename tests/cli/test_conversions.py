@@ -16,7 +16,7 @@ KEYS = {
     *("source", "output", "format", "world_size", "files", "tensors", "nbytes", "seconds", "renamed", "dropped"),
     *("cast", "completed", "notes", "plan", "finished"),
 }
-WRITTEN = {"checked_bytes", "unchecked_bytes", "peak_rss_bytes"}
+WRITTEN = {"checked_bytes", "unchecked_bytes", "peak_rss_bytes", "resumed_bytes"}
 
 
 @pytest.fixture

@@ -293,6 +293,9 @@ def test_destinations(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "old").touch()
     with pytest.raises(Occupied):
         ckptkit.average(run, tmp_path / "out", last=2)
+    with pytest.raises(Occupied, match="old"):  # which is not ours to replace
+        ckptkit.average(run, tmp_path / "out", last=2, overwrite=True)
+    (tmp_path / "out" / "old").unlink()
     ckptkit.average(run, tmp_path / "out", last=2, overwrite=True)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "ckptkit.json"}
     with pytest.raises(Unsafe):

@@ -285,8 +285,8 @@ def frozen(model: Network) -> None:
     ("change", "tensor", "said"),
     [
         (larger, "model.scale", r"shape \[1\], the model \[2\]"),
-        (longer, "model.layers.2.weight", "the checkpoint lacks `layers.2.weight` and 1 more$"),
-        (shorter, "model.layers.1.bias", "the model lacks `layers.1.bias`$"),
+        (longer, "model.layers.2.weight", "the checkpoint lacks `layers.2.weight` and 1 more \\(hint"),
+        (shorter, "model.layers.1.bias", "the model lacks `layers.1.bias`($| \\(hint)"),
         (halved, "model.scale", "has float32, the model float16"),
         (frozen, "optim.state.scale", "no state of this parameter"),
     ],
