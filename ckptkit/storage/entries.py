@@ -19,7 +19,6 @@ from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.archives.zip_entries import check_contents
 from ckptkit.layout import Blob, Layout
-from ckptkit.storage.numpy_values import STAND_INS
 
 
 def read_value(layout: Layout, name: str) -> BytesIO:
@@ -53,16 +52,14 @@ def find_archive(blob: Blob, path: Path) -> bytes:
 
 
 def load_safely(data: bytes) -> Any:
-    """Return the value in an archive, if it is made of plain values, bytes, containers, tensors and numpy's numbers."""
+    """Return the value in an archive, if it is made of plain values, bytes, containers and tensors."""
     try:
-        with safe_globals(
-            [BytesIO, *STAND_INS]
-        ):  # which runs no code; it is what a module's `get_extra_state` may give
+        with safe_globals([BytesIO]):  # which runs no code; it is what a module's `get_extra_state` may give
             return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise Unsupported(
             "the entry holds more than plain values: torch would run code of the checkpoint's to load it",
             hint="if you trust its producer, name the class to `torch.serialization.add_safe_globals`",
         ) from error
-    except (RuntimeError, EOFError, TypeError, ValueError) as error:
+    except (RuntimeError, EOFError) as error:
         raise Corrupt(f"torch cannot load the entry: {str(error).splitlines()[0]}") from error
