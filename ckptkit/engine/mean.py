@@ -7,12 +7,11 @@ not added up: they are those of the last source.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ckptkit.errors import Unsupported
-from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.casting import cast
@@ -37,11 +36,6 @@ class Mean:
         if dtype.kind == "float":
             return mean(dtype, blocks, self._weights), False
         return last(dtype, blocks)
-
-
-def means(specs: Mapping[str, Spec], weights: Sequence[float]) -> dict[str, Mean]:
-    """Return the recipe of each tensor that is the mean of those of its name."""
-    return {name: Mean(name, spec.dtype, weights) for name, spec in specs.items()}
 
 
 def mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -> memoryview:

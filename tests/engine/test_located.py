@@ -10,7 +10,6 @@ import pytest
 
 from ckptkit.checkpoints.seal import create_files
 from ckptkit.engine.compare import compare, fingerprints
-from ckptkit.engine.mean import means
 from ckptkit.engine.read import read
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
@@ -18,6 +17,7 @@ from ckptkit.formats import find_format, get_writer, locate
 from ckptkit.layout import Blob, Layout, Wrapped, WriterOptions
 from ckptkit.layout.plan import make_plan
 from tests.conftest import Produce
+from tests.engine.test_mean import means
 from tests.execute import execute
 from tests.producers import fsdp2
 

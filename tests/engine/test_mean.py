@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.mean import means
+from ckptkit.engine.mean import Mean
 from ckptkit.engine.shares import Share
 from ckptkit.engine.sources import Sources
 from ckptkit.errors import Corrupt, Unsupported
@@ -30,6 +30,11 @@ FLOAT32, FLOAT64 = DTYPES["float32"], DTYPES["float64"]
 INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 QUIET = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
 EDGES = [0.0, -0.0, 1.0, 0.1, -3.4e38, 3.4e38, 1e-45, np.nan, np.inf]
+
+
+def means(specs: Mapping[str, Spec], weights: Sequence[float]) -> dict[str, Mean]:
+    """The recipe of each tensor that is the mean of those of its name."""
+    return {name: Mean(name, spec.dtype, weights) for name, spec in specs.items()}
 
 
 @pytest.fixture(autouse=True, scope="module")
