@@ -13,9 +13,9 @@ import typer
 from ckptkit.cli.output import be_quiet, note, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
-from ckptkit.conversion.directories import NOT_KNOWN, WEIGHTS
+from ckptkit.conversion.directories import WEIGHTS, describe_left
 from ckptkit.conversion.options import RANK, ConvertOptions
-from ckptkit.errors import Usage, and_more
+from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.names.weights import UNKNOWN, LeftOut
@@ -170,29 +170,18 @@ def remarks(done: Converted) -> list[str]:
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
     lines += completed(done.completed)
     lines += [f"note: {text}" for text in done.notes]
-    return lines + left_behind(done)
-
-
-def left_behind(done: Converted) -> list[str]:
-    """Return the files that stay in the directory of the source, a line for each reason."""
-    names: dict[str, list[str]] = {}
-    for left in done.left_behind:
-        if left.is_known or left.why == NOT_KNOWN:
-            names.setdefault(left.why, []).append(left.path.name)
-    return [f"left behind: {', '.join(found[:4])}{and_more(len(found) - 4)} ({why})" for why, found in names.items()]
+    return lines + describe_left([left for left in done.left_behind if left.why != WEIGHTS], "left behind")
 
 
 def warnings(done: Converted) -> list[str]:
     """Return what may be a loss: tensors and weights that are not in the output though nothing asks for that."""
     tensors = [left for left in done.dropped if left.why == UNKNOWN]
-    files = [left.path.name for left in done.left_behind if left.why == WEIGHTS]
+    files = [left for left in done.left_behind if left.why == WEIGHTS]
     lines = [
         f"not in the output: `{left.name}`, {amount_of(left)} ({left.why}); --include '{left.name}*' writes it alone"
         for left in tensors
     ]
-    if files:
-        lines.append(f"left behind: {', '.join(files[:8])}{and_more(len(files) - 8)} ({WEIGHTS})")
-    return lines
+    return lines + describe_left(files, "left behind")
 
 
 def completed(entries: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.part import Part
-from ckptkit.errors import Unsafe, translate_os_errors
+from ckptkit.errors import Unsafe, and_more, translate_os_errors
 from ckptkit.files.file import children
 from ckptkit.files.joined import JoinedPath, roots_of
 from ckptkit.files.local import is_strange_link
@@ -20,7 +20,7 @@ from ckptkit.formats import FORMATS, FormatWriter, get_format, is_known_file
 from ckptkit.layout import Layout
 from ckptkit.models.companions import FILES, places_of
 from ckptkit.names.weights import TRAINING as OF_TRAINING
-from ckptkit.trainers import ONE_FILE, is_kept, is_training_state, step_of
+from ckptkit.trainers import ONE_FILE, is_kept, is_other_part, is_training_state, step_of
 from ckptkit.trainers.ckptkit import TRAINING
 
 _HINT = "choose another destination"
@@ -28,6 +28,7 @@ LINK = "not a regular file"
 HIDDEN = "hidden"
 WEIGHTS = "weights of another model, or of an earlier save"
 NOT_KNOWN = "not known"
+COMPANION = "config or tokenizer"
 
 
 class LeftBehind(NamedTuple):
@@ -35,6 +36,7 @@ class LeftBehind(NamedTuple):
 
     path: Path
     why: str
+    name: str  # as seen from the directory of the checkpoint
 
     @property
     def is_known(self) -> bool:
@@ -129,34 +131,46 @@ def own_files(layout: Layout) -> list[Path]:
     return [file for file in layout.root.iterdir() if file.name in used or reader.owns(file.name)]
 
 
-def find_left_behind(checkpoint: Checkpoint, used: Iterable[Path], made: Iterable[str], dst: Path) -> list[LeftBehind]:
-    """Return what of a checkpoint's directory is not among the files `used`, each with why.
-
-    Files of the names `made` were used to make those of the result, which will lie at `dst`.
-    """
+def find_left_behind(checkpoint: Checkpoint, used: Iterable[Path]) -> list[LeftBehind]:
+    """Return what of a checkpoint's directory is not among the files and directories `used`, each with why."""
     root = checkpoint.path
     if not root.is_dir():
         return []
-    places = [*places_of(root), *(part.path for part in checkpoint.parts)]
-    result = entry_at(root, dst)
-    known = {*used, *(place / name for place in places for name in made), *([result] if result else [])}
     parts = {part.path for part in checkpoint.parts} - {root}
     with translate_os_errors(root):
-        return list(left_in(root, frozenset(known), parts))
+        return list(left_in(root, frozenset(used), parts))
 
 
-def left_in(folder: Path, used: frozenset[Path], parts: set[Path]) -> Iterator[LeftBehind]:
-    """Yield what of a directory is not `used`; `parts` are those of the checkpoint that its files belong to."""
-    there = children(folder)
+def files_taken(checkpoint: Checkpoint, made: Iterable[str], dst: Path) -> Iterator[Path]:
+    """Yield what else is used in a checkpoint's directory: companions of the names `made`, and the result at `dst`."""
+    places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.parts)]
+    yield from (place / name for name in made for place in places)
+    result = entry_at(checkpoint.path, dst)
+    yield from [result] if result else []
+
+
+def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
+    """Return a line for each reason: the verb, the first names, and the reason."""
+    names: dict[str, list[str]] = {}
+    for left in found:
+        names.setdefault(left.why, []).append(left.name)
+    return [f"{verb}: {', '.join(some[:6])}{and_more(len(some) - 6)} ({why})" for why, some in names.items()]
+
+
+def left_in(root: Path, used: frozenset[Path], parts: set[Path], folder: Path | None = None) -> Iterator[LeftBehind]:
+    """Yield what of directory `root` is not `used`, or of a folder in it; in `parts` is state of the training."""
+    there = children(folder or root)
     names = {path.name for path in there}
     for path in there:
         if path in used or path.name == MANIFEST:
             continue
-        if path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and step_of(path) is None:
-            is_part = path in parts and not any(path in one.parents for one in used)
-            yield from [LeftBehind(path, OF_TRAINING)] if is_part else left_in(path, used, parts)
+        name = str(path.relative_to(root))
+        if path in parts and path.is_dir() and not any(path in one.parents for one in used):
+            yield LeftBehind(path, OF_TRAINING if is_other_part(path.name) else WEIGHTS, name)
+        elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and step_of(path) is None:
+            yield from left_in(root, used, parts, path)
         else:
-            yield LeftBehind(path, OF_TRAINING if folder in parts else reason_to_leave(path, names))
+            yield LeftBehind(path, OF_TRAINING if folder in parts else reason_to_leave(path, names), name)
 
 
 def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
@@ -170,5 +184,5 @@ def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
     if is_training_state(path.name):
         return OF_TRAINING
     if path.name in FILES:
-        return "not taken: no config.json lies beside it, or --base names another"
+        return COMPANION
     return WEIGHTS if path.suffix in ONE_FILE or is_known_file([path.name]) else NOT_KNOWN

@@ -16,7 +16,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.directories import check_apart, find_left_behind
+from ckptkit.conversion.directories import LeftBehind, check_apart, files_taken, find_left_behind
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
 from ckptkit.conversion.options import MODULE, ConvertOptions, Keywords, spell_out
@@ -139,9 +139,7 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
     conversion = draft_opened(checkpoints, dst, options)
-    used, made = conversion.files_used, [*conversion.made]
-    left = (one for checkpoint in checkpoints for one in find_left_behind(checkpoint, used, made, dst))
-    conversion = replace(conversion, left_behind=tuple(left))
+    conversion = with_left_behind(conversion, checkpoints)
     if options.strict:
         require_all_taken(conversion)
     if options.overwrite:
@@ -209,17 +207,27 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, option
     )
 
 
+def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Conversion:
+    """Return the conversion with the files that stay in the directories of its sources."""
+    found: list[LeftBehind] = []
+    for checkpoint in checkpoints:
+        taken = files_taken(checkpoint, conversion.made, conversion.output)
+        found += find_left_behind(checkpoint, {*conversion.files_used, *taken})
+    return replace(conversion, left_behind=tuple(found))
+
+
 def require_all_taken(conversion: Conversion) -> None:
     """Raise `Mismatch` if a tensor or file of the sources would be left behind though no rule or option asks for it."""
     for entries in conversion.entries:
         for left in entries.groups():
             if left.why == UNKNOWN:
-                message = f"{count(left.entries, 'tensor')} under `{left.name}` would be left behind ({left.why})"
-                raise Mismatch(message, path=entries.read.root, hint="leave it out with --exclude, or drop --strict")
+                message = f"`{left.name}` would be lost: {count(left.entries, 'tensor')} ({left.why})"
+                hint = f"leave it out with --exclude '{left.name}*', or drop --strict"
+                raise Mismatch(message, path=conversion.origins[0].path, hint=hint)
     for file in conversion.left_behind:
         if not file.is_known:
             hint = "move the file elsewhere, or drop --strict"
-            raise Mismatch(f"the file would be left behind ({file.why})", path=file.path, hint=hint)
+            raise Mismatch(f"`{file.name}` would be left behind ({file.why})", path=file.path, hint=hint)
 
 
 def align(models: Sequence[Model]) -> Model:
