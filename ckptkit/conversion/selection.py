@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
@@ -22,7 +23,8 @@ LIKE = "like:"
 class Edits:
     """The edits asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`.
 
-    A pattern that matches nothing is an error unless `allow_unmatched`.
+    Globs are for names in the checkpoint; those of dtypes are for names in the output, or in the checkpoint if they
+    match none of these. A pattern that matches nothing is an error unless `allow_unmatched`.
     """
 
     include: Sequence[str] = ()
@@ -54,6 +56,19 @@ class Edits:
         names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]
         self.check_matched("--include", self.include, names, layouts[0].root)
         self.check_matched("--exclude", self.exclude, names, layouts[0].root)
+
+    def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
+        """Return the edits with dtypes by names in the output where a glob matches names in the checkpoint only.
+
+        `made_of` are the names in the checkpoint of what each tensor of the output is made of. Each has a remark.
+        """
+        rules, remarks = [], []
+        for rule in self.dtype:
+            glob, dtype = rule.rpartition("=")[0], rule.rpartition("=")[2]
+            became = became_of(glob, made_of) if parse_cast(rule)[0] is not None else []
+            rules += [f"{escape(name)}={dtype}" for name in became] or [rule]
+            remarks += [f"--dtype '{glob}' matches names in the checkpoint"] if became else []
+        return replace(self, dtype=rules), remarks
 
     def check_dtypes(self, layouts: Sequence[Layout]) -> None:
         """Raise `Usage` for a `--dtype GLOB=DTYPE` that matches no tensor in any of the layouts."""
@@ -159,6 +174,13 @@ class Like:
         if wanted != spec.dtype and not spec.dtype.can_become(wanted):
             raise Mismatch(f"it is {wanted} in {self.model}, which {spec.dtype} cannot become", tensor=name)
         return wanted
+
+
+def became_of(glob: str, made_of: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the names in the output of what a glob matches in the checkpoint; [] if it matches names in the output."""
+    if any(fnmatchcase(name, glob) for name in made_of):
+        return []
+    return [name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]
 
 
 def is_renamed_by(name: str, rule: str) -> bool:

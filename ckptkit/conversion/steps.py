@@ -166,12 +166,15 @@ def restore_keys(model: Model, options: ConvertOptions) -> Model:
 
 def cast(model: Model, options: ConvertOptions) -> Model:
     """Give the tensors the dtypes that you ask for. What loaders keep in fp32 stays in fp32."""
-    options.edits.check_dtypes([model.layout])
+    asked, remarks = options.edits.with_dtypes_of(
+        {name: model.weights.origins_of([name]) for name in model.layout.tensors}
+    )
+    asked.check_dtypes([model.layout])
     wide = wide_tensors(model, options)
-    layout, casts = options.edits.cast(model.layout, lambda name: name not in wide)
+    layout, casts = asked.cast(model.layout, lambda name: name not in wide)
     specs = layout.specs
     casts |= {name: f"{words} => {specs[name].dtype}" for name, words in model.stored_as.items() if name in specs}
-    model = replace(model.with_layout(layout), casts=casts)
+    model = replace(model.with_layout(layout), casts=casts).say(*remarks)
     dtype = options.edits.dtype_of_weights
     if not wide or dtype is None:
         return model

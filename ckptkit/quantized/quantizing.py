@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from glob import escape
 
 from ckptkit.conversion.model import Model, RecipeFor, always
 from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.selection import became_of
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor, edits
 from ckptkit.layout.plan import Operand
@@ -30,7 +32,8 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     form, scheme = form_of(model), SCHEMES[options.quantize]
     linear = expected(model.config).linear_layers(form)
     names = [name for name in linear.names if name in model.layout.specs]
-    globs = options.exclude_quantize
+    made_of = {name: model.weights.origins_of([name]) for name in names}
+    globs = [one for glob in options.exclude_quantize for one in [*map(escape, became_of(glob, made_of))] or [glob]]
     options.edits.check_matched(
         "--exclude-quantize", globs, names, model.layout.root, is_match=matches, what="weight of a linear layer"
     )
