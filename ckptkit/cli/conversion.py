@@ -84,8 +84,10 @@ def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
         report(src, done, verb)
     if done.salvaged is not None:
         report_salvage(done.salvaged, done.output, dry_run=done.dry_run)
-        if not done.salvaged.is_whole:
-            raise typer.Exit(1)
+    for text in done.warnings:
+        note(f"warning: {text}")
+    if done.salvaged is not None and not done.salvaged.is_whole:
+        raise typer.Exit(1)
 
 
 def to_json(done: Converted) -> dict[str, Any]:
@@ -106,6 +108,7 @@ def to_json(done: Converted) -> dict[str, Any]:
         "plan": done.plan,
         "finished": done.is_finished,
         "notes": list(done.notes),
+        "warnings": list(done.warnings),
     }
     if done.weights:
         pairs = zip(done.sources, done.weights, strict=True)

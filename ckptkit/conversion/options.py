@@ -90,7 +90,7 @@ class ConvertOptions:
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
     ] = MASTER
-    strict: Annotated[bool, About("A tensor that config.json does not call for is an error.")] = False
+    strict: Annotated[bool, About("No config.json, or a tensor that it does not call for, is an error.")] = False
     salvage: Annotated[
         bool, About("Of a damaged checkpoint write what is whole; list what is lost, and exit with 1 if anything is.")
     ] = False

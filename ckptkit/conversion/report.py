@@ -16,6 +16,7 @@ from ckptkit.conversion.draft import Conversion
 from ckptkit.destinations.allocation import free_bytes
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
+from ckptkit.errors import Caution
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import LeftOut
 from ckptkit.pictures.numbers import format_bytes
@@ -41,6 +42,7 @@ class Converted(Summarized):
     `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
     `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
     `salvaged` is the account of what was damaged in the source, if that was salvaged.
+    `warnings` say what you have to do before the output can be used; `notes` all else that there is to know.
     """
 
     source: Path
@@ -55,6 +57,7 @@ class Converted(Summarized):
     dropped: Sequence[LeftOut]
     cast: Mapping[str, str]
     notes: Sequence[str]
+    warnings: Sequence[str] = ()
     wrapper: str = ""
     world_size: int | None = None
     completed: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +76,7 @@ class Converted(Summarized):
     def summary(self) -> Iterator[str]:
         yield headline(self, "averaged" if self.weights else "converted")
         yield from amounts(self)
+        yield from (f"warning: {text}" for text in self.warnings)
 
 
 def report(conversion: Conversion, seconds: float) -> Converted:
@@ -81,6 +85,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
     sizes = conversion.file_sizes
     sources = tuple(origin.path for origin in conversion.origins)
     layouts = [layout for draft in drafts for layout in draft.sources]
+    remarks = [*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)]
     return Converted(
         source=sources[0],
         sources=sources,
@@ -93,7 +98,8 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         renamed={old: new for draft in drafts for old, new in draft.renamed.items()},
         dropped=conversion.dropped,
         cast={name: change for draft in drafts for name, change in draft.cast.items() if name in draft.wanted.tensors},
-        notes=[*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)],
+        notes=[remark for remark in remarks if not isinstance(remark, Caution)],
+        warnings=[remark for remark in remarks if isinstance(remark, Caution)],
         wrapper=conversion.wrapper,
         world_size=conversion.world_size,
         completed=conversion.completed,
