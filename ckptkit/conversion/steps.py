@@ -24,9 +24,12 @@ from ckptkit.names import HUB, KEEP
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.prefixes import take_off_prefix
+from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.trainers import who_wrote
+
+WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
 
 
 def open_model(part: Part, options: ConvertOptions) -> Model:
@@ -96,8 +99,19 @@ def translate_names(model: Model, options: ConvertOptions) -> Model:
     return model.say(f"the names are {whose}: they were not compared with a config.json")
 
 
+def require_files(companions: Companions, options: ConvertOptions) -> None:
+    """Raise `Unsupported` for names that could not be read back without files of the family, which DCP alone has."""
+    family = options.family
+    model_type = Sizes(companions.config or {}).model_type
+    if family is not None and options.to != WITH_FILES and model_type in family.told_by_files:
+        message = f"`{model_type}` under {family.whose} names cannot be read back as `{options.to}`"
+        hint = f"`ckptkit convert SRC OUT --to {WITH_FILES} --names {family.name}` writes the files that tell its norms"
+        raise Unsupported(message, path=companions.found_in, hint=hint)
+
+
 def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
     """Return the model under the names of the Hub or of a family."""
+    require_files(model.companions, options)
     asked = AskedNames(
         names=names,
         config=model.companions.config,
