@@ -13,7 +13,31 @@ from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap
 from ckptkit.tensors.dtypes import DType
 
 KeyPath = tuple[str | int, ...]
+
+
+class NumberKey(str):
+    """A step of a key path into a dict whose key is an integer or boolean, not its text."""
+
+    __slots__ = ()
+
+    @property
+    def number(self) -> int:
+        """Return the key."""
+        return self == "True" if self in ("True", "False") else int(self)
+
+
+class TuplePlace(int):
+    """A step of a key path to a member of a tuple, which is not a list."""
+
+    __slots__ = ()
+
+
 Splits = tuple[Shape, ...]  # for each axis of a tensor the extents that it is split in, row-major
+
+
+def plain_key(key: KeyPath) -> KeyPath:
+    """Return a key path as torch has it, with text for every key of a dict."""
+    return tuple(str(step) if isinstance(step, str) else int(step) for step in key)
 
 
 @dataclass(frozen=True, slots=True)
