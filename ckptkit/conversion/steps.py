@@ -12,14 +12,15 @@ from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage, and_more
+from ckptkit.errors import Caution, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage, and_more
 from ckptkit.files.path import to_model_path
-from ckptkit.layout import edits
-from ckptkit.models.companions import Companions, describe_weights, find_companions
+from ckptkit.layout import Layout, edits
+from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
 from ckptkit.models.fit import fit
-from ckptkit.models.tokens import check_tokens
-from ckptkit.models.vocabulary import with_vocabulary
+from ckptkit.models.known_types import find_embedding
+from ckptkit.models.tokens import check_tokens, warn_of_tokens
+from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.parameters import rename_parameters
@@ -144,7 +145,16 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     expected = expect(model)
     layout, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
-    return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks)
+    tokens = () if options.vocab_size is not None else tokens_without_rows(model.companions, layout)
+    return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks, *tokens)
+
+
+def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caution]:
+    """Return a warning if the tokenizer beside a model has more tokens than its embedding has rows."""
+    embedding = find_embedding(layout.tensors)
+    shape = layout.tensors[embedding].spec.shape if embedding else ()
+    rows = shape[0] if shape else vocabulary_of(companions.config or {})
+    return () if rows is None or companions.files.keys() <= {CONFIG} else warn_of_tokens(companions, rows)
 
 
 def expect(model: Model) -> Form | Unsupported | None:
