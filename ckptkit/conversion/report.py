@@ -118,6 +118,10 @@ def complete(prospect: Converted, written: Written, seconds: float) -> Converted
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
     notes = [f"integers and booleans that differ are those of {last}: {abridge(noted)}"] if noted else []
+    left = [path for done in copied for path in done.uncompared]
+    if left:
+        what = f"{count(len(left), 'file')} of the source: the manifest has a CRC-32 of all of it, and a part was read"
+        notes.append(f"not compared: {what}; `ckptkit verify {left[0].parent}` compares it")
     return replace(
         prospect,
         notes=[*prospect.notes, *notes],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.part import Part, with_sums
+from ckptkit.checkpoints.part import Part
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -74,13 +74,14 @@ def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look
         read = part.apply_context(read_part(part, other, faults, reported.append))
     unexplained = note_rest(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
-    layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, unexplained, why)
+    read = part.with_sums(read, manifest_of(part, faults))
+    layout = with_absent(read, part, faults, unexplained, why)
     layout = without_files(layout)
     found = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
     told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
     repaired = with_copies(found.mark(layout), faults, look, told)
-    return replace(part, salvaged=replace(repaired, spares={}, absent={}))
+    return replace(part, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
 
 
 def read_part(part: Part, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
