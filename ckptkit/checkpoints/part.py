@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.errors import CkptError, Corrupt, Incomplete, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse, translate_os_errors
 from ckptkit.files.crc32 import crc32, tell_damage
 from ckptkit.files.file import read_small
 from ckptkit.files.path import RemotePath
@@ -66,6 +66,7 @@ class Part:
                 check_descriptions(layout, self.manifest)
                 layout = self.apply_context(layout)
             layout = self.with_sums(layout, self.manifest)
+            check_headers(layout)
         return edits.take_twins(layout) if self.takes_twins else layout
 
     def apply_context(self, layout: Layout) -> Layout:
@@ -83,12 +84,7 @@ class Part:
             sums = manifest.tensors
             layout = replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
         known = {path: manifest.files[path] for path in layout.paths & manifest.files.keys()}
-        layout = replace(layout, file_sums={path: (one.nbytes, one.crc32) for path, one in known.items()})
-        if not isinstance(layout.root, RemotePath) and has_sums(layout):
-            from ckptkit.engine.whole_files import compare_headers  # of formats that have no CRC-32 themselves
-
-            compare_headers(layout)
-        return layout
+        return replace(layout, file_sums={path: (one.nbytes, one.crc32) for path, one in known.items()})
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -126,8 +122,16 @@ class Part:
         return blob._replace(path=self._move(blob.path))
 
 
-def check_descriptions(layout: Layout, manifest: Manifest | None) -> None:
-    """Raise `Corrupt` for a file that describes the layout and has another CRC-32 than its manifest says."""
+def check_headers(layout: Layout) -> None:
+    """Raise `Corrupt` for a local file whose header is not that of which its manifest has a CRC-32."""
+    if layout.file_sums and not isinstance(layout.root, RemotePath) and has_sums(layout):
+        from ckptkit.engine.whole_files import compare_headers  # of formats that have no CRC-32 themselves
+
+        compare_headers(layout)
+
+
+def check_descriptions(layout: Layout, manifest: Manifest | None, report: Report = refuse) -> None:
+    """Report as `Corrupt` a file that describes the layout and has another CRC-32 than its manifest says."""
     recorded = {} if manifest is None else manifest.files
     for name in sorted(recorded.keys() & layout.descriptions):
         path, known = layout.root / name, recorded[name]
@@ -136,7 +140,7 @@ def check_descriptions(layout: Layout, manifest: Manifest | None) -> None:
         content = read_small(path, _LARGEST)
         if crc32(content) != known.crc32:
             hint = "restore it from a copy; `ckptkit manifest --overwrite` if it was changed on purpose"
-            raise Corrupt(tell_damage(len(content), 0, crc32(content), known.crc32), path=path, hint=hint)
+            report(Corrupt(tell_damage(len(content), 0, crc32(content), known.crc32), path=path, hint=hint))
 
 
 def has_sums(layout: Layout) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.part import Part, check_descriptions
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -71,11 +71,13 @@ def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look
     """Return a part with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
-        read = part.apply_context(read_part(part, other, faults, reported.append))
+        read = read_part(part, other, faults, reported.append)
+        manifest = manifest_of(part, faults)
+        check_descriptions(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
+        read = part.apply_context(read)
     unexplained = note_rest(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
-    read = part.with_sums(read, manifest_of(part, faults))
-    layout = with_absent(read, part, faults, unexplained, why)
+    layout = with_absent(part.with_sums(read, manifest), part, faults, unexplained, why)
     layout = without_files(layout)
     found = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())

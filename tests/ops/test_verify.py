@@ -473,7 +473,7 @@ def test_the_manifest_of_a_model_says_nothing_of_a_file_beside_it(model: Path, t
     assert convert(model / "model_1.safetensors", tmp_path / "out", to="pt").unchecked_bytes
 
 
-def test_metadata_that_the_manifest_does_not_know_are_not_loaded(checkpoint: Path) -> None:
+def test_metadata_that_the_manifest_does_not_know_are_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
     make_manifest(checkpoint)
     content = (checkpoint / ".metadata").read_bytes()
     for at in range(0, len(content), 211):
@@ -487,6 +487,9 @@ def test_metadata_that_the_manifest_does_not_know_are_not_loaded(checkpoint: Pat
     reader.read_metadata()
     with pytest.raises(Corrupt, match="damaged"):
         reader.set_up_storage_reader()
+    account = consolidate(checkpoint, tmp_path / "salvaged", salvage=True).salvaged
+    assert account is not None
+    assert [(lost.name, lost.path) for lost in account.lost] == [("", checkpoint / ".metadata")]
 
 
 def test_a_header_that_the_manifest_does_not_know_is_not_read(old: Path, tmp_path: Path) -> None:
