@@ -90,6 +90,12 @@ def and_more(number: int) -> str:
     return f" and {number:,} more" if number > 0 else ""
 
 
+class Caution(str):
+    """A remark on a result that cannot be used before you have done something: the last words of a command."""
+
+    __slots__ = ()
+
+
 Report = Callable[[CkptError], None]  # told of a problem after which there is more to look at
 
 

@@ -6,7 +6,7 @@ A file of another step, another rank or another model, whole and undamaged, can 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,10 @@ class Manifest:
     files: Mapping[str, FileSum]
     tensors: Mapping[str, int] = field(default_factory=dict)
     source: Mapping[str, str] | None = None
+
+    def has_tensors_of(self, path: Path, owns: Callable[[str], bool]) -> bool:
+        """Return whether `tensors` are of what lies at `path`, and not of other files that its format `owns`."""
+        return path.is_dir() or [name for name in self.files if owns(name)] == [path.name]
 
     def to_bytes(self) -> bytes:
         """Return the file, which ends with a CRC-32 of its own."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.errors import CkptError, Incomplete, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse, translate_os_errors
+from ckptkit.files.crc32 import crc32, tell_damage
+from ckptkit.files.file import read_small
+from ckptkit.files.path import RemotePath
 from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.names.wrappers import is_flat_name
@@ -17,6 +21,7 @@ from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
 from ckptkit.trainers import is_other_part
 
+_LARGEST = 1 << 26  # bytes of a file that is read again to compare it with its manifest
 MODEL = "model"  # the key of a model that has none of its own, and lies beside an optimizer
 
 
@@ -57,8 +62,11 @@ class Part:
         layout = self.salvaged
         if layout is None:
             with translate_os_errors(self.path):
-                layout = self.apply_context(self.reader.read(self.path))
-            layout = with_sums(layout, self.manifest)
+                layout = self.reader.read(self.path)
+                check_descriptions(layout, self.manifest)
+                layout = self.apply_context(layout)
+            layout = self.with_sums(layout, self.manifest)
+            check_headers(layout)
         return edits.take_twins(layout) if self.takes_twins else layout
 
     def apply_context(self, layout: Layout) -> Layout:
@@ -66,6 +74,17 @@ class Part:
         if any(is_flat_name(str(layout.key(name)[-1])) for name in layout.tensors):
             layout = unflatten_parameters(layout, self.path, self.base)
         return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
+
+    def with_sums(self, layout: Layout, manifest: Manifest | None) -> Layout:
+        """Return its layout with the checksums that a manifest has for its files and chunks, if there is one."""
+        if manifest is None:
+            return layout
+        layout = with_run_sums(layout, manifest)
+        if manifest.has_tensors_of(self.path, self.reader.owns):
+            sums = manifest.tensors
+            layout = replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
+        known = {path: manifest.files[path] for path in layout.paths & manifest.files.keys()}
+        return replace(layout, file_sums={path: (one.nbytes, one.crc32) for path, one in known.items()})
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -86,6 +105,7 @@ class Part:
         return replace(
             layout,
             root=layout.root.parent,
+            file_sums={self._move(file): sums for file, sums in layout.file_sums.items()},
             tensors={name: self._move_tensor(tensor) for name, tensor in layout.tensors.items()},
             blobs={name: self._move_blob(blob) for name, blob in layout.blobs.items()},
             descriptions=tuple(map(self._move, layout.descriptions)),
@@ -102,13 +122,30 @@ class Part:
         return blob._replace(path=self._move(blob.path))
 
 
-def with_sums(layout: Layout, manifest: Manifest | None) -> Layout:
-    """Return the layout with the checksums that a manifest has for its chunks, if there is one."""
-    if manifest is None:
-        return layout
-    layout = with_run_sums(layout, manifest)
-    sums = manifest.tensors
-    return replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
+def check_headers(layout: Layout) -> None:
+    """Raise `Corrupt` for a local file whose header is not that of which its manifest has a CRC-32."""
+    if layout.file_sums and not isinstance(layout.root, RemotePath) and has_sums(layout):
+        from ckptkit.engine.whole_files import compare_headers  # of formats that have no CRC-32 themselves
+
+        compare_headers(layout)
+
+
+def check_descriptions(layout: Layout, manifest: Manifest | None, report: Report = refuse) -> None:
+    """Report as `Corrupt` a file that describes the layout and has another CRC-32 than its manifest says."""
+    recorded = {} if manifest is None else manifest.files
+    for name in sorted(recorded.keys() & layout.descriptions):
+        path, known = layout.root / name, recorded[name]
+        if known.nbytes > _LARGEST:
+            continue
+        content = read_small(path, _LARGEST)
+        if crc32(content) != known.crc32:
+            hint = "restore it from a copy; `ckptkit manifest --overwrite` if it was changed on purpose"
+            report(Corrupt(tell_damage(len(content), 0, crc32(content), known.crc32), path=path, hint=hint))
+
+
+def has_sums(layout: Layout) -> bool:
+    """Return whether the chunks of its first tensors have a CRC-32: then nearly all have."""
+    return any(chunk.crc32 is not None for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)
 
 
 def with_run_sums(layout: Layout, manifest: Manifest) -> Layout:
@@ -168,5 +205,6 @@ def join_layouts(root: Path, parts: Sequence[Part], layouts: Sequence[Layout]) -
         keys=keys,
         world_size=max((layout.world_size or 0 for layout in layouts), default=0) or None,
         descriptions=tuple(path for layout in layouts for path in layout.descriptions),
+        file_sums={path: sums for layout in layouts for path, sums in layout.file_sums.items()},
         twins=twins,
     )

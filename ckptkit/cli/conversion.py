@@ -85,8 +85,10 @@ def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
         report(src, done, verb)
     if done.salvaged is not None:
         report_salvage(done.salvaged, done.output, dry_run=done.dry_run)
-        if not done.salvaged.is_whole:
-            raise typer.Exit(1)
+    for text in done.warnings:
+        note(f"warning: {text}")
+    if done.salvaged is not None and not done.salvaged.is_whole:
+        raise typer.Exit(1)
 
 
 def to_json(done: Converted) -> dict[str, Any]:
@@ -109,6 +111,7 @@ def to_json(done: Converted) -> dict[str, Any]:
         "plan": done.plan,
         "finished": done.is_finished,
         "notes": list(done.notes),
+        "warnings": list(done.warnings),
     }
     if done.weights:
         pairs = zip(done.sources, done.weights, strict=True)
@@ -140,8 +143,6 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
         say(line)
     for line in amounts(done):
         say(line)
-    for line in warnings(done):
-        note(f"warning: {line}")
 
 
 def files_of(done: Converted) -> list[tuple[str, str]]:
@@ -171,17 +172,6 @@ def remarks(done: Converted) -> list[str]:
     lines += completed(done.completed)
     lines += [f"note: {text}" for text in done.notes]
     return lines + describe_left([left for left in done.left_behind if left.why != WEIGHTS], "left behind")
-
-
-def warnings(done: Converted) -> list[str]:
-    """Return what may be a loss: tensors and weights that are not in the output though nothing asks for that."""
-    tensors = [left for left in done.dropped if left.why == UNKNOWN]
-    files = [left for left in done.left_behind if left.why == WEIGHTS]
-    lines = [
-        f"not in the output: `{left.name}`, {amount_of(left)} ({left.why}); --include '{left.name}*' writes it alone"
-        for left in tensors
-    ]
-    return lines + describe_left(files, "left behind")
 
 
 def completed(entries: Mapping[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ from ckptkit.layout import Layout, Spec, edits
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.computation import find_differences
 from ckptkit.models.fit import restore_tied
+from ckptkit.pictures.words import count
 from ckptkit.tensors.dtypes import DType
 from ckptkit.trainers import step_of
 
@@ -24,27 +25,35 @@ def align(models: Sequence[Model]) -> Model:
 
     Raises `Mismatch` if they are not checkpoints of one model.
     """
-    check_configs(models)
+    unknown = check_configs(models)
     names = {name for model in models for name in model.layout.tensors}
     if any(model.layout.tensors.keys() != names for model in models):
         models = [with_tied(model) for model in models]
     first, *others = models
     for other in others:
         check_same(first.part.path, first.layout, other.part.path, other.layout)
-    remarks = [remark for model in others for remark in model.remarks]
+    remarks = [*unknown, *(remark for model in others for remark in model.remarks)]
     return replace(first, siblings=tuple(other.layout for other in others)).say(*remarks)
 
 
-def check_configs(models: Sequence[Model]) -> None:
-    """Raise `Mismatch` if the config.json of two sources describe models that compute otherwise with equal shapes."""
+def check_configs(models: Sequence[Model]) -> list[str]:
+    """Return a remark on sources that have no config.json.
+
+    Raises `Mismatch` if those of two sources describe models that compute otherwise with equal shapes.
+    """
     found = [find_companions(model.part.path, None) for model in models]
-    first, *others = [one for one in found if one.config is not None] or [Companions()]
+    described = [one for one in found if one.config is not None]
+    first, *others = described or [Companions()]
     for other in others:
         different = next(find_differences(first.config or {}, other.config or {}), None)
         if different is not None:
             message = f"`{different.key}` in config.json: expected {different.here} as in {first.found_in}"
             hint = "average checkpoints of one model"
             raise Mismatch(f"{message}, found {different.there}", path=other.found_in, hint=hint)
+    missing = len(models) - len(described)
+    if not missing:
+        return []
+    return [f"{missing} of {len(models)} sources have no config.json: their heads and rope were not compared"]
 
 
 def with_tied(model: Model) -> Model:
@@ -70,7 +79,9 @@ def average(model: Model, options: ConvertOptions) -> Model:
     """Make each tensor the weighted mean of those in all sources. The first says which dtypes they have."""
     from ckptkit.engine.mean import Mean  # imports numpy, which no copy needs
 
-    remarks = () if options.dtype else tuple(describe_dtypes(model.layout, model.siblings))
+    ask = options.edits.wanted_dtype
+    kept = {name: spec for name, spec in model.layout.specs.items() if ask(name, is_weight=True) is None}
+    remarks = describe_dtypes(model.layout.root, kept, model.siblings)
     return replace(
         model.say(*remarks),
         others=tuple(cast_to(other, model.layout.specs) for other in model.siblings),
@@ -88,16 +99,16 @@ def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
     return edits.cast(edits.select(layout, specs.__contains__), choose)
 
 
-def describe_dtypes(first: Layout, others: Sequence[Layout]) -> Iterator[str]:
-    """Yield, for each source with other dtypes than the first, how many tensors have those of the first."""
-    specs = first.specs
+def describe_dtypes(first: Path, specs: Mapping[str, Spec], others: Sequence[Layout]) -> Iterator[str]:
+    """Yield, for each source with other dtypes than these of the first, how many tensors have those of the first."""
     for other in others:
         there = other.specs
         names = [name for name, spec in specs.items() if there[name].dtype != spec.dtype]
         if names:
             here, its = specs[names[0]].dtype, there[names[0]].dtype
+            have = "has" if len(names) == 1 else "have"
             example = f"`{names[0]}` is {here}, in {other.root} {its}"
-            yield f"{len(names)} tensors have the dtype of {first.root}: {example} (--dtype chooses another)"
+            yield f"{count(len(names), 'tensor')} {have} the dtype of {first}: {example} (--dtype chooses another)"
 
 
 def describe(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:

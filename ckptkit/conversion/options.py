@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, TypeVar
 from ckptkit.conversion.selection import LIKE, Edits
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, FormatWriter, get_writer
-from ckptkit.names import HUB, KEEP, check_names
+from ckptkit.names import FAMILIES, HUB, KEEP, check_names, get_family
 from ckptkit.names.custom import read_table
 from ckptkit.names.family import Family
 from ckptkit.optimizers.keys import IDS, NAMES
@@ -91,7 +91,8 @@ class ConvertOptions:
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
     ] = MASTER
     strict: Annotated[
-        bool, About("Refuse what config.json does not call for, and to leave anything unknown behind.")
+        bool,
+        About("Refuse a missing config.json, tensors that it does not call for, and to leave anything unknown behind."),
     ] = False
     salvage: Annotated[
         bool, About("Of a damaged checkpoint write what is whole; list what is lost, and exit with 1 if anything is.")
@@ -194,6 +195,12 @@ class ConvertOptions:
             raise Usage("a checkpoint is salvaged in one process", hint="leave --part out; reshard the result in parts")
         if self.salvage and (self.merge or self.weights or self.quantize):
             raise Usage("a damaged checkpoint is salvaged by itself", hint="salvage it first, and then use the result")
+
+    @property
+    def family(self) -> Family | None:
+        """Return the family of names that the model is asked for under, None for the Hub, a table, or its own."""
+        names = self.names or HUB
+        return get_family(names) if names in FAMILIES else None
 
     @property
     def changes_names(self) -> bool:

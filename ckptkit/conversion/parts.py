@@ -17,7 +17,7 @@ from ckptkit.conversion.draft import DAMAGED, Conversion, Draft, Entries, with_b
 from ckptkit.conversion.optimizers import Rekeying, key_optimizers
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
-from ckptkit.conversion.steps import require_plain
+from ckptkit.conversion.steps import WITH_FILES, require_files, require_plain
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.formats import detect_format, get_format
@@ -26,9 +26,10 @@ from ckptkit.models.companions import CONFIG, dump_config, find_companions, read
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
-from ckptkit.names import HUB, KEEP, get_family
+from ckptkit.names import HUB, KEEP
 from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.parameters import parameters_in, rename_parameters
+from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import find_weights, has_weights
 from ckptkit.trainers import say_opaque, who_wrote
 
@@ -139,8 +140,12 @@ def check_edits(chosen: Sequence[Layout], options: ConvertOptions) -> None:
 
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
-    family = get_family(options.names) if options.to == "dcp" and options.names not in (None, KEEP) else None
-    return family.files(checkpoint.step or 0) if family else {}
+    """Return what lies beside a model in DCP under the names that are asked for."""
+    family = options.family if options.to == WITH_FILES else None
+    if family is None:
+        return {}
+    config = find_companions(checkpoint.model_part.path, options.base).config
+    return family.files(checkpoint.step or 0, Sizes(config or {}).model_type)
 
 
 def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Part]]:
@@ -205,6 +210,7 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
     """Return a piece under the names of the family that is asked for, and with the rows, and words on it."""
     path = piece.parts[0].path
     companions, rows = find_companions(path, options.base), options.vocab_size
+    require_files(companions, options)
     notes = [] if rows is None else check_tokens(companions, rows)
     trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
     asked = AskedNames(

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.account import Account
-from ckptkit.conversion.directories import LeftBehind
+from ckptkit.conversion.directories import WEIGHTS, LeftBehind, describe_left
 from ckptkit.conversion.draft import Conversion, Entries
 from ckptkit.destinations.allocation import free_bytes
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
+from ckptkit.errors import Caution
 from ckptkit.models.fit import abridge
-from ckptkit.names.weights import LeftOut
+from ckptkit.names.weights import UNKNOWN, LeftOut
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.summary import Summarized
@@ -45,6 +46,7 @@ class Converted(Summarized):
     `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
     `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
     `salvaged` is the account of what was damaged in the source, if that was salvaged.
+    `warnings` say what may be lost, and what you have to do before the output can be used; `notes` all else.
     """
 
     source: Path
@@ -61,6 +63,7 @@ class Converted(Summarized):
     left_behind: Sequence[LeftBehind]
     cast: Mapping[str, str]
     notes: Sequence[str]
+    warnings: Sequence[str] = ()
     wrapper: str = ""
     world_size: int | None = None
     completed: Mapping[str, str] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Converted(Summarized):
     def summary(self) -> Iterator[str]:
         yield headline(self, "averaged" if self.weights else "converted")
         yield from amounts(self)
+        yield from (f"warning: {text}" for text in self.warnings)
 
 
 def report(conversion: Conversion, seconds: float) -> Converted:
@@ -87,6 +91,8 @@ def report(conversion: Conversion, seconds: float) -> Converted:
     sizes = conversion.file_sizes
     sources = tuple(origin.path for origin in conversion.origins)
     layouts = [layout for draft in drafts for layout in draft.sources]
+    remarks = [*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)]
+    dropped = [group for entries in conversion.entries for group in entries.groups()]
     return Converted(
         source=sources[0],
         sources=sources,
@@ -97,11 +103,12 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         tensors=sum(len(draft.wanted.tensors) for draft in drafts),
         nbytes=sum(draft.wanted.nbytes for draft in drafts),
         renamed={old: new for draft in drafts for old, new in draft.renamed.items()},
-        dropped=[group for entries in conversion.entries for group in entries.groups()],
+        dropped=dropped,
         entries=count_entries(conversion.entries),
         left_behind=conversion.left_behind,
         cast={name: change for draft in drafts for name, change in draft.cast.items() if name in draft.wanted.tensors},
-        notes=[*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)],
+        notes=[remark for remark in remarks if not isinstance(remark, Caution)],
+        warnings=[*say_lost(dropped, conversion.left_behind), *(one for one in remarks if isinstance(one, Caution))],
         wrapper=conversion.wrapper,
         world_size=conversion.world_size,
         completed=conversion.completed,
@@ -112,6 +119,17 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         plan=conversion.fingerprint,
         salvaged=conversion.salvaged,
     )
+
+
+def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> list[str]:
+    """Return what may be a loss: tensors and weights that are not in the output though nothing asks for that."""
+    lines = [
+        f"not in the output: `{left.name}`, {count(left.entries, 'entry')}, {format_bytes(left.nbytes)} ({left.why}); "
+        f"--include '{left.name}*' writes it alone"
+        for left in dropped
+        if left.why == UNKNOWN
+    ]
+    return lines + describe_left([left for left in left_behind if left.why == WEIGHTS], "left behind")
 
 
 def count_entries(found: Iterable[Entries]) -> dict[str, int]:
@@ -128,6 +146,10 @@ def complete(prospect: Converted, written: Written, seconds: float) -> Converted
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
     notes = [f"integers and booleans that differ are those of {last}: {abridge(noted)}"] if noted else []
+    left = [path for done in copied for path in done.uncompared]
+    if left:
+        what = f"{count(len(left), 'file')} of the source: the manifest has a CRC-32 of all of it, and a part was read"
+        notes.append(f"not compared: {what}; `ckptkit verify {left[0].parent}` compares it")
     return replace(
         prospect,
         notes=[*prospect.notes, *notes],

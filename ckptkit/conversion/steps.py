@@ -12,21 +12,25 @@ from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage, and_more
+from ckptkit.errors import Caution, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage, and_more
 from ckptkit.files.path import to_model_path
-from ckptkit.layout import edits
-from ckptkit.models.companions import Companions, describe_weights, find_companions
+from ckptkit.layout import Layout, edits
+from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
 from ckptkit.models.fit import fit
-from ckptkit.models.tokens import check_tokens
-from ckptkit.models.vocabulary import with_vocabulary
+from ckptkit.models.known_types import find_embedding
+from ckptkit.models.tokens import check_tokens, warn_of_tokens
+from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.prefixes import take_off_prefix
+from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.trainers import who_wrote
+
+WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
 
 
 def open_model(part: Part, options: ConvertOptions) -> Model:
@@ -104,8 +108,19 @@ def translate_names(model: Model, options: ConvertOptions) -> Model:
     return model.say(f"the names are {whose}: they were not compared with a config.json")
 
 
+def require_files(companions: Companions, options: ConvertOptions) -> None:
+    """Raise `Unsupported` for names that could not be read back without files of the family, which DCP alone has."""
+    family = options.family
+    model_type = Sizes(companions.config or {}).model_type
+    if family is not None and options.to != WITH_FILES and model_type in family.told_by_files:
+        message = f"`{model_type}` under {family.whose} names cannot be read back as `{options.to}`"
+        hint = f"`ckptkit convert SRC OUT --to {WITH_FILES} --names {family.name}` writes the files that tell its norms"
+        raise Unsupported(message, path=companions.found_in, hint=hint)
+
+
 def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
     """Return the model under the names of the Hub or of a family."""
+    require_files(model.companions, options)
     asked = AskedNames(
         names=names,
         config=model.companions.config,
@@ -140,7 +155,16 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
     model = model.note_dropped(dropped).note_merged(tied)
-    return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks)
+    tokens = () if options.vocab_size is not None else tokens_without_rows(model.companions, layout)
+    return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks, *tokens)
+
+
+def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caution]:
+    """Return a warning if the tokenizer beside a model has more tokens than its embedding has rows."""
+    embedding = find_embedding(layout.tensors)
+    shape = layout.tensors[embedding].spec.shape if embedding else ()
+    rows = shape[0] if shape else vocabulary_of(companions.config or {})
+    return () if rows is None or companions.files.keys() <= {CONFIG} else warn_of_tokens(companions, rows)
 
 
 def expect(model: Model) -> Form | Unsupported | None:

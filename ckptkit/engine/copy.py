@@ -8,9 +8,10 @@ stay in a core's cache: each step is touched three times, by the read, the check
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptkit.destinations.early_sync import early_sync
 from ckptkit.engine.blocks import Block
@@ -33,11 +34,15 @@ ByteRun = tuple[int, Chunk, int, int]  # where in the block, of which chunk, whe
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The CRC-32 of each chunk written, and how many source bytes had one to compare with."""
+    """The CRC-32 of each chunk written, and how many source bytes had one to compare with.
+
+    `uncompared` are source files that a CRC-32 is known of as a whole, and of which too little was read to compare it.
+    """
 
     checksums: Mapping[FileOffset, int]
     checked_bytes: int
     unchecked_bytes: int
+    uncompared: Sequence[Path] = ()
 
 
 def copy(
@@ -211,7 +216,7 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
 def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     """Check that all of a plan was done, in whatever shares, and that every source chunk has its recorded CRC-32.
 
-    Raises `Corrupt` for a chunk that was not written whole, or a source chunk that differs.
+    Raises `Corrupt` for a chunk that was not written whole, or a source chunk or file that differs.
     """
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
@@ -221,7 +226,17 @@ def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Co
         if crc is None:
             raise Corrupt("not all of it was written", path=plan.dst.root / target.chunk.path, tensor=target.name)
         checksums[place_of(target.chunk)] = crc
-    return Copied(checksums, sources.checked_bytes, sources.unchecked_bytes)
+    checked, left = compare_files(plan, ledger, sources.unchecked)
+    return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, left)
+
+
+def compare_files(plan: Plan, ledger: Ledger, unchecked: Mapping[tuple[int, str], int]) -> tuple[int, Sequence[Path]]:
+    """Compare source files with the CRC-32 of the whole; see `whole_files.compare_read`."""
+    if not unchecked:
+        return 0, ()
+    from ckptkit.engine.whole_files import compare_read  # only where a manifest has files alone
+
+    return compare_read(plan.sources, ledger.read, unchecked)
 
 
 def scrub(sources: Sources, jobs: int | None) -> None:

@@ -34,6 +34,7 @@ class Sources:
         self._waiting = {place: run for place, run in runs.items() if run[1].crc32 is not None}
         self._read = ledger.read
         self._asked = count_asked(plan, runs)
+        self._compared: set[SourcePlace] = set()
         self.checked_bytes = 0
         for place in [place for place, *_ in self._read if place in self._waiting]:
             self._compare_if_whole(place)
@@ -42,6 +43,16 @@ class Sources:
     def unchecked_bytes(self) -> int:
         """Return the bytes of what is read that have not been compared with a CRC-32."""
         return sum(self._asked.values()) - self.checked_bytes
+
+    @property
+    def unchecked(self) -> Counter[tuple[int, str]]:
+        """Return the unchecked bytes by source and file, of the files that a CRC-32 is known of as a whole."""
+        unchecked: Counter[tuple[int, str]] = Counter()
+        for place, nbytes in self._asked.items():
+            number, path, _ = place
+            if nbytes and place not in self._compared and path in self._plan.sources[number].file_sums:
+                unchecked[number, path] += nbytes
+        return unchecked
 
     def note(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
         """Account for what was read of each source; compare the CRC-32 of each run that is whole with this.
@@ -70,6 +81,7 @@ class Sources:
                 hint="the file changed after it was written: restore it from a copy, or use another checkpoint",
             )
         self.checked_bytes += self._asked[place]
+        self._compared.add(place)
         del self._waiting[place]
 
     def unfinished(self) -> Plan:

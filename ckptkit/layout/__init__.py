@@ -13,7 +13,31 @@ from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap
 from ckptkit.tensors.dtypes import DType
 
 KeyPath = tuple[str | int, ...]
+
+
+class NumberKey(str):
+    """A step of a key path into a dict whose key is an integer or boolean, not its text."""
+
+    __slots__ = ()
+
+    @property
+    def number(self) -> int:
+        """Return the key."""
+        return self == "True" if self in ("True", "False") else int(self)
+
+
+class TuplePlace(int):
+    """A step of a key path to a member of a tuple, which is not a list."""
+
+    __slots__ = ()
+
+
 Splits = tuple[Shape, ...]  # for each axis of a tensor the extents that it is split in, row-major
+
+
+def plain_key(key: KeyPath) -> KeyPath:
+    """Return a key path as torch has it, with text for every key of a dict."""
+    return tuple(str(step) if isinstance(step, str) else int(step) for step in key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +274,8 @@ class Layout:
 
     `keys` gives, for a name that a producer flattened from a nested dict, the recorded way to it
     (`("model", "layers.0.weight")`); other names are their own one-step way. `world_size` is the number of ranks that
-    wrote it, where that shows. `descriptions` are the files that say all this, and hold no data. `keeper` is what must
+    wrote it, where that shows. `descriptions` are the files that say all this, and hold no data. `file_sums` are the
+    size in bytes and the CRC-32 of files with data, by name, where a manifest has them. `keeper` is what must
     not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
     copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are.
 
@@ -266,6 +291,7 @@ class Layout:
     keys: Mapping[str, KeyPath] = field(default_factory=dict)
     world_size: int | None = None
     descriptions: tuple[str, ...] = ()
+    file_sums: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     keeper: object = field(default=None, repr=False, compare=False)
     twins: Mapping[str, StoredTensor] = field(default_factory=dict)
     spares: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)

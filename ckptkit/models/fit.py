@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.engine.compare import compare
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import Caution, Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import Companions
@@ -30,14 +30,11 @@ def fit(
     given = layout
     layout, notes = without_extra_state(layout)
     dropped = dict.fromkeys(given.tensors.keys() - layout.tensors, "state of a module, not a weight")
+    notes += check_loadable(layout, companions, strict=strict)
     config = companions.config
     if config is None or form is None:
-        absent = "no config.json found: loaders need one beside the weights (--base takes it from another model)"
-        return layout, dropped, [absent, *notes]
+        return layout, dropped, notes
     notes.insert(0, f"{', '.join(companions.files)} from {companions.found_in}")
-    if companions.absent:
-        missing = ", ".join(companions.absent)
-        notes.append(f"config.json needs {missing}, not found beside it: loaders with trust_remote_code will miss it")
     layout, remarks = drop_tied(layout, ties_of(layout, config, form))
     notes += remarks
     if isinstance(form, Unsupported):
@@ -56,6 +53,22 @@ def fit(
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
         notes.append(f"kept {message}")
     return layout, dropped, notes
+
+
+def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> list[Caution]:
+    """Return a warning if there is no config.json, or not the code that it needs: loaders cannot open the output.
+
+    Without a config.json `strict` raises `Mismatch` instead.
+    """
+    if companions.config is not None:
+        missing = ", ".join(companions.absent)
+        words = f"config.json needs {missing}, not found beside it: loaders with trust_remote_code will miss it"
+        return [Caution(f"{words}; copy it into {companions.found_in}, and run this again")] if missing else []
+    problem = "no config.json found: loaders of Hugging Face models cannot open the output"
+    if strict:
+        hint = "--base MODEL takes it from a directory or Hub id; --names keep is for a model that is not the Hub's"
+        raise Mismatch(problem, path=layout.root, hint=hint)
+    return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
 
 
 def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Caution, Mismatch
 from ckptkit.models.companions import Companions
 
 _SENTENCEPIECE = "tokenizer.model"
+_CONFIG = "tokenizer_config.json"
+_IN_JSON = ("tokenizer.json", _CONFIG, "vocab.json", "added_tokens.json")
+_KEY = re.compile(rb'"(\d{1,18})"\s*:')  # of `added_tokens_decoder`
 _PIECE = 0x0A  # the tag of one of sentencepiece's pieces: field 1, a message
+_NUMBER = re.compile(rb'"\s*:\s*(\d{1,18})')  # in JSON
+_UNIGRAM = re.compile(rb'"type"\s*:\s*"Unigram"')  # a vocabulary that is a list
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -29,6 +35,27 @@ def check_tokens(companions: Companions, rows: int) -> list[str]:
         message = f"it has a token {number}, for which {rows} rows leave none"
         raise Mismatch(message, path=(companions.found_in or Path()) / file, hint=hint)
     return []
+
+
+def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
+    """Return a warning if the tokenizer has a token for which an embedding of so many rows has none."""
+    likely = any(largest_number(name, content) >= rows for name, content in companions.files.items())
+    number, file = largest_token(companions.files, {}) or (-1, "") if likely else (-1, "")
+    if number < rows:
+        return []
+    words = f"{file} has a token {number}, but the embedding has {rows} rows: a model that gets it fails"
+    return [Caution(f"{words}; copy the tokenizer of this model, or run this again with --vocab-size {number + 1}")]
+
+
+def largest_number(name: str, content: bytes) -> int:
+    """Return a number that no token of a file of a tokenizer is greater than, without parsing JSON."""
+    if not name.endswith(".json"):
+        return max(numbers_in(name, content), default=-1)
+    if name not in _IN_JSON:
+        return -1
+    numbers = max((int(found[1]) for found in _NUMBER.finditer(content)), default=-1)
+    keys = max((int(found[1]) for found in _KEY.finditer(content)), default=-1) if name == _CONFIG else -1
+    return max(numbers, keys, content.count(b"[") if _UNIGRAM.search(content) else -1)
 
 
 def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[int, str] | None:
@@ -55,7 +82,7 @@ def numbers_in(name: str, content: bytes) -> Iterator[int]:
         yield from [count - 1] if count else []
     elif name == "vocab.txt":
         yield content.count(b"\n") - 1
-    elif name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json"):
+    elif name in _IN_JSON:
         try:
             parsed = json.loads(content)
         except (ValueError, RecursionError):
@@ -76,7 +103,7 @@ def numbers_of_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
         added = parsed.get("added_tokens")
         for token in added if isinstance(added, list) else ():
             yield from filter(is_number, [token.get("id") if isinstance(token, dict) else None])
-    elif name == "tokenizer_config.json":
+    elif name == _CONFIG:
         decoder = parsed.get("added_tokens_decoder")
         yield from (int(key) for key in (decoder if isinstance(decoder, dict) else ()) if key.isdecimal())
     else:

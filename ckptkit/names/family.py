@@ -23,11 +23,12 @@ class Family:
     A name of its own tells it only if the tensor's shape does, by `tells_shape`. `drops` are patterns of entries that
     the Hub has not, with `#` for numbers. `rules` gives the table for a model of some sizes and one of the
     `types`, and raises `Unsupported` for any other. `check` holds what a whole checkpoint says of its model against
-    these sizes, and raises `Mismatch` or `Unsupported`. `files` gives what lies beside such a model in DCP, by the step
-    that it was saved at. `trainer` is who writes such names, if others share them. With a tied head (`has_tied_head`)
-    there is a tensor for this too, which is the embedding; with None it is left as it is. `biased` is the pattern of
-    modules that have to have a bias. Where there is no config.json, `config_of` makes one of what the `sizes_file`
-    beside the weights says. `written_as` gives the name for one that the rules write, where it differs by layer.
+    these sizes, and raises `Mismatch` or `Unsupported`. `files` gives what lies beside such a model in DCP, by the
+    step that it was saved at and its type; the types `told_by_files` cannot be read without them. `trainer` is who
+    writes such names, if others share them. With a tied head (`has_tied_head`) there is a tensor for this too,
+    which is the embedding; with None it is left as it is. `biased` is the pattern of modules that have to have a
+    bias. Where there is no config.json, `config_of` makes one of what the `sizes_file` beside the weights says.
+    `written_as` gives the name for one that the rules write, where it differs by layer.
     """
 
     name: str
@@ -36,7 +37,8 @@ class Family:
     tells_shape: Callable[[Shape], bool] = lambda _: True
     drops: tuple[str, ...] = ()
     check: Callable[[Layout, Sizes], None] = lambda _, __: None
-    files: Callable[[int], Mapping[str, bytes]] = lambda _: {}
+    files: Callable[[int, str], Mapping[str, bytes]] = lambda _, __: {}
+    told_by_files: tuple[str, ...] = ()
     trainer: str | None = None
     has_tied_head: bool | None = False
     sizes_file: str = ""

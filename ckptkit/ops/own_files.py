@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import FileSum, Manifest
@@ -12,7 +13,7 @@ from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, Chunk, Extent, Layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OwnFiles:
     """The files of a checkpoint to verify: where they lie, the layout that their format reads, and their manifest.
 
@@ -41,6 +42,12 @@ class OwnFiles:
         known = self.manifest.files if self.manifest else {}
         return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed}
 
+    @cached_property
+    def tensors(self) -> Mapping[str, int]:
+        """Return the CRC-32 of the tensors that the manifest has by name, if they are the checkpoint's."""
+        known = self.manifest
+        return known.tensors if known and known.has_tensors_of(self.path, self.reader.owns) else {}
+
     @property
     def strangers(self) -> list[str]:
         """Return the files in the directory that look like parts of this checkpoint but do not belong to it."""
@@ -55,8 +62,8 @@ class OwnFiles:
         if file and (extent.offset, extent.length) in file.runs:
             return file.runs[extent.offset, extent.length]
         tensor = self.layout.tensors.get(extent.name)
-        if self.manifest and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded:
-            known = self.manifest.tensors.get(extent.name)
+        if self.tensors and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded:
+            known = self.tensors.get(extent.name)
             if known is not None and tensor.spec.nbytes == extent.length:
                 return known
         return extent.crc32

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.part import Part, with_sums
+from ckptkit.checkpoints.part import Part, check_descriptions
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -71,16 +71,19 @@ def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look
     """Return a part with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
-        read = part.apply_context(read_part(part, other, faults, reported.append))
+        read = read_part(part, other, faults, reported.append)
+        manifest = manifest_of(part, faults)
+        check_descriptions(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
+        read = part.apply_context(read)
     unexplained = note_rest(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
-    layout = with_absent(with_sums(read, manifest_of(part, faults)), part, faults, unexplained, why)
+    layout = with_absent(part.with_sums(read, manifest), part, faults, unexplained, why)
     layout = without_files(layout)
     found = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
     told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
     repaired = with_copies(found.mark(layout), faults, look, told)
-    return replace(part, salvaged=replace(repaired, spares={}, absent={}))
+    return replace(part, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
 
 
 def read_part(part: Part, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:

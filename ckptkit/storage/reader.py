@@ -35,7 +35,7 @@ from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
 from ckptkit.files.path import to_path
 from ckptkit.formats import locate, unpack
-from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor, edits
+from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor, edits, plain_key
 from ckptkit.layout.plan import Plan, make_plan, needed
 from ckptkit.models.fit import restore_tied
 from ckptkit.names import KEEP, check_names
@@ -82,7 +82,7 @@ class LayoutReader(StorageReader):
         for layout in reversed(self.layouts):
             entries.update({name: describe(tensor.spec) for name, tensor in layout.tensors.items()})
             entries.update({name: BytesStorageMetadata() for name in layout.blobs})
-            keys |= {name: layout.key(name) for name in layout.names}
+            keys |= {name: plain_key(layout.key(name)) for name in layout.names}
         return Metadata(entries, planner_data=keys)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:

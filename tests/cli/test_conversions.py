@@ -13,6 +13,7 @@ from tests.cli.test_commands import ckptkit
 from tests.conftest import Produce
 
 KEYS = {
+    "warnings",
     *("source", "output", "format", "world_size", "files", "tensors", "nbytes", "seconds", "renamed", "dropped"),
     *("entries", "left_behind"),
     *("cast", "completed", "notes", "plan", "finished"),
@@ -165,3 +166,28 @@ def test_bad_options(arguments: list[str], tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "Traceback" not in ran.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_warning_stands_last(run: Path) -> None:
+    ran = ckptkit("consolidate", "ckpt-2", "out", cwd=run)
+    last = ran.stderr.splitlines()[-1]
+    assert ran.returncode == 0
+    assert last.startswith("warning: no config.json found: ")
+    assert "--base MODEL --overwrite" in last
+    assert "config.json" not in ran.stdout
+    assert json.loads(ckptkit("consolidate", "ckpt-2", "other", "--json", cwd=run).stdout)["warnings"] == [last[9:]]
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text('{"model_type": "strange"}')
+    ran = ckptkit("consolidate", "ckpt-2", "out", "--base", "model", "--overwrite", cwd=run)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_missing_config_is_an_error_where_you_are_strict(run: Path) -> None:
+    ran = ckptkit("consolidate", "ckpt-2", "out", "--strict", cwd=run)
+    assert (ran.returncode, ran.stderr.splitlines()[0]) == (
+        3,
+        "error: ckpt-2: no config.json found: loaders of Hugging Face models cannot open the output",
+    )
+    assert not (run / "out").exists()
+    ran = ckptkit("consolidate", "ckpt-2", "out", "--strict", "--names", "keep", cwd=run)
+    assert (ran.returncode, ran.stderr) == (0, "")

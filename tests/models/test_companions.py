@@ -100,7 +100,8 @@ def test_code_that_the_config_names_comes_along(checkpoint: Path, tmp_path: Path
 def test_code_that_is_not_there_is_said(checkpoint: Path, tmp_path: Path) -> None:
     write_config(checkpoint, auto_map={"AutoConfig": "configuring.Config", "AutoModel": "modeling.Strange"})
     write(checkpoint, "modeling.py")
-    (said,) = (note for note in consolidate(checkpoint, tmp_path / "out").notes if "trust_remote_code" in note)
+    (said,) = consolidate(checkpoint, tmp_path / "out").warnings
+    assert "trust_remote_code" in said
     assert "configuring.py" in said
     assert "modeling.py" not in said
 

@@ -120,7 +120,7 @@ def test_config_says_what_is_true(tmp_path: Path) -> None:
 def test_no_config_is_said(tmp_path: Path) -> None:
     save_alone({"model": make_model().state_dict()}, tmp_path / "ckpt")
     done = consolidate(tmp_path / "ckpt", tmp_path / "out")
-    assert any("no config.json" in note for note in done.notes)
+    assert any("no config.json" in text for text in done.warnings)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "ckptkit.json"}
 
 
@@ -129,7 +129,7 @@ def test_a_config_of_somebody_else_is_not_taken(tmp_path: Path) -> None:
     model = make_model()
     model.config.save_pretrained(tmp_path)
     save_alone({"model": model.state_dict()}, tmp_path / "runs" / "ckpt-1")
-    assert any("no config.json" in note for note in consolidate(tmp_path / "runs", tmp_path / "one").notes)
+    assert any("no config.json" in text for text in consolidate(tmp_path / "runs", tmp_path / "one").warnings)
     save_alone({"model": model.state_dict()}, tmp_path / "checkpoint-1" / "pytorch_model_fsdp_0")
     consolidate(tmp_path / "checkpoint-1", tmp_path / "two")
     assert same_logits(model, tmp_path / "two")

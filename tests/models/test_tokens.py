@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import ckptkit
 from ckptkit.errors import Mismatch
 from ckptkit.models.companions import Companions
 from ckptkit.models.tokens import check_tokens, count_pieces, largest_token
@@ -61,3 +65,27 @@ def test_a_token_without_a_row() -> None:
         check_tokens(companions, 40)
     assert "--vocab-size 41" in str(caught.value.hint)
     assert "no tokenizer" in check_tokens(Companions(), 4)[0]
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("file", ["tokenizer.json", "unigram", "tokenizer_config.json", "vocab.txt", "tokenizer.model"])
+def test_a_token_without_a_row_is_a_warning(tmp_path: Path, file: str, rows: int) -> None:
+    """Five tokens, in each kind of file, beside an embedding of so many rows."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    bpe.add_tokens(["x", "y"])
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([(word, -1.0) for word in "abcde"], unk_id=0))
+    contents = {
+        "tokenizer.json": bpe.to_str(pretty=True),
+        "unigram": unigram.to_str(),
+        "tokenizer_config.json": json.dumps({"added_tokens_decoder": {"4": {"content": "x"}}}),
+        "vocab.txt": "a\nb\nc\nd\ne\n",
+        "tokenizer.model": "".join(f"{word} {number}\n" for number, word in enumerate("abcde")),
+    }
+    save_file({"model.embed_tokens.weight": torch.zeros(rows, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange", "vocab_size": rows}))
+    name = "tokenizer.json" if file == "unigram" else file
+    (tmp_path / name).write_text(contents[file])
+    done = ckptkit.consolidate(tmp_path, tmp_path / "out")
+    said = [f"{name} has a token 4, but the embedding has 4 rows"] if rows == 4 else []
+    assert [text.partition(":")[0] for text in done.warnings] == said
+    assert (done.output / name).exists()

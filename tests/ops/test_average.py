@@ -378,3 +378,16 @@ def test_whose_dtypes_it_has_is_said(tmp_path: Path) -> None:
     assert any(f"5 tensors have the dtype of {sources[0]}" in note and "float32" in note for note in done.notes)
     chosen = ckptkit.average(sources, tmp_path / "chosen", dtype="fp32")
     assert not any("the dtype of" in note for note in chosen.notes)
+    first = next(iter(saved(0)))
+    chosen = ckptkit.average(sources, tmp_path / "some", dtype=f"{first}=fp32")
+    assert any(f"4 tensors have the dtype of {sources[0]}" in note for note in chosen.notes)
+
+
+@pytest.mark.parametrize("described", [0, 1])
+def test_what_no_config_tells_is_said(tmp_path: Path, described: int) -> None:
+    sources = [as_hf(tmp_path / f"src{i}", saved(i)) for i in range(2)]
+    for source in sources[:described]:
+        (source / "config.json").write_text(json.dumps(HEADS))
+    done = ckptkit.average(sources, tmp_path / "out")
+    said = f"{2 - described} of 2 sources have no config.json: their heads and rope were not compared"
+    assert said in done.notes

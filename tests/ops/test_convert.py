@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import ckptkit.storage
 from ckptkit import consolidate, convert, reshard
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Usage
 from tests import producers
@@ -222,3 +223,56 @@ def test_all_formats_overwrite_only_when_told_to(produce: Produce, tmp_path: Pat
         convert(source, tmp_path / "out", to=to, overwrite=True)
     assert load_file(tmp_path / "out" / "model.safetensors")
     assert not list((tmp_path / "out").glob("*.distcp"))
+
+
+# -- types of keys -----------------------------------------------------------------------------------------------------
+
+KEYED: dict[Any, Any] = {1: torch.arange(3.0), 2: {"a": torch.ones(2), True: 5}}
+TUPLES = {"pair": (torch.zeros(2), {4: torch.ones(3)}), "list": [torch.zeros(2), (torch.ones(1),)]}
+
+
+def shape_of(value: Any) -> Any:
+    """The kinds of containers in a value, and of their keys."""
+    if isinstance(value, dict):
+        return {(type(key), key): shape_of(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value), [shape_of(child) for child in value]
+    return type(value)
+
+
+def save_typed(root: Path) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    state = {"model": {"w": torch.ones(2)}, "optim": optimizer.state_dict(), "keyed": {**KEYED}, "tuples": {**TUPLES}}
+    torch.save(state, root / "state.pt")
+    return state
+
+
+def test_keys_that_are_numbers_and_tuples_stay_so(tmp_path: Path) -> None:
+    state = save_typed(tmp_path)
+    convert(tmp_path / "state.pt", tmp_path / "again.pt", to="pt")
+    convert(tmp_path / "state.pt", tmp_path / "ranks", to="ranks", world_size=2, optimizer_keys="ids")
+    convert(tmp_path / "ranks", tmp_path / "whole.pt", to="pt", optimizer_keys="ids")
+    for name in ("again.pt", "whole.pt", "ranks/extra_state_world_size_2_rank_1.pt"):
+        found = torch.load(tmp_path / name, weights_only=False)
+        assert {key: shape_of(found[key]) for key in ("keyed", "tuples", "optim")} == {
+            key: shape_of(state[key]) for key in ("keyed", "tuples", "optim")
+        }
+        assert torch.equal(found["tuples"]["pair"][1][4], torch.ones(3))
+
+
+def test_dcp_has_text_and_lists_and_says_so(tmp_path: Path) -> None:
+    """An optimizer's numbers are not among them: they become numbers again."""
+    save_typed(tmp_path)
+    done = convert(tmp_path / "state.pt", tmp_path / "dcp", to="dcp", optimizer_keys="ids")
+    assert done.notes == [
+        "integer keys become text in DCP, as torch writes them: `keyed.1` and 3 more",
+        "tuples with tensors become lists in DCP: `tuples.pair.0` and 2 more",
+    ]
+    recorded = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().planner_data
+    assert {type(step) for key in recorded.values() for step in key} == {str, int}
+    given = ckptkit.storage.Reader(tmp_path / "state.pt").read_metadata().planner_data
+    assert {type(step) for key in given.values() for step in key} == {str, int}
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    assert convert(tmp_path / "w.safetensors", tmp_path / "other", to="dcp").notes == []

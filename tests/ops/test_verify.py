@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from ckptkit import consolidate, convert, doctor, make_manifest, reshard, verify
-from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit import consolidate, convert, doctor, finalize, make_manifest, reshard, storage, verify
+from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest, read_manifest
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.files.crc32 import crc32
@@ -411,3 +411,89 @@ def test_a_conversion_compares_every_chunk_with_a_manifest_made_later(
             convert(root, tmp_path / "out", to="dcp")
         assert (caught.value.path, caught.value.tensor) == (path, tensor)
         flip(path, offset + length - 1)
+
+
+# -- a manifest of files alone -----------------------------------------------------------------------------------------
+
+
+def with_files_only(root: Path) -> Path:
+    """A manifest as older versions made it: it has the CRC-32 of files, and of no tensor."""
+    make_manifest(root, overwrite=True)
+    known = read_manifest(root)
+    assert known is not None
+    files = {name: FileSum(found.nbytes, found.crc32) for name, found in known.files.items()}
+    (root / NAME).write_bytes(Manifest(files).to_bytes())
+    return root
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """Safetensors of three tensors, in one file, with a manifest of files alone."""
+    (tmp_path / "old").mkdir()
+    weights = {f"layers.{i}.weight": torch.full((300, 100), float(i + 2)) for i in range(3)}
+    save_file(weights, tmp_path / "old" / "model.safetensors")
+    return with_files_only(tmp_path / "old")
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf", "pt"])
+@pytest.mark.parametrize("dtype", [(), ("bf16",)])
+def test_a_conversion_compares_whole_files(old: Path, tmp_path: Path, to: str, dtype: tuple[str, ...]) -> None:
+    done = convert(old, tmp_path / "sound", to=to, dtype=dtype)
+    assert (done.checked_bytes, done.unchecked_bytes) == (360_000, 0)
+    size = (old / "model.safetensors").stat().st_size
+    for at in (size - 1, size // 2, 30):  # 30 lies in the header
+        flip(old / "model.safetensors", at)
+        with pytest.raises(Corrupt) as caught:
+            convert(old, tmp_path / "out", to=to, dtype=dtype)
+        assert caught.value.path == old / "model.safetensors"
+        assert not (tmp_path / "out").exists()
+        flip(old / "model.safetensors", at)
+
+
+def test_a_conversion_in_parts_compares_whole_files(old: Path, tmp_path: Path) -> None:
+    flip(old / "model.safetensors", (old / "model.safetensors").stat().st_size - 1)
+    for number in (1, 2):
+        convert(old, tmp_path / "out", to="dcp", part=f"{number}/2")
+    with pytest.raises(Corrupt):
+        finalize(tmp_path / "out")
+
+
+def test_files_that_are_not_compared_are_said(old: Path, tmp_path: Path) -> None:
+    done = convert(old, tmp_path / "out", to="dcp", include=["layers.0.*"])
+    assert (done.checked_bytes, done.unchecked_bytes) == (0, 120_000)
+    (note,) = done.notes
+    assert note.startswith("not compared: 1 file of the source")
+    assert f"`ckptkit verify {old}`" in note
+
+
+def test_the_manifest_of_a_model_says_nothing_of_a_file_beside_it(model: Path, tmp_path: Path) -> None:
+    weights = load_file(min(model.glob("*.safetensors")))
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, model / "model_1.safetensors")
+    assert one(model / "model_1.safetensors").is_ok
+    assert convert(model / "model_1.safetensors", tmp_path / "out", to="pt").unchecked_bytes
+
+
+def test_metadata_that_the_manifest_does_not_know_are_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    make_manifest(checkpoint)
+    content = (checkpoint / ".metadata").read_bytes()
+    for at in range(0, len(content), 211):
+        flip(checkpoint / ".metadata", at)
+        with pytest.raises(CkptError):
+            _ = Checkpoint.open(checkpoint).layout
+        flip(checkpoint / ".metadata", at)
+    reader = storage.Reader(checkpoint)
+    assert reader.read_metadata().state_dict_metadata
+    flip(checkpoint / ".metadata", content.index(b"1.0.0"))
+    reader.read_metadata()
+    with pytest.raises(Corrupt, match="damaged"):
+        reader.set_up_storage_reader()
+    account = consolidate(checkpoint, tmp_path / "salvaged", salvage=True).salvaged
+    assert account is not None
+    assert [(lost.name, lost.path) for lost in account.lost] == [("", checkpoint / ".metadata")]
+
+
+def test_a_header_that_the_manifest_does_not_know_is_not_read(old: Path, tmp_path: Path) -> None:
+    made = convert(old, tmp_path / "made", to="hf").output / "model.safetensors"
+    flip(made, made.read_bytes().index(b'"pt"') + 1)
+    with pytest.raises(Corrupt):
+        _ = Checkpoint.open(made.parent).layout

@@ -17,7 +17,7 @@ from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import Blob, Chunk, KeyPath, Spec, StoredTensor
+from ckptkit.layout import Blob, Chunk, KeyPath, NumberKey, Spec, StoredTensor, TuplePlace
 from ckptkit.tensors.box import whole
 
 DEEPEST = 64  # steps of a key path
@@ -91,8 +91,10 @@ class Flattening:
         """Return what a dict or list holds, by the steps to it; None for what is one entry."""
         pairs = pairs_of(value)
         if pairs and all(isinstance(key, (str, int)) for key, _ in pairs):
-            return [(str(key), child) for key, child in pairs]
-        return list(enumerate(value)) if is_entered(value) else None
+            return [(key if isinstance(key, str) else NumberKey(key), child) for key, child in pairs]
+        if not is_entered(value):
+            return None
+        return [(TuplePlace(i) if isinstance(value, tuple) else i, child) for i, child in enumerate(value)]
 
     def add_entry(self, value: Any, key: KeyPath) -> None:
         """Add a tensor, or a value that holds none."""

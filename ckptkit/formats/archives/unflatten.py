@@ -1,6 +1,7 @@
 """Unflatten the names of a checkpoint into the nested dicts and lists that they came from. Opens no file.
 
-A step of a key path that is a string leads into a dict, a number into a list, in which a missing member is None.
+A step of a key path that is a string leads into a dict, a number into a list or tuple, in which a missing member is
+None.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from ckptkit.errors import Unsupported
 from ckptkit.formats.archives.flatten import DEEPEST
-from ckptkit.layout import KeyPath
+from ckptkit.layout import KeyPath, NumberKey, TuplePlace
 
 Tree = dict[str | int, "Tree | str"]  # down to names
 _MOST_MISSING = 256  # members of a list
@@ -50,7 +51,8 @@ def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
         return value(node)
     positions = [step for step in node if isinstance(step, int)]
     if not positions:
-        return with_numbers({step: build(child, value) for step, child in node.items()})
+        steps = {step: step.number if isinstance(step, NumberKey) else step for step in node}
+        return with_numbers({steps[step]: build(child, value) for step, child in node.items()})
     if len(positions) < len(node):
         one, other = (next(node[step] for step in node if isinstance(step, kind)) for kind in (int, str))
         raise clash(one, first_name(other))
@@ -58,7 +60,8 @@ def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
     if min(positions) < 0 or length - len(positions) > _MOST_MISSING:
         message = f"of a list of {length} members only {len(positions)} are there"
         raise Unsupported(message, tensor=first_name(node))
-    return [build(node[i], value) if i in node else None for i in range(length)]
+    members = [build(node[i], value) if i in node else None for i in range(length)]
+    return tuple(members) if all(isinstance(step, TuplePlace) for step in positions) else members
 
 
 def clash(node: Tree | str, name: str) -> Unsupported:

@@ -7,12 +7,12 @@ the metadata alone: file names say who wrote, never what.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, refuse
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, and_more, refuse
 from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import OpenFiles, file_size, names_in
 from ckptkit.files.ranges import read_ahead
@@ -29,7 +29,20 @@ from ckptkit.formats.dcp.read_metadata import (
     read_metadata,
 )
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions, check_cover
+from ckptkit.layout import (
+    Extent,
+    FileOffset,
+    KeyPath,
+    Layout,
+    NewFile,
+    NumberKey,
+    Patch,
+    TuplePlace,
+    WriterOptions,
+    check_cover,
+)
+
+GROUPS = "param_groups"  # the key beside the states of an optimizer
 
 
 class Dcp(FormatWriter):
@@ -42,6 +55,17 @@ class Dcp(FormatWriter):
     def owns(self, name: str) -> bool:
         """Return True for the metadata, and for data of whatever rank."""
         return is_metadata(name) or rank_of(name) is not None
+
+    def remarks(self, wanted: Layout) -> Iterator[str]:
+        """Return in words which types of keys become others: DCP has text and places in lists only, as torch's has."""
+        ways = {name: wanted.key(name) for name in wanted.names}
+        optimizers = {(*way[: way.index(GROUPS)], "state") for way in ways.values() if GROUPS in way}
+        numbers = [name for name, way in ways.items() if has_number_key(way, optimizers)]
+        if numbers:
+            yield f"integer keys become text in DCP, as torch writes them: `{numbers[0]}`{and_more(len(numbers) - 1)}"
+        tuples = [name for name, way in ways.items() if any(isinstance(step, TuplePlace) for step in way)]
+        if tuples:
+            yield f"tuples with tensors become lists in DCP: `{tuples[0]}`{and_more(len(tuples) - 1)}"
 
     def rank_of(self, name: str) -> int | None:
         """Return the rank that wrote a file of data."""
@@ -198,6 +222,14 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
                 offset=size,
                 hint="the file is truncated, or belongs to another checkpoint",
             )
+
+
+def has_number_key(way: KeyPath, optimizers: Container[KeyPath]) -> bool:
+    """Return whether a key path leads through an integer key, but for those below the states of `optimizers`.
+
+    These become numbers again wherever they are read.
+    """
+    return any(isinstance(step, NumberKey) and way[:i] not in optimizers for i, step in enumerate(way))
 
 
 def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ckptkit.errors import Unsupported
 from ckptkit.formats.pickles.inert_pickle import Dict, Global, PersistentId, Record
+from ckptkit.layout import NumberKey, TuplePlace
 
 _i32, _u32, _f64 = Struct("<i"), Struct("<I"), Struct(">d")
 _SMALL_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
@@ -191,7 +192,8 @@ class Pickler:
 
 _P = Pickler
 _SAVES: Final[dict[type, Callable[[Pickler, Any], None]]] = {
-    type(None): _P._none, bool: _P._boolean, int: _P._integer, float: _P._floating,
-    str: _P._string, bytes: _P._bytestring, tuple: _P._tuple, list: _P._list, dict: _P._dict, Dict: _P._dict,
+    type(None): _P._none, bool: _P._boolean, int: _P._integer, float: _P._floating, TuplePlace: _P._integer,
+    str: _P._string, NumberKey: _P._string, bytes: _P._bytestring,
+    tuple: _P._tuple, list: _P._list, dict: _P._dict, Dict: _P._dict,
     Global: _P._name, Record: _P._call, PersistentId: _P._persistent,
 }  # fmt: skip

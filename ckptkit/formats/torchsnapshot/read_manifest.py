@@ -7,7 +7,7 @@ path, the rank and then the steps to it, with `/` and `%` in a step written as `
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -19,7 +19,7 @@ from ckptkit.files.file import check_name, file_size, read_small
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.tensor_calls import as_shape
-from ckptkit.layout import Chunk, KeyPath, Spec, Wrapped
+from ckptkit.layout import Chunk, KeyPath, NumberKey, Spec, Wrapped
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.dtypes import DTYPES, DType
 
@@ -55,19 +55,31 @@ def read_manifest(root: Path) -> tuple[list[ManifestEntry], int]:
         manifest, world = found["manifest"], found["world_size"]
         if type(world) is not int or world < 1:
             raise ValueError("world_size")
-        kinds = {name: said["type"] for name, said in manifest.items()}
-        return [entry_of(name, said, kinds) for name, said in manifest.items()], world
+        lists = {name for name, said in manifest.items() if said["type"] in _LISTS}
+        numbers = {name: numbers_in(said) for name, said in manifest.items() if said["type"] in _DICTS}
+        return [entry_of(name, said, lists, numbers) for name, said in manifest.items()], world
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt("the manifest makes no sense", path=path) from error
 
 
-def entry_of(name: str, said: Mapping[str, Any], kinds: Mapping[str, str]) -> ManifestEntry:
-    """Return an entry; what lies in a list is led to by numbers."""
+def numbers_in(said: Mapping[str, Any]) -> frozenset[str]:
+    """Return, as text, the keys of a dict that are integers."""
+    return frozenset(str(key) for key in said["keys"] if isinstance(key, int))
+
+
+def entry_of(
+    name: str, said: Mapping[str, Any], lists: Container[str], numbers: Mapping[str, Container[str]]
+) -> ManifestEntry:
+    """Return an entry; what lies in one of the `lists`, or at one of the `numbers` of a dict, is led to by numbers."""
     rank, *steps = name.split("/")
     key: list[str | int] = []
     above = rank
     for step in steps:
-        key.append(int(step) if kinds.get(above) in _LISTS else unquote(step))
+        if above in lists:
+            key.append(int(step))
+        else:
+            text = unquote(step)
+            key.append(NumberKey(text) if text in numbers.get(above, ()) else text)
         above = f"{above}/{step}"
     return ManifestEntry(int(rank), tuple(key), said)
 

@@ -20,7 +20,7 @@ from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.steps import Concatenated, Cropped, Grouped
-from ckptkit.names.tables.megatron_args import check
+from ckptkit.names.tables.megatron_args import LAYERNORM_1P, ZERO_CENTERED, check
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
@@ -116,13 +116,16 @@ def of_experts(layer: str, half: str = "") -> str:
     )
 
 
-def files(step: int) -> Mapping[str, bytes]:
+def files(step: int, model_type: str) -> Mapping[str, bytes]:
     """Return what Megatron looks for beside the shards: how they are stored, and what all ranks have in common.
 
+    Where norms lie around zero, as on the Hub, that is said too: Megatron has to be told by `--apply-layernorm-1p`.
     Source: megatron/core/dist_checkpointing/core.py; without a version, Megatron-LM would reorder queries and keys.
     """
     config = {**_BACKENDS, "sharded_backend_version": 1, "common_backend_version": 1}
-    ((_, common),) = make_envelope(dump({"iteration": step, "checkpoint_version": 3.0}), {}).parts
+    state = {"iteration": step, "checkpoint_version": 3.0}
+    norms = {LAYERNORM_1P: True} if model_type in ZERO_CENTERED else {}
+    ((_, common),) = make_envelope(dump(state | norms), {}).parts
     return {"metadata.json": json.dumps(config).encode(), "common.pt": common}
 
 
@@ -134,4 +137,5 @@ MEGATRON = Family(
     types=_DENSE + _MIXTURES,
     check=check,
     files=files,
+    told_by_files=ZERO_CENTERED,
 )

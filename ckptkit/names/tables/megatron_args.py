@@ -1,6 +1,7 @@
 """Hold the arguments of a Megatron job, where its checkpoint has them, against the config of the model.
 
-Source: megatron/training/arguments.py. They lie in `common.pt` beside the shards, or in the checkpoint itself.
+Source: megatron/training/arguments.py. They lie in `common.pt` beside the shards, or in the checkpoint itself. What
+ckptkit writes has no arguments, which Megatron would compare with its own, but `apply_layernorm_1p` beside the step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ckptkit.layout import Layout
 from ckptkit.names.sizes import Sizes
 
 _COMMON, _ARGS = "common.pt", "args"
-_ZERO_CENTRED = ("gemma",)  # types whose norms lie around zero on the Hub
+LAYERNORM_1P = "apply_layernorm_1p"
+ZERO_CENTERED = ("gemma",)  # types whose norms lie around zero on the Hub
 _SWITCHES = {
     "rotary_interleaved": "rotary embeddings turn neighbours, as no such model of the Hub does",
     "attention_output_gate": "queries have gates",
@@ -38,7 +40,7 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
     for name, meaning in _SWITCHES.items():
         if args.get(name) is True:
             raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="--names keep leaves the names")
-    check_norms(args.get("apply_layernorm_1p"), sizes.model_type)
+    check_norms(args.get(LAYERNORM_1P), sizes.model_type)
 
 
 def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
@@ -54,21 +56,22 @@ def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, i
 
 def check_norms(around_zero: object, model: str) -> None:
     """Raise `Unsupported` where one would have to be added to all norms or taken off, or nothing tells that."""
-    if model in _ZERO_CENTRED and around_zero is not True:
-        message = f"norms of `{model}` lie around zero on the Hub, and no `apply_layernorm_1p` says that they do here"
+    if model in ZERO_CENTERED and around_zero is not True:
+        message = f"norms of `{model}` lie around zero on the Hub, and no `{LAYERNORM_1P}` says that they do here"
         raise Unsupported(message, hint="--names keep leaves the names")
-    if around_zero is True and model not in _ZERO_CENTRED:
-        message = f"Megatron's arguments say apply_layernorm_1p: one would have to be added to all norms of `{model}`"
+    if around_zero is True and model not in ZERO_CENTERED:
+        message = f"Megatron's arguments say {LAYERNORM_1P}: one would have to be added to all norms of `{model}`"
         raise Unsupported(message, hint="--names keep leaves the names")
 
 
 def read_args(checkpoint: Layout) -> Mapping[str, Any]:
-    """Return the arguments of the job by name, {} where none are kept."""
+    """Return the arguments of the job by name, or what else all ranks have in common; {} where none are kept."""
     entry = next((name for name in checkpoint.blobs if checkpoint.key(name) == (_ARGS,)), None)
     if entry is not None:
         found = load_value(checkpoint.root, checkpoint.blobs[entry])
     elif is_there(checkpoint.root / _COMMON):
-        found = dict(pairs_of(read_state_file(checkpoint.root, _COMMON).value) or ()).get(_ARGS)
+        common = dict(pairs_of(read_state_file(checkpoint.root, _COMMON).value) or ())
+        found = common.get(_ARGS, common)
     else:
         return {}
     state = found.state if isinstance(found, Record) else found

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError
 from ckptkit.formats import locate
@@ -20,7 +22,7 @@ from tests.formats.contract import raw_bytes
 from tests.raw import contents
 from tests.trainers import produced_packages as produced
 
-pytest.importorskip("torchsnapshot", reason="torchsnapshot is not installed")
+torchsnapshot = pytest.importorskip("torchsnapshot", reason="torchsnapshot is not installed")
 KINDS = ("batched", "plain")
 
 
@@ -43,6 +45,16 @@ def test_holds_the_live_state(produce: Produce, kind: str) -> None:
     assert values == {"progress.step": 3, "progress.lr": 0.1}
     assert layout.key("progress.told.who") == ("progress", "told", "who")
     assert load_value(layout.root, layout.blobs["progress.told.who"]) == ["me", 2]
+
+
+def test_keys_that_are_numbers_stay_so(tmp_path: Path) -> None:
+    state = torchsnapshot.StateDict(keyed={1: torch.ones(2), "2": {3: torch.zeros(1)}}, listed=[torch.ones(1)])
+    torchsnapshot.Snapshot.take(str(tmp_path / "taken"), {"own": state})
+    ckptkit.convert(tmp_path / "taken", tmp_path / "state.pt", to="pt")
+    found = torch.load(tmp_path / "state.pt")["own"]
+    assert list(found["keyed"]) == [1, "2"]
+    assert list(found["keyed"]["2"]) == [3]
+    assert isinstance(found["listed"], list)
 
 
 def test_lists_of_plain_values_are_one_value() -> None:

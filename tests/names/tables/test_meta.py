@@ -104,7 +104,7 @@ def test_params_json_says_the_sizes_and_no_config_is_made(tmp_path: Path) -> Non
     model = Titan(Widths())
     release(model, tmp_path / "release")
     done = ckptkit.consolidate(tmp_path / "release", tmp_path / "out")
-    assert any("no config.json found" in note and "--base" in note for note in done.notes)
+    assert any("no config.json found" in text and "--base" in text for text in done.warnings)
     assert "model.layers.1.self_attn.q_proj.weight" in ckptkit.open(tmp_path / "out")
     ckptkit.convert(tmp_path / "release", tmp_path / "titan.pt", to="pt", names="torchtitan")
     found = torch.load(tmp_path / "titan.pt")

@@ -1,0 +1,76 @@
+"""Compare whole files with a CRC-32 that is known of them, from those of the runs that were read of them anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ckptkit.engine.ledger import SourcePlace
+from ckptkit.engine.scan import sum_file
+from ckptkit.errors import Corrupt
+from ckptkit.files.crc32 import Checksums, tell_damage
+from ckptkit.layout import Extent, Layout
+
+# Between the runs no more is read than this: a header, and what is little beside the rest.
+_NEARLY = 8  # one in so many bytes
+_FEW = 1 << 16  # bytes
+
+SourceFile = tuple[int, str]  # a source's number in the plan, and a file in it
+
+
+def compare_read(
+    layouts: Sequence[Layout], read: Checksums[SourcePlace], files: Mapping[SourceFile, int]
+) -> tuple[int, list[Path]]:
+    """Compare `files` of sources with their CRC-32, where nearly all of a file was read.
+
+    Returns how many of the bytes in `files`, which are given by file, were compared, and the files that were not.
+    Raises `Corrupt` for a file that differs.
+    """
+    runs: dict[SourceFile, list[Extent]] = {}
+    for (number, path, offset), start, length, crc in read:
+        if (number, path) in files:
+            runs.setdefault((number, path), []).append(Extent(path, offset + start, length, crc, ""))
+    compared = 0
+    left = []
+    for (number, path), nbytes in files.items():
+        if compare_file(layouts[number], path, runs.get((number, path), ())):
+            compared += nbytes
+        else:
+            left.append(layouts[number].root / path)
+    return compared, left
+
+
+def compare_headers(layout: Layout) -> None:
+    """Compare each file with its CRC-32 where nearly all of it lies in chunks that have one; the rest is read.
+
+    Raises `Corrupt` for a file that differs.
+    """
+    runs: dict[str, dict[int, Extent]] = {path: {} for path in layout.file_sums}
+    for name, tensor in layout.tensors.items():
+        for chunk in tensor.chunks:
+            if chunk.path in runs and chunk.crc32 is not None and not chunk.where:
+                offset, length = chunk.bytes
+                runs[chunk.path][offset] = Extent(chunk.path, offset, length, chunk.crc32, name)
+    for path, found in runs.items():
+        if found:
+            compare_file(layout, path, found.values())
+
+
+def compare_file(layout: Layout, path: str, runs: Iterable[Extent]) -> bool:
+    """Return whether a file could be compared with the CRC-32 that the layout has for it. `runs` have theirs.
+
+    Raises `Corrupt` if it differs.
+    """
+    nbytes, recorded = layout.file_sums[path]
+    ordered = sorted(runs, key=lambda run: run.offset)
+    ends = [0, *(run.offset + run.length for run in ordered)]
+    if any(run.offset < end for run, end in zip(ordered, ends, strict=False)):
+        return False
+    between = nbytes - sum(run.length for run in ordered)
+    if not 0 <= between <= max(nbytes // _NEARLY, _FEW):
+        return False
+    found = sum_file(layout.root, path, nbytes, ordered)
+    if found != recorded:
+        hint = "restore the file from a copy; `ckptkit manifest --overwrite` if it was changed on purpose"
+        raise Corrupt(tell_damage(nbytes, 0, found, recorded), path=layout.root / path, hint=hint)
+    return True
