@@ -183,7 +183,8 @@ def draft_piece(
     check_casts(piece.parts[0], casts)
     for rekeying in optimizers:
         layout = rekeying.edit(layout)
-    layout, _ = rename_parameters(layout, weights, asked.renaming())
+    if asked.rename:
+        layout, _ = rename_parameters(layout, weights, asked.renaming())
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
     if weights and is_named:
         layout, remarks = name_piece(piece, layout, names, options)

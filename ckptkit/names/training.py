@@ -15,7 +15,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.edits import check_ways
-from ckptkit.names.parameters import FLATTENED, is_list_of_parameters
+from ckptkit.names.parameters import FLATTENED, is_list_of_names, is_list_of_parameters
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.names.weights import Weights
 from ckptkit.names.wrappers import own_name
@@ -66,7 +66,7 @@ def translate_training(layout: Layout, found: Weights, prefix: KeyPath, turn: Tu
             key = place.key(name)
             blobs[dotted(key)], keys[dotted(key)] = blob, key
     for name, blob in blobs.items():
-        if is_list_of_parameters(keys[name]):
+        if is_list_of_parameters(keys[name]) or is_list_of_names(keys[name]):
             blobs[name] = rename_group(layout, name, blob, weights.came_from, names)
     check_ways(layout, keys)
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={}), weights

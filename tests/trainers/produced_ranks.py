@@ -174,6 +174,29 @@ def _two_ranks(root: Path) -> Truth:
     return truth
 
 
+def named_ranks(root: Path) -> Truth:
+    """FSDP2 and FSDP1 on two ranks, with optimizers that were given names, in another order than the model's."""
+    return _on_ranks(2, _named_ranks, root)
+
+
+def _named_ranks(root: Path) -> Truth:
+    def trained(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=1e-2)
+        train(model, optimizer)
+        return optimizer
+
+    model = sharded()
+    optimizer = trained(model)
+    save(root / "fsdp2", model, optimizer)
+    truth = truth_of("fsdp2", model, optimizer)
+    for place, is_original in (("orig", True), ("units", False)):
+        wrapper = wrapped(use_orig_params=is_original)
+        optimizer = trained(wrapper)
+        save(root / place, wrapper, optimizer, version=1)
+        truth |= truth_of_wrapped(place, wrapper, optimizer)
+    return truth
+
+
 def three_ranks(root: Path) -> Truth:
     """FSDP2 on three ranks, with groups of parameters that decay and others; and FSDP1, of which ranks hold pieces."""
     return _on_ranks(3, _three_ranks, root)
