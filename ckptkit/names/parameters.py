@@ -22,21 +22,50 @@ FLATTENED = ("state.", "param_groups.")
 def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
     """Return the checkpoint with its parameters renamed, and by old name the new one of each entry that has one.
 
-    `weights` are the entries that are the model's own.
+    `weights` are the entries that are the model's own. The optimizer of another model stays as it is.
     """
     own = {str(layout.key(name)[-1]) for name in weights}
-    keys = {name: rename_in(layout.key(name), new_name, name in weights, own) for name in layout.names}
+    others = entries_of_other_models(layout, weights)
+    keys = {name: layout.key(name) for name in layout.names}
+    keys |= {name: rename_in(key, new_name, name in weights, own) for name, key in keys.items() if name not in others}
     changed = {name: new for name, key in keys.items() if (new := ".".join(map(str, key))) != name}
-    renamed = rename_lists(layout, new_name, own)
+    renamed = rename_lists(layout, new_name, own, others)
     if not changed and renamed is layout:
         return layout, {}
     return edits.rekey(renamed, keys), changed
 
 
-def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = ()) -> Layout:
+def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
+    """Return the entries of optimizers by name whose parameters another model has, and the model of the weights not."""
+    entries: dict[KeyPath, set[str]] = {}
+    trained: dict[KeyPath, set[str]] = {}
+    beside: dict[KeyPath, set[str]] = {}
+    own = {name: str(layout.key(name)[-1]) for name in weights}
+    for name in layout.names if own else ():
+        key = layout.key(name)
+        way = way_in_optimizer(key)
+        if way is None:
+            if name not in own and name in layout.tensors:
+                beside.setdefault(key[:-1], set()).add(str(key[-1]))
+            continue
+        above = key[:-1] if str(key[-1]).startswith(FLATTENED) else key[:-3]
+        entries.setdefault(above, set()).add(name)
+        if way[0] == "state":
+            trained.setdefault(above, set()).add(str(way[1]))
+    mine = set(own.values())
+    others = [
+        above
+        for above, names in trained.items()
+        if not {own_name(name, mine) for name in names} <= mine and any(names <= model for model in beside.values())
+    ]
+    return {name for above in others for name in entries[above]}
+
+
+def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = (), others: Container[str] = ()) -> Layout:
     """Return the checkpoint with other names in the lists of its optimizers; the layout itself if none changes.
 
-    A recorded name may have a wrapper's prefix that the `own` names of the model do not have, and then loses it.
+    A recorded name may have a wrapper's prefix that the `own` names of the model do not have, and then loses it. The
+    entries that are `others` stay as they are.
     """
 
     def from_recorded(name: str) -> str:
@@ -47,7 +76,7 @@ def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = ()) ->
     blobs: dict[str, Blob] = {}
     for name, blob in layout.blobs.items():
         key = layout.key(name)
-        if is_list_of_parameters(key) or is_list_of_names(key):
+        if name not in others and (is_list_of_parameters(key) or is_list_of_names(key)):
             blobs[name] = rename_list(layout, blob, from_recorded if is_list_of_names(key) else new_name)
     is_changed = any(blob is not layout.blobs[name] for name, blob in blobs.items())
     return replace(layout, blobs={**layout.blobs, **blobs}) if is_changed else layout
@@ -55,8 +84,10 @@ def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = ()) ->
 
 def parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
     """Return the names that `rename_parameters` replaces: those of the `weights`, and those in optimizers."""
+    weights = set(weights)
+    others = entries_of_other_models(layout, weights)
     own = {layout.key(name)[-1] for name in weights}
-    ways = (way_in_optimizer(layout.key(name)) for name in layout.names)
+    ways = (way_in_optimizer(layout.key(name)) for name in layout.names if name not in others)
     return {name for name in (*own, *(way[1] for way in ways if way)) if isinstance(name, str)}
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import ckptkit
-from ckptkit.errors import Unsupported
+from ckptkit.errors import Unsupported, Usage
 
 DOUBT = "nothing says which of them it trains"
 
@@ -139,3 +139,20 @@ def test_zeros_have_the_shapes_of_the_optimizers_own_model(tmp_path: Path) -> No
     ckptkit.convert(tmp_path / "saved.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
     made = torch.load(tmp_path / "out.pt", weights_only=True)["opt_d"]["state"]["more.0.bias"]
     assert made["exp_avg"].shape == (2,)
+
+
+def test_a_rename_leaves_the_optimizer_of_another_model(tmp_path: Path) -> None:
+    one, two = gen(), Disc()
+    states = {
+        "opt_g": get_optimizer_state_dict(one, trained(one)),
+        "opt_d": get_optimizer_state_dict(two, trained(two)),
+    }
+    torch.save({"model": one.state_dict(), "disc": two.state_dict(), **states}, tmp_path / "saved.pt")
+    ckptkit.convert(tmp_path / "saved.pt", tmp_path / "out.pt", to="pt", rename=r"^=>net.")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    named = {f"net.{name}" for name in parameters(one)}
+    assert found["model"].keys() == found["opt_g"]["state"].keys() == named
+    assert found["disc"].keys() == found["opt_d"]["state"].keys() == parameters(two)
+    assert set(found["opt_d"]["param_groups"][0]["params"]) == parameters(two)
+    with pytest.raises(Usage, match="matches no tensor"):
+        ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no.pt", to="pt", rename=r"^b\.=>c.")
