@@ -180,3 +180,16 @@ def test_a_rename_reaches_recorded_names_in_dcp(tmp_path: Path, flatten: bool) -
         assert loaded["optimizer"]["param_groups"][0]["param_names"] == truth
     else:
         assert [loaded["optimizer"][key] for key in lists] == [truth] * len(lists)
+
+
+def test_a_file_that_keeps_its_names_is_said(tmp_path: Path) -> None:
+    """An optimizer beside a model of the wanted format stays the file that it is."""
+    model, optimizer = make()
+    (tmp_path / "checkpoint-5").mkdir()
+    torch.save(model.state_dict(), tmp_path / "checkpoint-5" / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "checkpoint-5" / "optimizer.pt")
+    done = ckptkit.convert(tmp_path / "checkpoint-5", tmp_path / "out", to="pt", rename=r"^0\.=>layers.")
+    assert any("`optimizer.pt` is copied unchanged: the names" in note for note in done.notes)
+    done = ckptkit.convert(tmp_path / "checkpoint-5", tmp_path / "dcp", to="dcp", rename=r"^0\.=>layers.")
+    assert not any("copied unchanged" in note for note in done.notes)
+    assert "optimizer.state.layers.0.weight.exp_avg" in ckptkit.open(tmp_path / "dcp")
