@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout.matching import Size, as_text
-from ckptkit.names.wrappers import own_name, unwrapped, without_ddp
+from ckptkit.names.wrappers import DDP, own_name, unwrapped, without_ddp
 
 PARAM_NAMES = "param_names"
 _HINT = "--optimizer-keys ids leaves the numbers as they are"
@@ -71,6 +71,17 @@ def match_with_prefix(
     own = own_names(parameters)
     ways = with_other_prefix({number: own_name(name, own) for number, name in recorded.items()}, own)
     return [found for found in ways if not find_unequal(found, sizes, parameters)]
+
+
+def is_record_of(value: Any, names: Sequence[str]) -> bool:
+    """Return whether the value of `param_names` has these names, but for the prefixes of wrappers."""
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return is_list and list(map(bare, value)) == list(map(bare, names))
+
+
+def bare(name: str) -> str:
+    """Return a name without the prefixes of wrappers."""
+    return unwrapped(name).removeprefix(DDP.text)
 
 
 def own_names(parameters: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.layout.matching import check_numbers
-from ckptkit.layout.recorded_names import read_recorded
+from ckptkit.layout.recorded_names import is_record_of, read_recorded
 from ckptkit.names.parameters import is_list_of_names, is_list_of_parameters
 from ckptkit.tensors.box import Shape
 
@@ -135,7 +135,7 @@ def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
 def rekeyed(layout: Layout, optimizer: Optimizer, members: Mapping[Any, str | int]) -> Layout:
     """Return the checkpoint, or a part of it, with other names or numbers for the parameters of an optimizer.
 
-    Names that are replaced by numbers become the names that torch has recorded for these.
+    Names that are replaced by numbers become the recorded ones of these, if torch has recorded others.
     """
     steps = {str(old): str(new) for old, new in members.items()}
     keys = {name: layout.key(name) for name in layout.names}
@@ -146,7 +146,7 @@ def rekeyed(layout: Layout, optimizer: Optimizer, members: Mapping[Any, str | in
     for name, record, group in zip(optimizer.lists, optimizer.name_lists, optimizer.groups, strict=True):
         if name in blobs:
             blobs[name] = with_value(blobs[name], [members[one] for one in group])
-        if record in blobs and optimizer.is_named:
+        if record in blobs and optimizer.is_named and not is_record_of(load_value(layout.root, blobs[record]), group):
             blobs[record] = with_value(blobs[record], list(group))
     return edits.rekey(replace(layout, blobs=blobs), keys)
 

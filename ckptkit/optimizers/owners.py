@@ -19,10 +19,9 @@ from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.edits import select
 from ckptkit.layout.matching import match_trained
-from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, match_with_prefix
+from ckptkit.layout.recorded_names import PARAM_NAMES, bare, match_recorded, match_with_prefix
 from ckptkit.models.companions import find_config
 from ckptkit.names.weights import find_model_key, training_state
-from ckptkit.names.wrappers import DDP, unwrapped
 from ckptkit.optimizers.keys import Optimizer, recorded_names, sizes_of
 from ckptkit.optimizers.parameter_order import float_shapes, is_buffer, ordered_parameters, own_tensors
 from ckptkit.tensors.box import Shape
@@ -181,11 +180,6 @@ def fits_none(models: Sequence[OneModel], errors: Sequence[Mismatch | Unsupporte
 def is_same(one: Names, other: Names) -> bool:
     """Return whether names are the same but for the prefixes of wrappers."""
     return {number: bare(name) for number, name in one.items()} == {n: bare(name) for n, name in other.items()}
-
-
-def bare(name: str) -> str:
-    """Return a name without the prefixes of wrappers."""
-    return unwrapped(name).removeprefix(DDP.text)
 
 
 def check_others(optimizer: Optimizer, sizes: Mapping[int, Shape], model: OneModel, others: Sequence[OneModel]) -> None:

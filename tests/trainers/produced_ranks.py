@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - as all call it
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType, fully_shard
@@ -194,6 +199,8 @@ def _named_ranks(root: Path) -> Truth:
         optimizer = trained(wrapper)
         save(root / place, wrapper, optimizer, version=1)
         truth |= truth_of_wrapped(place, wrapper, optimizer)
+    states = {"model": get_model_state_dict(wrapper), "optimizer": get_optimizer_state_dict(wrapper, optimizer)}
+    dcp.save(states, checkpoint_id=root / "dcp")  # of the flat parameters
     return truth
 
 
