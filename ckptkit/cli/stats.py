@@ -48,7 +48,8 @@ def stats(
 
     Example: ckptkit stats run/ckpt-500 --include 'model.*'
 
-    Mean, deviation and norm are of the finite numbers, summed in float64.
+    Mean, deviation and norm are of the finite numbers, summed in float64. The sums of modules and of all tensors leave
+    out counters, such as the steps of an optimizer.
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
     """
@@ -84,7 +85,7 @@ def to_json(found: Stats) -> dict[str, Any]:
 
 def tensor_json(tensor: TensorStats) -> dict[str, Any]:
     what = {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": list(tensor.spec.shape)}
-    return what | count_json(tensor)
+    return what | count_json(tensor) | {"in_total": tensor.in_total}
 
 
 def count_json(found: Count) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.part import Part
+from ckptkit.conversion.optimizers import names_in
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
 from ckptkit.layout import KeyPath, Layout, edits
@@ -17,11 +18,10 @@ from ckptkit.models.expected import forms_for
 from ckptkit.models.fit import restore_tied
 from ckptkit.names import HUB
 from ckptkit.names.naming import AskedNames, name_training
-from ckptkit.names.parameters import NewName, is_list_of_parameters, rename_in, rename_list
+from ckptkit.names.parameters import NewName, rename_in, rename_lists
 from ckptkit.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
 from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed
-from ckptkit.optimizers.parameter_order import find_names
 from ckptkit.quantized.require_plain import require_plain
 
 
@@ -52,7 +52,7 @@ class Side:
 
     def renamed(self, new_name: NewName) -> Self:
         """Return it with other names for parameters, wherever these occur."""
-        own = {self.layout.key(name)[-1] for name in self.weights}
+        own = {str(self.layout.key(name)[-1]) for name in self.weights}
         keys = {
             name: rename_in(self.layout.key(name), new_name, name in self.weights, own) for name in self.layout.names
         }
@@ -154,8 +154,7 @@ def named(checkpoint: Checkpoint, side: Compared) -> Compared:
     for optimizer in find_optimizers(side.layout):
         if not optimizer.is_named:
             try:
-                model = checkpoint.model_part
-                names = find_names(side.layout, optimizer, model.layout, model.path)
+                names = names_in(checkpoint, side.layout, optimizer).names
             except (Mismatch, Unsupported) as error:
                 remark = f"`{optimizer.name}` in {side.path} has numbers, not names: {error.message}"
                 side = side.becomes(side.layout, remark)
@@ -241,9 +240,7 @@ def cleaner(found: Weights) -> NewName:
 
 def with_keys(layout: Layout, keys: Mapping[str, KeyPath], new_name: NewName) -> Layout:
     """Return the layout with other key paths, and other names for the parameters in the optimizer's lists."""
-    lists = {name: blob for name, blob in layout.blobs.items() if is_list_of_parameters(layout.key(name))}
-    blobs = {**layout.blobs, **{name: rename_list(layout, blob, new_name) for name, blob in lists.items()}}
-    return edits.rekey(replace(layout, blobs=blobs), keys)
+    return edits.rekey(rename_lists(layout, new_name), keys)
 
 
 def with_ties_of(side: Side, other: Side) -> Side:

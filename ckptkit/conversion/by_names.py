@@ -19,7 +19,13 @@ from ckptkit.files.origin import Origin
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
-from ckptkit.names.parameters import is_list_of_parameters, parameters_in, rename_parameters, way_in_optimizer
+from ckptkit.names.parameters import (
+    is_list_of_names,
+    is_list_of_parameters,
+    parameters_in,
+    rename_parameters,
+    way_in_optimizer,
+)
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.keys import find_optimizers
@@ -117,7 +123,11 @@ def with_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
     """Return what has a way, with lists of the model's own names in the optimizer's groups, and weights in fp32."""
     weights = find_weights(layout)
     found = edits.rekey(edits.select(layout, ways.__contains__), ways)
-    lists = {name: blob for name, blob in found.blobs.items() if is_list_of_parameters(found.key(name))}
+    lists = {
+        name: blob
+        for name, blob in found.blobs.items()
+        if is_list_of_parameters(found.key(name)) or is_list_of_names(found.key(name))
+    }
     for name, blob in lists.items():
         names = [as_weight(str(one), weights, layout) for one in load_value(layout.root, blob)]
         lists[name] = with_value(blob, names)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.conversion.optimizers import models_of, names_in
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
+from ckptkit.names.weights import find_weights
 from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.missing_states import States, complete_states, find_states
-from ckptkit.optimizers.parameter_order import find_names, is_buffer
+from ckptkit.optimizers.parameter_order import is_buffer, own_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,34 @@ def parameters_for(checkpoint: Checkpoint, layout: Layout, states: States) -> di
 
     Raises `Unsupported` where it is not certain which parameter a number is, `Mismatch` where there is no model.
     """
-    tensors = checkpoint.weights.layout.tensors
-    called: Mapping[str, str] = {one: one for group in states.groups for one in group} | {one: one for one in states.of}
     if states.optimizer is not None and not states.optimizer.is_named:
-        model = checkpoint.model_part
-        names = find_names(layout, states.optimizer, model.layout, model.path)
-        called = {str(number): str(name) for number, name in names.items()}
-    own = {one: own_name(name, tensors) for one, name in called.items()}
-    return {one: tensors[name] for one, name in own.items() if name in tensors}
+        found = names_in(checkpoint, layout, states.optimizer)
+        tensors = own_tensors(found.model.layout)
+        return {str(number): tensors[name] for number, name in found.names.items()}
+    names = {one for group in states.groups for one in group} | states.of.keys()
+    every = [parameters_called(names, find_weights(model.layout).layout) for model in models_of(checkpoint)]
+    fitting = [one for one in every if one.keys() == names and is_of(layout, states, one)] or every[:1]
+    for other in fitting[1:]:
+        name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
+        if name is not None:
+            message = f"two models have it, as {fitting[0][name].spec} and as {other[name].spec}"
+            raise Unsupported(message, path=layout.root, tensor=name, hint="leave --complete-optimizer out")
+    return fitting[0]
+
+
+def parameters_called(names: Iterable[str], model: Layout) -> dict[str, StoredTensor]:
+    """Return the tensors of a model by what an optimizer calls them, as far as the model has them."""
+    own = {name: own_name(name, model.tensors) for name in names}
+    return {name: model.tensors[found] for name, found in own.items() if found in model.tensors}
+
+
+def is_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the states of an optimizer have the shapes of these parameters."""
+    for one, kinds in states.of.items():
+        shapes = {layout.tensors[name].spec.shape for name in kinds.values() if name in layout.tensors} - {()}
+        if shapes and parameters[one].spec.shape not in shapes:
+            return False
+    return True
 
 
 def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredTensor]) -> list[str]:

@@ -11,8 +11,10 @@ from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout
+from ckptkit.names.weights import find_model_key
 from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers, numbers_of, rekeyed
-from ckptkit.optimizers.parameter_order import find_names
+from ckptkit.optimizers.owners import NamedNumbers, OneModel, find_models, find_names
+from ckptkit.trainers import is_other_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,41 @@ def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options:
     if options.optimizer_keys == IDS:
         return None if optimizer.is_numbered else Rekeying(optimizer, numbers_of(layout, optimizer))
     must = options.optimizer_keys == NAMES
-    return None if optimizer.is_named else by_name(checkpoint, layout, optimizer, must=must)
+    if optimizer.is_named:
+        return None
+    return by_name(checkpoint, layout, optimizer, must=must)
 
 
 def by_name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, *, must: bool) -> Rekeying:
     """Return an optimizer with names for its numbers; with its numbers if no names are certain.
 
-    Raises `Unsupported` for names that are not certain and `must` be.
+    Raises `Unsupported` or `Mismatch` for names that are not certain and `must` be.
     """
     try:
-        members = find_names(layout, optimizer, checkpoint.model_part.layout, checkpoint.model_part.path)
+        found = names_in(checkpoint, layout, optimizer)
     except (Mismatch, Unsupported) as error:
         if must:
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
         keeps = f"`{optimizer.name}` keeps numbers for its parameters, for their names are not certain ({why})"
         return Rekeying(optimizer, {}, keeps)
-    return Rekeying(
-        optimizer, members, f"`{optimizer.name}` has names for its {len(members)} parameters: one order fits all shapes"
-    )
+    remark = f"`{optimizer.name}` has names for its {len(found.names)} parameters: {found.proof}"
+    return Rekeying(optimizer, {**found.names}, remark)
+
+
+def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer) -> NamedNumbers:
+    """Return the names for the numbers of an optimizer in a layout, by the models of the checkpoint.
+
+    Raises `Unsupported` or `Mismatch` if they are not certain.
+    """
+    return find_names(layout, optimizer, models_of(checkpoint), checkpoint.model_part.path)
+
+
+def models_of(checkpoint: Checkpoint) -> list[OneModel]:
+    """Return all models in a checkpoint, that of its model part first. Raises `Mismatch` if there is none."""
+    main = checkpoint.model_part
+    parts = [main, *(part for part in checkpoint.parts if part is not main and not is_other_part(part.place))]
+    models = [model for part in parts for model in find_models(part.layout)]
+    if not models:
+        find_model_key(main.layout)
+    return models

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -115,7 +115,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
         drafts=drafts,
         entries=entries,
         world_size=world_size if options.writer.is_sharded else None,
-        notes=notes,
+        notes=[*notes, *(say_unrenamed(checkpoint, pieces, options) if options.rename else ())],
         made=files_of_family(checkpoint, options),
         completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
     )
@@ -137,6 +137,19 @@ def check_edits(chosen: Sequence[Layout], options: ConvertOptions) -> None:
     if options.rename:
         names = [name for layout in chosen for name in parameters_in(layout, find_names(layout))]
         options.edits.check_renames(names, chosen[0].root)
+
+
+def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions) -> Iterator[str]:
+    """Yield a remark on each file beside the model that is copied as it is, with names that a rename would replace."""
+    written = [part for piece in pieces for part in piece.parts]
+    for part in checkpoint.parts:
+        if part.under is not None and part not in written:
+            renamed, _ = rename_parameters(part.layout, frozenset(), options.edits.renaming())
+            if renamed is not part.layout:
+                yield (
+                    f"`{part.place}` is copied unchanged: the names in its optimizer stay as they are "
+                    f"(`convert --to dcp` renames them)"
+                )
 
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
@@ -195,7 +208,8 @@ def draft_piece(
     check_casts(piece.parts[0], casts)
     for rekeying in optimizers:
         layout = rekeying.edit(layout)
-    layout, _ = rename_parameters(layout, weights, asked.renaming())
+    if asked.rename:
+        layout, _ = rename_parameters(layout, weights, asked.renaming())
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
     if weights and is_named:
         layout, remarks = name_piece(piece, layout, names, options)

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
+from ckptkit.layout.recorded_names import PARAM_NAMES
+from ckptkit.names.wrappers import own_name
 
 NewName = Callable[[str], str]
 FLATTENED = ("state.", "param_groups.")
@@ -20,26 +22,76 @@ FLATTENED = ("state.", "param_groups.")
 def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
     """Return the checkpoint with its parameters renamed, and by old name the new one of each entry that has one.
 
-    `weights` are the entries that are the model's own.
+    `weights` are the entries that are the model's own. The optimizer of another model stays as it is.
     """
-    own = {layout.key(name)[-1] for name in weights}
-    keys = {name: rename_in(layout.key(name), new_name, name in weights, own) for name in layout.names}
+    own = {str(layout.key(name)[-1]) for name in weights}
+    others = entries_of_other_models(layout, weights)
+    keys = {name: layout.key(name) for name in layout.names}
+    keys |= {name: rename_in(key, new_name, name in weights, own) for name, key in keys.items() if name not in others}
     changed = {name: new for name, key in keys.items() if (new := ".".join(map(str, key))) != name}
-    if not changed:
+    renamed = rename_lists(layout, new_name, own, others)
+    if not changed and renamed is layout:
         return layout, {}
-    lists = {name: blob for name, blob in layout.blobs.items() if is_list_of_parameters(layout.key(name))}
-    blobs = {**layout.blobs, **{name: rename_list(layout, blob, new_name) for name, blob in lists.items()}}
-    return edits.rekey(replace(layout, blobs=blobs), keys), changed
+    return edits.rekey(renamed, keys), changed
+
+
+def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
+    """Return the entries of optimizers by name whose parameters another model has, and the model of the weights not."""
+    entries: dict[KeyPath, set[str]] = {}
+    trained: dict[KeyPath, set[str]] = {}
+    beside: dict[KeyPath, set[str]] = {}
+    own = {name: str(layout.key(name)[-1]) for name in weights}
+    for name in layout.names if own else ():
+        key = layout.key(name)
+        way = way_in_optimizer(key)
+        if way is None:
+            if name not in own and name in layout.tensors:
+                beside.setdefault(key[:-1], set()).add(str(key[-1]))
+            continue
+        above = key[:-1] if str(key[-1]).startswith(FLATTENED) else key[:-3]
+        entries.setdefault(above, set()).add(name)
+        if way[0] == "state":
+            trained.setdefault(above, set()).add(str(way[1]))
+    mine = set(own.values())
+    others = [
+        above
+        for above, names in trained.items()
+        if not {own_name(name, mine) for name in names} <= mine and any(names <= model for model in beside.values())
+    ]
+    return {name for above in others for name in entries[above]}
+
+
+def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = (), others: Container[str] = ()) -> Layout:
+    """Return the checkpoint with other names in the lists of its optimizers; the layout itself if none changes.
+
+    A recorded name may have a wrapper's prefix that the `own` names of the model do not have, and then loses it. The
+    entries that are `others` stay as they are.
+    """
+
+    def from_recorded(name: str) -> str:
+        known = own_name(name, own)
+        new = new_name(known)
+        return new if known in own and new != known else new_name(name)
+
+    blobs: dict[str, Blob] = {}
+    for name, blob in layout.blobs.items():
+        key = layout.key(name)
+        if name not in others and (is_list_of_parameters(key) or is_list_of_names(key)):
+            blobs[name] = rename_list(layout, blob, from_recorded if is_list_of_names(key) else new_name)
+    is_changed = any(blob is not layout.blobs[name] for name, blob in blobs.items())
+    return replace(layout, blobs={**layout.blobs, **blobs}) if is_changed else layout
 
 
 def parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
     """Return the names that `rename_parameters` replaces: those of the `weights`, and those in optimizers."""
+    weights = set(weights)
+    others = entries_of_other_models(layout, weights)
     own = {layout.key(name)[-1] for name in weights}
-    ways = (way_in_optimizer(layout.key(name)) for name in layout.names)
+    ways = (way_in_optimizer(layout.key(name)) for name in layout.names if name not in others)
     return {name for name in (*own, *(way[1] for way in ways if way)) if isinstance(name, str)}
 
 
-def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[object] = ()) -> KeyPath:
+def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[str] = ()) -> KeyPath:
     """Return a key path with the parameter's name in it replaced; `own` are the names of all parameters."""
     last = key[-1]
     if is_weight:
@@ -75,9 +127,16 @@ def is_list_of_parameters(key: KeyPath) -> bool:
     return len(key) > 2 and key[-3] == "param_groups" and key[-1] == "params"
 
 
+def is_list_of_names(key: KeyPath) -> bool:
+    """Return True for the way to the names that torch records in a group, also where torch has flattened it."""
+    way = way_in_optimizer(key)
+    return way is not None and way[0] == "param_groups" and way[2] == PARAM_NAMES
+
+
 def rename_list(layout: Layout, blob: Blob, new_name: NewName) -> Blob:
-    """Return a list of parameters under their new names; of numbers, as it is."""
+    """Return a list of parameters under their new names; of numbers, or without a new name, as it is."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return blob
-    return with_value(blob, [new_name(name) for name in value])
+    names = [new_name(name) for name in value]
+    return blob if names == value else with_value(blob, names)

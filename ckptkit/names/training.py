@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptkit.engine.read import read
@@ -15,7 +16,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.edits import check_ways
-from ckptkit.names.parameters import FLATTENED, is_list_of_parameters
+from ckptkit.names.parameters import FLATTENED, is_list_of_names, is_list_of_parameters
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.names.weights import Weights
 from ckptkit.names.wrappers import own_name
@@ -66,7 +67,7 @@ def translate_training(layout: Layout, found: Weights, prefix: KeyPath, turn: Tu
             key = place.key(name)
             blobs[dotted(key)], keys[dotted(key)] = blob, key
     for name, blob in blobs.items():
-        if is_list_of_parameters(keys[name]):
+        if is_list_of_parameters(keys[name]) or is_list_of_names(keys[name]):
             blobs[name] = rename_group(layout, name, blob, weights.came_from, names)
     check_ways(layout, keys)
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={}), weights
@@ -198,18 +199,20 @@ def value_of(layout: Layout, tensor: StoredTensor) -> bytes:
 
 
 def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weights: Mapping[str, str]) -> Blob:
-    """Return the list of a group's parameters under their new names."""
+    """Return the list of a group's parameters under their new names; those that the model does not have as they are."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise Unsupported("the optimizer numbers its parameters", path=layout.root, tensor=name)
     own = set(weights.values())
-    listed = {clean(one, own): None for one in value}
-    became: dict[str, list[str]] = {}
+    listed = {one: clean(one, own) for one in value}
+    known = set(listed.values())
+    became: dict[str | None, list[str]] = {}
     for new, olds in origins.items():
-        here = [old for old in olds if old in listed]
+        here = [old for old in olds if old in known]
         if here and len(here) < len(olds):
             message = f"`{here[0]}` is in this group, and not all that it becomes one with"
             raise Mismatch(message, path=layout.root, tensor=name)
         for old in here[:1]:
             became.setdefault(old, []).append(new)
-    return with_value(blob, [new for old in listed if old is not None for new in became.get(old, [])])
+    names = [[one] if old is None else became.get(old, []) for one, old in listed.items()]
+    return with_value(blob, list(chain.from_iterable(names)))

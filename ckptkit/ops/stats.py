@@ -14,6 +14,7 @@ from ckptkit.conversion.selection import Edits
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
 from ckptkit.formats import locate
+from ckptkit.inspection.counters import find_counters
 from ckptkit.inspection.tree import Branch, fold
 from ckptkit.layout import Spec, edits
 from ckptkit.pictures import words
@@ -24,15 +25,19 @@ from ckptkit.tensors.counting import Count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats(Count):
-    """The numbers of a tensor, counted. Of integers and booleans none is NaN, infinite or denormal."""
+    """The numbers of a tensor, counted. Of integers and booleans none is NaN, infinite or denormal.
+
+    Sums over several tensors leave out one that is not `in_total`: a counter, such as the step of an optimizer.
+    """
 
     name: str
     spec: Spec
+    in_total: bool = True
 
     @classmethod
-    def of(cls, name: str, spec: Spec, count: Count) -> Self:
+    def of(cls, name: str, spec: Spec, count: Count, *, in_total: bool) -> Self:
         counted = {field.name: getattr(count, field.name) for field in fields(Count)}
-        return cls(name=name, spec=spec, **counted)
+        return cls(name=name, spec=spec, in_total=in_total, **counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +50,14 @@ class Stats(Summarized):
 
     @property
     def total(self) -> Count:
-        """Return what numbers there are in all."""
+        """Return what numbers there are in all tensors that are parameters or their optimizer states."""
         return merge(self.tensors)
 
     def summary(self) -> Iterator[str]:
         yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'number')}"
+        left_out = sum(not tensor.in_total for tensor in self.tensors)
+        if 0 < left_out < len(self.tensors):
+            yield f"not added up: {words.count(left_out, 'tensor')} of counters, such as the steps of an optimizer"
 
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
         """Return the tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""
@@ -58,9 +66,10 @@ class Stats(Summarized):
             yield branch, merge([found[name] for name in branch.names])
 
 
-def merge(counts: Sequence[Count]) -> Count:
-    """Return what was counted in all of them together."""
-    return reduce(Count.merge, counts, Count())
+def merge(tensors: Sequence[TensorStats]) -> Count:
+    """Return what was counted in all of them together, without counters unless there is nothing else."""
+    summed = [tensor for tensor in tensors if tensor.in_total] or tensors
+    return reduce(Count.merge, summed, Count())
 
 
 @overload
@@ -109,5 +118,7 @@ def stats(
     if not layout.tensors and (include or exclude):
         raise Usage("there is no tensor left to look at", path=checkpoint.path, hint="check --include and --exclude")
     found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
-    tensors = tuple(TensorStats.of(name, spec, found[name]) for name, spec in layout.specs.items())
+    counters = find_counters(whole)
+    specs = layout.specs.items()
+    tensors = tuple(TensorStats.of(name, spec, found[name], in_total=name not in counters) for name, spec in specs)
     return Stats(checkpoint.path, layout.format, tensors)

@@ -8,15 +8,16 @@ another part of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import KeyPath, Layout, edits
-from ckptkit.layout.matching import check_numbers, match_trained
-from ckptkit.names.parameters import is_list_of_parameters
+from ckptkit.layout.matching import check_numbers
+from ckptkit.layout.recorded_names import is_record_of, read_recorded
+from ckptkit.names.parameters import is_list_of_names, is_list_of_parameters
 from ckptkit.tensors.box import Shape
 
 NAMES, IDS = "names", "ids"
@@ -28,11 +29,15 @@ _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")  # of a matrix, in Adafactor
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer in a checkpoint: where it lies, the entries with its groups' lists, and what those list."""
+    """An optimizer in a checkpoint: where it lies, the entries with its groups' lists, and what those list.
+
+    `name_lists` are the entries in which torch has recorded the names of a group's parameters, "" where it has not.
+    """
 
     above: KeyPath
     lists: tuple[str, ...]
     groups: tuple[tuple[Any, ...], ...]
+    name_lists: tuple[str, ...]
 
     @property
     def is_numbered(self) -> bool:
@@ -61,39 +66,55 @@ def kind_of_keys(layout: Layout) -> str | None:
 def find_optimizers(layout: Layout) -> list[Optimizer]:
     """Return the optimizers that are nested as torch has them. Reads the lists of their groups."""
     lists: dict[KeyPath, dict[int, str]] = {}
+    recorded: dict[KeyPath, str] = {}
     for name in layout.blobs:
         key = layout.key(name)
-        if is_list_of_parameters(key) and isinstance(key[-2], int):
-            lists.setdefault(key[:-3], {})[key[-2]] = name
-    return [read_optimizer(layout, above, [found[i] for i in sorted(found)]) for above, found in lists.items()]
+        if len(key) > 2 and isinstance(key[-2], int):
+            if is_list_of_parameters(key):
+                lists.setdefault(key[:-3], {})[key[-2]] = name
+            elif is_list_of_names(key):
+                recorded[key[:-1]] = name
+    return [
+        read_optimizer(
+            layout, above, {name: recorded.get((*above, _GROUPS, i), "") for i, name in sorted(found.items())}
+        )
+        for above, found in lists.items()
+    ]
 
 
-def read_optimizer(layout: Layout, above: KeyPath, lists: Iterable[str]) -> Optimizer:
-    """Return the optimizer at a key path. Raises `Corrupt` for a group that lists no parameters."""
-    lists = tuple(lists)
+def read_optimizer(layout: Layout, above: KeyPath, lists: Mapping[str, str]) -> Optimizer:
+    """Return the optimizer at a key path; `lists` has the entries of its groups, each with that of recorded names.
+
+    Raises `Corrupt` for a group that lists no parameters.
+    """
     values = [load_value(layout.root, layout.blobs[name]) for name in lists]
     for name, value in zip(lists, values, strict=True):
         if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
             raise Corrupt("no list of parameters", path=layout.root, tensor=name)
-    found = Optimizer(above, lists, tuple(map(tuple, values)))
+    found = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
     if not (found.is_numbered or found.is_named):
         raise Corrupt("the groups of the optimizer list numbers and names", path=layout.root, tensor=found.name)
     return found
 
 
-def names_of(layout: Layout, optimizer: Optimizer, parameters: Mapping[str, Shape]) -> dict[Any, str | int]:
-    """Return the name for each number of an optimizer.
+def recorded_names(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
+    """Return the name that torch has recorded for each number of an optimizer; {} if it has recorded none.
 
-    `parameters` are the model's in order, without buffers. Raises `Unsupported` if it is not certain which is which.
+    Raises `Unsupported` for lists that do not name each number once.
     """
-    try:
-        check_numbers(optimizer.groups)
-        states = states_of(layout, optimizer)
-        shapes = {number: shape for number, found in states.items() if (shape := shape_of(found)) is not None}
-        names = match_trained(optimizer.groups, shapes, parameters)
-    except CkptError as error:
-        raise error.blame(path=layout.root) from None
-    return {**names}
+    lists = optimizer.name_lists
+    values = [load_value(layout.root, layout.blobs[name]) if name else None for name in lists]
+    return read_recorded(optimizer.groups, values)
+
+
+def sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+    """Return the shape of the parameter of each number, where its state shows one.
+
+    Raises `Corrupt` for a number that the groups list twice, and for a state of a number in none of them.
+    """
+    check_numbers(optimizer.groups)
+    states = states_of(layout, optimizer)
+    return {number: shape for number, found in states.items() if (shape := shape_of(found)) is not None}
 
 
 def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
@@ -112,16 +133,21 @@ def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
 
 
 def rekeyed(layout: Layout, optimizer: Optimizer, members: Mapping[Any, str | int]) -> Layout:
-    """Return the checkpoint, or a part of it, with other names or numbers for the parameters of an optimizer."""
+    """Return the checkpoint, or a part of it, with other names or numbers for the parameters of an optimizer.
+
+    Names that are replaced by numbers become the recorded ones of these, if torch has recorded others.
+    """
     steps = {str(old): str(new) for old, new in members.items()}
     keys = {name: layout.key(name) for name in layout.names}
     at = len(optimizer.above) + 1
     for name, key in keys_of_states(layout, optimizer).items():
         keys[name] = (*key[:at], steps[str(key[at])], *key[at + 1 :])
     blobs = dict(layout.blobs)
-    for name, group in zip(optimizer.lists, optimizer.groups, strict=True):
+    for name, record, group in zip(optimizer.lists, optimizer.name_lists, optimizer.groups, strict=True):
         if name in blobs:
             blobs[name] = with_value(blobs[name], [members[one] for one in group])
+        if record in blobs and optimizer.is_named and not is_record_of(load_value(layout.root, blobs[record]), group):
+            blobs[record] = with_value(blobs[record], list(group))
     return edits.rekey(replace(layout, blobs=blobs), keys)
 
 

@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
-from ckptkit.models.companions import find_config
 from ckptkit.models.expected import expected
 from ckptkit.names.weights import find_model_key, find_weights
-from ckptkit.optimizers.keys import Optimizer, names_of
 from ckptkit.tensors.box import Shape
 
 _IN_ORDER = ("pt", "pt_shards")  # the formats that keep the order of a state dict
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  # floats that are no parameters
-
-
-def find_names(layout: Layout, optimizer: Optimizer, model: Layout, path: Path) -> dict[Any, str | int]:
-    """Return the name for each number of an optimizer in a layout, by the order of the parameters of a model.
-
-    The model lies at `path`, as does its config.json, or above it. Raises `Unsupported` if the names are not certain,
-    `Mismatch` if there is no model.
-    """
-    return names_of(layout, optimizer, ordered_parameters(model, find_config(path)))
 
 
 def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict[str, Shape]:
@@ -38,18 +26,28 @@ def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict
 
     Raises `Unsupported` if nothing tells the order.
     """
-    above = len(find_model_key(layout))
+    tensors = own_tensors(layout)
     first: dict[object, str] = {}
-    for name in find_weights(layout).came_from.values():
-        first.setdefault(place_of(name, layout.tensors[name]), name)
-    names = {name: ".".join(map(str, layout.key(name)[above:])) for name in first.values()}
-    tensors = {own: layout.tensors[name] for name, own in names.items()}
-    shapes = {name: tensor.spec.shape for name, tensor in tensors.items() if tensor.spec.dtype.kind == "float"}
+    for name, tensor in tensors.items():
+        first.setdefault(place_of(name, tensor), name)
+    shapes = float_shapes({name: tensors[name] for name in first.values()})
     if layout.format in _IN_ORDER and is_order_of_modules(shapes):
         order: Iterable[str] = shapes
     else:
         order = order_by_config(shapes, config)
     return {name: shapes[name] for name in order if name in shapes and not is_buffer(name)}
+
+
+def own_tensors(layout: Layout) -> dict[str, StoredTensor]:
+    """Return the tensors of the model as the keys call them, in order."""
+    above = len(find_model_key(layout))
+    names = find_weights(layout).came_from.values()
+    return {".".join(map(str, layout.key(name)[above:])): layout.tensors[name] for name in names}
+
+
+def float_shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, Shape]:
+    """Return the shapes of the tensors that an optimizer can train."""
+    return {name: tensor.spec.shape for name, tensor in tensors.items() if tensor.spec.dtype.kind == "float"}
 
 
 def is_buffer(name: str) -> bool:

@@ -46,7 +46,7 @@ def test_in_json(model: Path) -> None:
     assert result.keys() == {"path", "format", "total", "tensors"}
     tensors = {tensor["name"]: tensor for tensor in result["tensors"]}
     assert len(tensors) == 17
-    assert all(tensor.keys() == TENSOR | {"name", "dtype", "shape"} for tensor in tensors.values())
+    assert all(tensor.keys() == TENSOR | {"name", "dtype", "shape", "in_total"} for tensor in tensors.values())
     broken = tensors["broken"]
     assert (broken["mean"], broken["std"], broken["norm"], broken["high"]) == (0.5, 0.5, 1.0, None)
     assert (broken["nan"], broken["inf"], broken["zero"], broken["sparsity"]) == (1, 1, 1, 0.25)

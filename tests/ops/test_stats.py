@@ -97,3 +97,31 @@ def test_globs_choose(produce: Produce) -> None:
     assert all(tensor.name.startswith("model.") and not tensor.name.endswith(".bias") for tensor in found)
     with pytest.raises(Usage):
         stats(root, include=["nothing.*"])
+
+
+def test_counters_are_in_no_sum(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(3.0)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    (model(torch.randn(5, 4)).square().sum() * model.scale).backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].fill_(20_000)
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "loss": torch.tensor(500.0),
+    }
+    torch.save(saved, tmp_path / "saved.pt")
+    found = stats(tmp_path / "saved.pt")
+    left_out = {tensor.name for tensor in found.tensors if not tensor.in_total}
+    steps = {f"optimizer.state.{i}.step" for i in range(5)}
+    assert left_out == {"model.1.num_batches_tracked", "rng", "loss"} | steps
+    moments = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
+    summed = [tensor for name, tensor in model.state_dict().items() if not name.endswith("num_batches_tracked")]
+    norm = torch.cat([tensor.double().flatten() for tensor in (*summed, *moments)]).norm().item()
+    assert found.total.moments.norm == pytest.approx(norm)
+    (line,) = list(found.summary())[1:]
+    assert line == "not added up: 8 tensors of counters, such as the steps of an optimizer"
+    assert stats(tmp_path / "saved.pt", include=["*.step"]).total.high == 20_000

@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - as all call it
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType, fully_shard
@@ -171,6 +176,31 @@ def _two_ranks(root: Path) -> Truth:
         train(wrapper, optimizer)
         save(root / place, wrapper, optimizer, version=1)
         truth |= truth_of_wrapped(place, wrapper, optimizer)
+    return truth
+
+
+def named_ranks(root: Path) -> Truth:
+    """FSDP2 and FSDP1 on two ranks, with optimizers that were given names, in another order than the model's."""
+    return _on_ranks(2, _named_ranks, root)
+
+
+def _named_ranks(root: Path) -> Truth:
+    def trained(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=1e-2)
+        train(model, optimizer)
+        return optimizer
+
+    model = sharded()
+    optimizer = trained(model)
+    save(root / "fsdp2", model, optimizer)
+    truth = truth_of("fsdp2", model, optimizer)
+    for place, is_original in (("orig", True), ("units", False)):
+        wrapper = wrapped(use_orig_params=is_original)
+        optimizer = trained(wrapper)
+        save(root / place, wrapper, optimizer, version=1)
+        truth |= truth_of_wrapped(place, wrapper, optimizer)
+    states = {"model": get_model_state_dict(wrapper), "optimizer": get_optimizer_state_dict(wrapper, optimizer)}
+    dcp.save(states, checkpoint_id=root / "dcp")  # of the flat parameters
     return truth
 
 

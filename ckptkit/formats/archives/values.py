@@ -46,10 +46,15 @@ def with_value(blob: Blob, value: Any) -> Blob:
 
 def numbers_of(value: Any) -> list[list[int]] | None:
     """Return the parameters' numbers in the groups of an optimizer's state dict; None for one that has names."""
+    numbers = lists_of(value, "params")
+    if numbers is None or not all(isinstance(found, list) and all(type(n) is int for n in found) for found in numbers):
+        return None
+    return [list(found) for found in numbers]
+
+
+def lists_of(value: Any, key: str) -> list[Any] | None:
+    """Return the entry of each group of an optimizer's state dict, None for a missing one; None without groups."""
     groups = dict(pairs_of(value) or ()).get("param_groups")
     if not isinstance(groups, list):
         return None
-    numbers = [dict(pairs_of(group) or ()).get("params") for group in groups]
-    if not all(isinstance(found, list) and all(type(n) is int for n in found) for found in numbers):
-        return None
-    return [list(found) for found in numbers if isinstance(found, list)]
+    return [dict(pairs_of(group) or ()).get(key) for group in groups]

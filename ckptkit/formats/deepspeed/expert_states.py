@@ -76,7 +76,7 @@ def put_unpartitioned_experts(
         if name not in shared:
             gathering.put((MODEL, name), master)
     put_experts(gathering, experts, masters, root)
-    if optimizers and all(names):
+    if optimizers and all(found and set(found[: len(shared)]) == shared.keys() for found in names):
         put_joined(gathering, optimizers, names, len(shared), has_masters=bool(masters))
     else:
         for rank, one in enumerate(optimizers):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import Corrupt
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
@@ -18,6 +18,7 @@ from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.matching import is_counted_through, match_if_certain
+from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
 from ckptkit.tensors.box import Shape
 
 _MASTERS = "fp32_groups"
@@ -78,7 +79,11 @@ def put_groups(
 ) -> None:
     """Put the groups, with what they list, and all that the optimizer has saved besides, but masters that are put."""
     for i, (group, listed) in enumerate(zip(optimizer.groups, params, strict=True)):
-        for key, value in {**group, "params": list(listed)}.items():
+        is_recorded = PARAM_NAMES in group and all(isinstance(one, str) for one in listed)
+        own: dict[str | int, Any] = {**group, "params": list(listed)}
+        if is_recorded:
+            own[PARAM_NAMES] = list(listed)
+        for key, value in own.items():
             gathering.flatten(optimizer.flattening, value, (*GROUPS, i, key))
     for key, value in optimizer.others.items():
         if not (has_masters and key == _MASTERS):
@@ -107,14 +112,31 @@ def put_weight(
 def names_in_order(optimizer: Numbered, numbers: Sequence[Any], parameters: Mapping[str, Shape]) -> list[str]:
     """Return the names of an optimizer's parameters in the order of their numbers, [] if that is not certain.
 
-    The order is that of the model's `parameters`. The shapes of all states or of all masters have to agree with it.
+    The order is the recorded one, or else that of the model's `parameters`. The shapes of all states or of all masters
+    have to agree with it.
     """
     moments = dict(shapes_in(optimizer.states))
+    try:
+        parameters = in_recorded_order(optimizer, moments, parameters)
+    except (Mismatch, Unsupported):
+        return []
     masters = {number: shape_of(value) for number, value in enumerate(optimizer.masters)}
     if not is_counted_through([numbers]) or len(masters or moments) != len(parameters):
         return []
     found = [match_if_certain([numbers], shapes, parameters) for shapes in (moments, masters)]
     return list(parameters) if None not in found else []
+
+
+def in_recorded_order(
+    optimizer: Numbered, moments: Mapping[int, Shape], parameters: Mapping[str, Shape]
+) -> Mapping[str, Shape]:
+    """Return the parameters in the order of the names that an optimizer has recorded; without any, as they are.
+
+    Raises `Mismatch` or `Unsupported` for names that are not those of the parameters.
+    """
+    recorded = read_recorded(optimizer.numbers, [group.get(PARAM_NAMES) for group in optimizer.groups])
+    found = match_recorded(recorded, moments, parameters)
+    return {found[number]: parameters[found[number]] for number in sorted(found)} if found else parameters
 
 
 def trained(model: ModelStates) -> dict[str, Shape]:

@@ -17,6 +17,7 @@ from ckptkit.formats.megatron.saved import OPTIMIZER, VERSION, is_own_state
 from ckptkit.formats.megatron.states import Named, name_states
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor
+from ckptkit.layout.recorded_names import PARAM_NAMES
 
 _MODEL = "model"
 _RANKS = "rank_state"
@@ -81,7 +82,8 @@ class Result:
                 self.put((OPTIMIZER, "state", self.whole_name(name, run, rank), moment), blob)
         saved = self.job.sound
         for i, (group, settings) in enumerate(zip(names, first.settings, strict=True)):
-            self.put_all((OPTIMIZER, "param_groups", i), saved.flatten({**settings, "params": list(group)}))
+            lists = {key: list(group) for key in ("params", *(settings.keys() & {PARAM_NAMES}))}
+            self.put_all((OPTIMIZER, "param_groups", i), saved.flatten({**settings, **lists}))
         for key in first.others:
             self.add_common((OPTIMIZER,), key, {rank: one.others.get(key) for rank, one in named.items()})
 

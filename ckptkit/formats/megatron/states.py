@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.archives.flatten import FlatState, pairs_of
 from ckptkit.formats.archives.values import numbers_of
 from ckptkit.formats.megatron.saved import OPTIMIZER, SavedRank
 from ckptkit.layout import Blob, Spec, StoredTensor
 from ckptkit.layout.matching import match_if_certain
+from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
 from ckptkit.tensors.box import Shape
 
 MASTER = "fp32_param"
@@ -87,6 +89,7 @@ def read_states(saved: SavedRank) -> Named:
     named = Named(groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups])
     for number, flat in flats.items():
         add_state(named, found[number], flat)
+    named.others.update({key: value for key, value in inner.items() if key not in ("state", "param_groups")})
     if outer is not inner:
         add_masters(named, saved, as_list(outer.get(_MASTERS, [])))
         named.others.update({key: value for key, value in outer.items() if key not in (OPTIMIZER, _MASTERS)})
@@ -127,10 +130,30 @@ def match_members(
 
     parameters = {parameter: parameter[2].shape for parameter in parameters_of(saved)}
     shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
+    if any(PARAM_NAMES in group for group in groups):
+        return match_names(groups, numbers, shapes, parameters)
     found = match_if_certain(numbers, shapes, parameters, may_hold)
     if found is None:
         raise Uncertain
     return found
+
+
+def match_names(
+    groups: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[int]],
+    shapes: Mapping[int, Shape],
+    parameters: Mapping[Parameter, Shape],
+) -> dict[int, Parameter]:
+    """Return the parameter that each number means by the names that its groups record. Raises `Uncertain`."""
+    known = {name: (run, name, spec) for run, name, spec in parameters}
+    try:
+        recorded = read_recorded(numbers, [group.get(PARAM_NAMES) for group in groups])
+        found = match_recorded(recorded, shapes, {name: spec.shape for name, (_, _, spec) in known.items()})
+    except (Mismatch, Unsupported):
+        raise Uncertain from None
+    if len(known) < len(parameters):  # runs of layers that count from 0 have the same names
+        raise Uncertain
+    return {number: known[name] for number, name in found.items()}
 
 
 def parameters_of(saved: SavedRank) -> list[Parameter]:

@@ -1,8 +1,8 @@
 """Name the states of an optimizer that numbers its parameters, where it is certain which parameter each number is.
 
 Source: torch/optim/optimizer.py: parameters are numbered through all groups, in the order in which the optimizer was
-given them; that is the order of `model.parameters()`, and of the model's state dict without buffers. An uncertain
-number stays a number.
+given them; that is the order of `model.parameters()`, and of the model's state dict without buffers, unless it has
+recorded their names. An uncertain number stays a number.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptkit.errors import Corrupt
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.formats.archives.values import lists_of
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_if_certain
+from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
 from ckptkit.tensors.box import Shape
 
 _STEP = "step"  # a moment that is one number, whatever the parameter's shape
@@ -49,19 +51,45 @@ def parameters_of(model: RankFile) -> list[Parameter]:
 
 
 def match(
-    groups: Sequence[Sequence[int]], parameters: Sequence[Parameter], shapes: Mapping[int, Shape | int]
+    groups: Sequence[Sequence[int]],
+    parameters: Sequence[Parameter],
+    shapes: Mapping[int, Shape | int],
+    recorded: Mapping[int, str],
 ) -> dict[int, Parameter] | None:
     """Return the parameter behind each number, None if that is not certain.
 
     `shapes` are those of the moments, or the number of their elements where they were flattened. Flattened moments may
-    be of FSDP1's flat parameters, which only sizes tell: with several groups, all sizes must be known.
+    be of FSDP1's flat parameters, which only sizes tell: with several groups, all sizes must be known. Names that the
+    optimizer has `recorded` decide alone.
     """
     flattened = any(isinstance(shape, int) for shape in shapes.values())
+    sizes = {one: prod(one.shape) if flattened else one.shape for one in parameters}
+    if recorded:
+        return match_names(recorded, shapes, sizes)
     unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
     if unknown or not is_counted_through(groups):
         return None
-    sizes = {one: prod(one.shape) if flattened else one.shape for one in parameters}
     return match_if_certain(groups, shapes, sizes)
+
+
+def match_names(
+    recorded: Mapping[int, str], shapes: Mapping[int, Shape | int], sizes: Mapping[Parameter, Shape | int]
+) -> dict[int, Parameter] | None:
+    """Return the parameter behind each number by its recorded name, None where names or sizes disagree."""
+    known = {one.name: one for one in sizes}
+    try:
+        found = match_recorded(recorded, shapes, {one.name: size for one, size in sizes.items()})
+    except Mismatch:
+        return None
+    return {number: known[name] for number, name in found.items()}
+
+
+def read_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
+    """Return the names that the optimizer in a file has recorded, {} for none; None for lists that do not fit."""
+    try:
+        return read_recorded(groups, lists_of(value, PARAM_NAMES) or [])
+    except Unsupported:
+        return None
 
 
 def is_moment(key: KeyPath, held: RankTensor) -> bool:

@@ -14,6 +14,7 @@ from ckptkit.formats.ranks.units import join_units, match_units
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import StoredTensor
+from ckptkit.layout.recorded_names import PARAM_NAMES
 
 PARAMS = "params"  # the list of a group's parameters
 
@@ -28,7 +29,8 @@ def join_optimizer(
     pieces belong.
     """
     groups = numbers_of(files[0].value)
-    if groups is None or numbered.has_strays(files, groups):
+    recorded = numbered.read_names(files[0].value, groups) if groups is not None else None
+    if groups is None or recorded is None or numbered.has_strays(files, groups):
         return join_files(files, report)
     flattened = numbered.is_flattened(files, model[0])
     if flattened and world is not None and {len(files), len(model)} != {world}:
@@ -37,11 +39,11 @@ def join_optimizer(
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = numbered.shapes_of(own, flattened=flattened)
     parameters = numbered.parameters_of(model[0])
-    found = numbered.match(groups, parameters, shapes)
+    found = numbered.match(groups, parameters, shapes, recorded)
     if flattened:
         rest = join_files([without_moments(file) for file in files])
         totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
-        units = match_units(groups, parameters, totals, len(own)) if found is None else None
+        units = match_units(groups, parameters, totals, len(own), recorded) if found is None else None
         if units is not None:
             return with_lists(join_units(own, units, rest, parameters), [parameters])
         tensors = {**dict(numbered.join_flattened(own, found)), **rest.tensors}
@@ -70,10 +72,10 @@ def without_moments(file: RankFile) -> RankFile:
 
 
 def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> FlatState:
-    """Return an optimizer with the names of the parameters in the lists of its groups."""
+    """Return an optimizer with the names of the parameters in the lists of its groups, recorded names too."""
     for name, blob in joined.blobs.items():
         key = joined.keys[name]
-        if key[-3:-2] == ("param_groups",) and key[-1] == PARAMS:
+        if key[-3:-2] == ("param_groups",) and key[-1] in (PARAMS, PARAM_NAMES):
             joined.blobs[name] = with_value(blob, [parameter.name for parameter in groups[int(key[-2])]])
     return joined
 

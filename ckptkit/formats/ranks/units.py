@@ -19,22 +19,49 @@ from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import KeyPath, StoredTensor
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_if_certain
+from ckptkit.names.wrappers import is_flat_name, unwrapped
 
 _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
 Unit = list[tuple[Parameter, int]]  # the parameters in a flat one, and where each begins
 
 
 def match_units(
-    groups: Sequence[Sequence[int]], parameters: Sequence[Parameter], totals: Mapping[int, int], world: int
+    groups: Sequence[Sequence[int]],
+    parameters: Sequence[Parameter],
+    totals: Mapping[int, int],
+    world: int,
+    recorded: Mapping[int, str],
 ) -> list[Unit] | None:
     """Return the units behind the numbers of an optimizer, None if it is not certain which they are.
 
-    `totals` are how many elements all of the `world` ranks have of each, padding included.
+    `totals` are how many elements all of the `world` ranks have of each, padding included. The names that the optimizer
+    has `recorded` tell which modules were wrapped.
     """
     if len(groups) != 1 or not is_counted_through(groups):
         return None
-    fitting = [units for units in suppositions(parameters) if fits(units, groups, totals, world)]
+    supposed = [units_of_names(recorded, parameters)] if recorded else suppositions(parameters)
+    fitting: list[list[Unit]] = []
+    for units in supposed:
+        if units not in fitting and fits(units, groups, totals, world):
+            fitting.append(units)
     return fitting[0] if len(fitting) == 1 else None
+
+
+def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
+    """Return the units of flat parameters that were recorded by name, [] if these are not the whole model.
+
+    Each has the parameters of its module, without those of the wrapped modules in it.
+    """
+    flat = [unwrapped(recorded[number]) for number in sorted(recorded)]
+    prefixes = [name[: name.rfind(".") + 1] for name in flat]
+    inside: dict[str, list[Parameter]] = {prefix: [] for prefix in prefixes}
+    for parameter in parameters:
+        name = unwrapped(parameter.name)
+        above = [prefix for prefix in inside if name.startswith(prefix)]
+        if not above or not all(map(is_flat_name, flat)):
+            return []
+        inside[max(above, key=len)].append(parameter)
+    return [unit_of(inside[prefix]) for prefix in prefixes]
 
 
 def suppositions(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:

@@ -31,10 +31,11 @@ from ckptkit.formats.shards.meshes import unravel
 from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
 from ckptkit.layout import Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
+from ckptkit.layout.recorded_names import PARAM_NAMES, is_record_of
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.placements import Placement, Shard, place
 
-_PARAMS = "params"
+_GROUPS, _PARAMS = "param_groups", "params"
 _PIECE = 1 << 20  # bytes copied at once
 
 
@@ -157,8 +158,12 @@ class RankStorages(Storages):
     def value(self, name: str) -> Any:
         """Return the rank's part of a tensor, or an entry that is none, as `write_pickle.dump` takes it."""
         key = self.wanted.key(name)
-        if key[0] == OPTIMIZER and key[-1] == _PARAMS and self.writing.numbers:
-            return [self.writing.numbers[one] for one in load_value(self.wanted.root, self.wanted.blobs[name])]
+        if key[:2] == (OPTIMIZER, _GROUPS) and key[-1] in (_PARAMS, PARAM_NAMES) and self.writing.numbers:
+            names = names_in_group(self.wanted, key[:-1])
+            if key[-1] == _PARAMS:
+                return [self.writing.numbers[one] for one in names]
+            recorded = load_value(self.wanted.root, self.wanted.blobs[name])
+            return recorded if is_record_of(recorded, names) else names
         placements = self.writing.placements(name) if name in self.wanted.tensors else None
         if placements is None:
             return super().value(name)
@@ -204,11 +209,16 @@ def owner(key: KeyPath) -> int | None:
 
 def number(wanted: Layout) -> dict[str, int]:
     """Return the number of each parameter by name, as the optimizer's groups list them; {} if they are numbers."""
-    lists = [name for name in wanted.blobs if wanted.key(name)[:2] == (OPTIMIZER, "param_groups")]
-    lists = [name for name in lists if wanted.key(name)[-1] == _PARAMS]
-    lists.sort(key=lambda name: int(wanted.key(name)[AT]))
-    names = [one for name in lists for one in load_value(wanted.root, wanted.blobs[name])]
+    keys = map(wanted.key, wanted.blobs)
+    groups = [key[AT] for key in keys if key[:2] == (OPTIMIZER, _GROUPS) and key[-1] == _PARAMS]
+    names = [one for group in sorted(groups, key=int) for one in names_in_group(wanted, (OPTIMIZER, _GROUPS, group))]
     return {one: i for i, one in enumerate(names)} if all(isinstance(one, str) for one in names) else {}
+
+
+def names_in_group(wanted: Layout, group: KeyPath) -> list[Any]:
+    """Return what the group at a key path lists."""
+    name = next(name for name in wanted.blobs if wanted.key(name) == (*group, _PARAMS))
+    return list(load_value(wanted.root, wanted.blobs[name]))
 
 
 def seal_files(

@@ -284,6 +284,26 @@ def test_without_zero_a_state_of_a_stranger_leaves_all_numbers(copy: Any) -> Non
     assert {"optimizer.state.0.exp_avg", "optimizer.state.99.exp_avg"} <= layout.tensors.keys()
 
 
+def test_without_zero_recorded_names_decide(copy: Any) -> None:
+    """An optimizer that has the parameters in the reverse of the model's order, and says so."""
+    root = copy("zero0-fp32")
+    before = {name: lazy.torch() for name, lazy in ckptkit.open(root).items() if name.endswith(".exp_avg")}
+    names = [name.split(".", 2)[2].removesuffix(".exp_avg") for name in before]
+
+    def reverse(state: dict[str, Any]) -> None:
+        states, (group,) = state["optimizer"]["state"], state["optimizer"]["param_groups"]
+        state["optimizer"]["state"] = {len(states) - 1 - number: one for number, one in states.items()}
+        group["param_names"] = [f"module.{name}" for name in reversed(names)]
+
+    change(root / MODEL, reverse)
+    after = ckptkit.open(root)
+    assert all(torch.equal(after[name].torch(), tensor) for name, tensor in before.items())
+    (listed,) = (name for name in open_layout(root).blobs if name.endswith("param_names"))
+    assert load_value(root, open_layout(root).blobs[listed]) == names[::-1]
+    change(root / MODEL, lambda state: state["optimizer"]["param_groups"][0]["param_names"].append("stranger"))
+    assert "optimizer.state.0.exp_avg" in open_layout(root).tensors
+
+
 def test_tensor_parallelism_is_refused(copy: Any) -> None:
     root = copy("zero2-fp32")
     change(root / MODEL, lambda s: s.update(checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 2}))

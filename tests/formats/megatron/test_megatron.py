@@ -258,6 +258,32 @@ def test_an_optimizer_that_contradicts_itself_is_carried_as_it_is(
     assert_same(below(ckptkit.open(tmp_path), "optimizer.state."), expected)
 
 
+def test_recorded_names_decide_and_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Two layers of one shape on each of two stages, which the optimizer has in another order, by local names."""
+    for stage in range(2):
+        names = [f"decoder.layers.{i}.mlp.weight" for i in range(2)]
+        model = {name: torch.full((3, 3), 10.0 * stage + i) for i, name in enumerate(names)}
+        states = {i: {"exp_avg": model[name]} for i, name in enumerate(reversed(names))}
+        groups = [{"params": [0, 1], "param_names": names[::-1]}]
+        optimizer = {"state": states, "param_groups": groups}
+        save_rank(tmp_path, f"mp_rank_00_{stage:03d}", model, optimizer, pipeline_model_parallel_size=2)
+    ckptkit.convert(tmp_path, tmp_path / "out.pt", to="pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    (group,) = found["optimizer"]["param_groups"]
+    assert group["params"] == group["param_names"] == [f"decoder.layers.{i}.mlp.weight" for i in (1, 0, 3, 2)]
+    averages = {name: state["exp_avg"] for name, state in found["optimizer"]["state"].items()}
+    assert_same(averages, found["model"])
+
+
+def test_keys_beside_the_states_of_a_plain_optimizer_are_kept(tmp_path: Path) -> None:
+    states = {0: {"exp_avg": torch.ones(2, 3)}, 1: {"exp_avg": torch.ones(2)}}
+    optimizer = {"state": states, "param_groups": [{"params": [0, 1]}], "scale": 2.0, "ema": {"decay": 0.5}}
+    save_rank(tmp_path, "mp_rank_00", SMALL, optimizer)
+    ckptkit.convert(tmp_path, tmp_path / "out.pt", to="pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=False)["optimizer"]
+    assert (found["scale"], found["ema"]) == (2.0, {"decay": 0.5})
+
+
 def test_buffers_of_a_shared_optimizer_are_carried_as_they_are(made: Produced, tmp_path: Path) -> None:
     root = copied(made, "swiglu", tmp_path)
     for rank in ("mp_rank_00", "mp_rank_01"):

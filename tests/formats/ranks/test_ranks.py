@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.formats import locate
+from ckptkit.formats.ranks.numbered import Parameter
+from ckptkit.formats.ranks.units import match_units
 from ckptkit.layout import Layout
+from ckptkit.names.wrappers import unwrapped
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes
 from tests.producers import Producer, Truth
@@ -21,6 +28,9 @@ KINDS = [
     (produced.two_ranks, "orig", "orig"),
     (produced.two_ranks, "mesh", "mesh"),
     (produced.two_ranks, "units", "units"),
+    (produced.named_ranks, "fsdp2", "fsdp2"),
+    (produced.named_ranks, "orig", "orig"),
+    (produced.named_ranks, "units", "units"),
     (produced.three_ranks, "groups", "groups"),
     (produced.three_ranks, "orig", "orig"),
     (produced.four_ranks, "hsdp", "hsdp"),
@@ -71,3 +81,24 @@ def test_says_who_wrote_it_and_when(produce: Produce) -> None:
     assert (checkpoint.trainer, checkpoint.step, checkpoint.world_size) == ("verl", 2, 2)
     assert checkpoint.path == run / "global_step_2"
     assert checkpoint.companions.config == {"model_type": "tiny", "vocab_size": 13}
+
+
+@pytest.mark.parametrize("place", ["fsdp2", "orig", "units"])
+def test_recorded_names_follow_their_numbers(produce: Produce, tmp_path: Path, place: str) -> None:
+    """In files for other ranks, where the optimizer has numbers again, and then in DCP."""
+    made = produce(produced.named_ranks)
+    ckptkit.reshard(made.root / place, tmp_path / "three", to=3)
+    file = torch.load(tmp_path / "three" / "optim_world_size_3_rank_0.pt", weights_only=False)
+    group = file["param_groups"][0]
+    assert group["params"] == list(range(len(group["param_names"])))
+    for number, name in enumerate(group["param_names"]):
+        moment = file["state"][number]["exp_avg"]
+        assert moment.shape == made.truth[f"{place}/{unwrapped(name)}.exp_avg"].shape
+    assert_is(Checkpoint.open(tmp_path / "three").layout, of(place, made.truth))
+
+
+def test_units_that_are_the_same_by_two_ways_are_certain() -> None:
+    """The only layer of a list is all there is: whether it was wrapped or the root, it is one flat parameter."""
+    parameters = [Parameter("layers.0.weight", (2, 3)), Parameter("layers.0.bias", (2,))]
+    units = match_units([[0]], parameters, {0: 8}, 2, {})
+    assert units == [[(parameters[0], 0), (parameters[1], 6)]]

@@ -110,3 +110,13 @@ def test_says_that_fsdp1_becomes_fsdp2(produce: Produce, tmp_path: Path) -> None
     assert any("loads these files" in note for note in done.notes)
     done = ckptkit.reshard(produce(produced.two_ranks).root / "fsdp2", tmp_path / "two", to=3)
     assert not any("loads these files" in note for note in done.notes)
+
+
+def test_flat_names_become_those_of_the_numbers(produce: Produce, tmp_path: Path) -> None:
+    """DCP has FSDP1's parameters by name, and what the optimizer recorded are its flat ones: fewer, of other names."""
+    made = produce(produced.named_ranks)
+    ckptkit.convert(made.root / "dcp", tmp_path / "ranks", to="ranks")
+    file = torch.load(tmp_path / "ranks" / "optim_world_size_2_rank_0.pt", weights_only=False)
+    (group,) = file["param_groups"]
+    assert len(group["param_names"]) == len(group["params"]) == len(file["state"])
+    assert_is(open_layout(tmp_path / "ranks"), of("units", made.truth))

@@ -1,0 +1,105 @@
+"""Match the names that an optimizer records beside the numbers of its parameters with the parameters of a model.
+
+Source: torch/optim/optimizer.py since 2.6. An optimizer that was given `named_parameters()` has a list `param_names` in
+each group, beside `params`. The names are those of the module that gave the parameters: it may have been wrapped since,
+or be a part of the model, so a prefix may be missing or too many, for all names the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout.matching import Size, as_text
+from ckptkit.names.wrappers import DDP, own_name, unwrapped, without_ddp
+
+PARAM_NAMES = "param_names"
+_HINT = "--optimizer-keys ids leaves the numbers as they are"
+
+
+def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict[Any, str]:
+    """Return the name that is recorded for each number; {} if no group has a list of names.
+
+    `groups` have the numbers, `lists` the value of `param_names` of each group, None where there is none. Raises
+    `Unsupported` for lists that do not name each number once.
+    """
+    if all(names is None for names in lists):
+        return {}
+    recorded: dict[Any, str] = {}
+    for i, (group, names) in enumerate(zip(groups, lists, strict=True)):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise Unsupported(f"group {i} of the optimizer has no list of names in `{PARAM_NAMES}`", hint=_HINT)
+        if len(names) != len(group):
+            message = f"`{PARAM_NAMES}` of group {i}: expected {len(group)} names, found {len(names)}"
+            raise Unsupported(message, hint=_HINT)
+        recorded |= dict(zip(group, names, strict=True))
+    twice = [name for name, times in Counter(recorded.values()).items() if times > 1]
+    if twice:
+        message = f"`{PARAM_NAMES}`: expected {len(recorded)} different names, found {len(set(recorded.values()))}"
+        raise Unsupported(message, tensor=twice[0], hint=_HINT)
+    return recorded
+
+
+def match_recorded(
+    recorded: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]
+) -> dict[int, str]:
+    """Return the parameter that each number means, by its recorded name.
+
+    `sizes` are those of the states, where one shows it. Raises `Mismatch` for a name that the model does not have, and
+    for a state of another size.
+    """
+    own = own_names(parameters)
+    wanted = {number: own_name(name, own) for number, name in recorded.items()}
+    unknown = [name for name in wanted.values() if name not in own]
+    if unknown:
+        message = f"`{PARAM_NAMES}` has it, and the model has no such parameter: {len(unknown)} of {len(wanted)} names"
+        raise Mismatch(f"{message} are unknown", tensor=unknown[0], hint=_HINT)
+    found = {number: own[name] for number, name in wanted.items()}
+    for wrong in find_unequal(found, sizes, parameters):
+        message = f"`{PARAM_NAMES}` gives this name to parameter {wrong}: expected a state of shape "
+        message += f"{as_text(parameters[found[wrong]])}, found {as_text(sizes[wrong])}"
+        raise Mismatch(message, tensor=found[wrong], hint=_HINT)
+    return found
+
+
+def match_with_prefix(
+    recorded: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]
+) -> list[dict[int, str]]:
+    """Return each way to give the numbers parameters of their sizes, if one prefix joins all names or leaves them."""
+    own = own_names(parameters)
+    ways = with_other_prefix({number: own_name(name, own) for number, name in recorded.items()}, own)
+    return [found for found in ways if not find_unequal(found, sizes, parameters)]
+
+
+def is_record_of(value: Any, names: Sequence[str]) -> bool:
+    """Return whether the value of `param_names` has these names, but for the prefixes of wrappers."""
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return is_list and list(map(bare, value)) == list(map(bare, names))
+
+
+def bare(name: str) -> str:
+    """Return a name without the prefixes of wrappers."""
+    return unwrapped(name).removeprefix(DDP.text)
+
+
+def own_names(parameters: Iterable[str]) -> dict[str, str]:
+    """Return the names of parameters by what they are without the prefixes of wrappers."""
+    return {name: raw for raw, name in without_ddp({raw: unwrapped(raw) for raw in parameters}).items()}
+
+
+def find_unequal(found: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]) -> list[int]:
+    """Return the numbers of states that have another size than their parameter."""
+    return [number for number, name in found.items() if sizes.get(number, parameters[name]) != parameters[name]]
+
+
+def with_other_prefix(wanted: Mapping[int, str], own: Mapping[str, str]) -> Iterator[dict[int, str]]:
+    """Yield the parameters that the numbers mean if one prefix is added to all names, or removed from all."""
+    first = next(iter(wanted.values()), "")
+    for prefix in [name.removesuffix(first) for name in own if name.endswith(f".{first}")]:
+        if all(prefix + name in own for name in wanted.values()):
+            yield {number: own[prefix + name] for number, name in wanted.items()}
+    for prefix in [first[: dot + 1] for dot, letter in enumerate(first) if letter == "."]:
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in own for name in wanted.values()):
+            yield {number: own[name.removeprefix(prefix)] for number, name in wanted.items()}
