@@ -13,6 +13,7 @@ from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Unsupported
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import abridge
+from ckptkit.names.renames import globs_for
 from ckptkit.pictures.words import count
 from ckptkit.quantized.find import find_quantized
 from ckptkit.quantized.plain import plain_name
@@ -131,15 +132,3 @@ def words_on(found: Differences, ours: Shapes, theirs: Shapes, base: str) -> lis
 
 def them(names: Collection[str]) -> str:
     return "them" if len(names) > 1 else "it"
-
-
-def globs_for(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the shortest globs `a.b.*` that match all of the names and none of the others."""
-    taken = {prefix for other in others for prefix in prefixes(other)}
-    return list(dict.fromkeys(next((f"{p}.*" for p in prefixes(name) if p not in taken), name) for name in names))
-
-
-def prefixes(name: str) -> list[str]:
-    """Return the steps that lead to a tensor: `a`, `a.b`."""
-    steps = name.split(".")
-    return [".".join(steps[:i]) for i in range(1, len(steps))]

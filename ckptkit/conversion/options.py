@@ -69,6 +69,9 @@ class ConvertOptions:
         tuple[str, ...],
         About("Copy tensors that only the weights of --base have, by their names there; repeatable.", "GLOB"),
     ] = ()
+    text_only: Annotated[bool, About("Write only the text model of a vision-language model, with its own config.")] = (
+        False
+    )
     quantize: Annotated[
         str | None,
         About("Weights of linear layers in 8 bits, with scales for blocks or rows.", "fp8-block|fp8-channel"),
@@ -175,12 +178,16 @@ class ConvertOptions:
             raise Usage("an adapter fits the names and rows that its model had in training", hint=hint)
 
     def check_from_base(self) -> None:
-        """Raise `Usage` for what is asked of the base's tensors and contradicts itself."""
+        """Raise `Usage` for what is asked of the base's tensors or the text model and contradicts itself."""
+        is_for_loaders = self.writer.is_model_only and self.names in (None, HUB)
+        if self.text_only and (self.merge or self.from_base or not is_for_loaders):
+            hint = "ckptkit consolidate SRC OUT --text-only, of the result of the other options"
+            raise Usage("--text-only writes a Hugging Face model, without --from-base and --merge", hint=hint)
         if not self.from_base:
             return
         if self.base is None:
             raise Usage("--from-base copies tensors of --base, which is missing", hint="pass --base MODEL")
-        if not self.writer.is_model_only or self.names not in (None, HUB):
+        if not is_for_loaders:
             hint = "ckptkit consolidate SRC OUT --base MODEL --from-base GLOB writes a Hugging Face model"
             raise Usage("--from-base copies tensors under the names of the Hub only", hint=hint)
         if self.merge or self.quantize:
@@ -248,6 +255,7 @@ class Keywords(TypedDict, total=False):
     max_shard_size: int
     base: str | Path | None
     from_base: str | Sequence[str]
+    text_only: bool
     merge: bool
     adapter_config: str | Path | None
     include: str | Sequence[str]

@@ -81,6 +81,8 @@ def may_tear(model: Model, options: ConvertOptions) -> bool:
 
 def has_base(model: Model, options: ConvertOptions) -> bool:
     """Return whether a base may have weights to compare those of the output with."""
+    if options.text_only:  # the base has the names of the larger model
+        return False
     return is_for_loaders(model, options) and bool(options.base or model.config.get("_name_or_path"))
 
 
@@ -107,6 +109,7 @@ NAMING = (  # each source by itself
     Step("ckptkit.quantized.plain:open_quantized", has_quantized),
     Step("ckptkit.conversion.steps:unwrap", may_be_wrapped),
     Step("ckptkit.conversion.steps:translate_names", needs_names),
+    Step("ckptkit.conversion.text_only:take_text", lambda _, asked: asked.text_only),
 )
 
 STEPS = (  # the model, or several whose mean it is to be
