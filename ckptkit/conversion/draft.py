@@ -90,10 +90,10 @@ def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe])
 class Conversion:
     """All that an output is made of: a draft for each part of a checkpoint, and other files, made or carried along.
 
-    All of it comes from the `origins`. `dropped` is what does not come along, `wrapper` the key that a model is taken
-    out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are zeros because the
-    sources lack them, `notes` what else there is to say, `salvaged` the account of what was damaged, if that was asked
-    for.
+    All of it comes from the `origins`, and some tensors from `also_read`, such as the base. `dropped` is what does not
+    come along, `wrapper` the key that a model is taken out of, `world_size` the ranks that a sharded output is for,
+    `completed` the entries that are zeros because the sources lack them, `notes` what else there is to say, `salvaged`
+    the account of what was damaged, if that was asked for.
     """
 
     origins: Sequence[Origin]
@@ -108,6 +108,7 @@ class Conversion:
     completed: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     salvaged: Account | None = None
+    also_read: Sequence[Origin] = ()
 
     @property
     def is_file(self) -> bool:

@@ -180,9 +180,12 @@ class ConvertOptions:
     def check_from_base(self) -> None:
         """Raise `Usage` for what is asked of the base's tensors or the text model and contradicts itself."""
         is_for_loaders = self.writer.is_model_only and self.names in (None, HUB)
-        if self.text_only and (self.merge or self.from_base or not is_for_loaders):
-            hint = "ckptkit consolidate SRC OUT --text-only, of the result of the other options"
-            raise Usage("--text-only writes a Hugging Face model, without --from-base and --merge", hint=hint)
+        if self.text_only and (self.merge or self.from_base or self.vocab_size or not is_for_loaders):
+            hint = "consolidate with the other options first, and the result with --text-only"
+            message = (
+                "--text-only writes a Hugging Face model, and does not go with --from-base, --merge or --vocab-size"
+            )
+            raise Usage(message, hint=hint)
         if not self.from_base:
             return
         if self.base is None:

@@ -221,9 +221,8 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, option
         models = [align(models)]
     model = take(STEPS, models[0], options)
     origins = [Origin.of(part.path) for part in parts]
-    if options.from_base:
-        origins.append(origin_of_base(dst, options))
-    return draft_of_model(replace(model, remarks=(*remarks, *model.remarks)), origins, dst, options)
+    conversion = draft_of_model(replace(model, remarks=(*remarks, *model.remarks)), origins, dst, options)
+    return replace(conversion, also_read=[origin_of_base(dst, options)]) if options.from_base else conversion
 
 
 def origin_of_base(dst: Path, options: ConvertOptions) -> Origin:

@@ -147,6 +147,10 @@ def test_a_base_of_another_shape(tmp_path: Path) -> None:
     assert any("1 tensor that the output lacks: old.weight; --from-base 'old.*' copies it" in note for note in notes)
     assert any(f"1 tensor that {base} lacks: model.norm.weight" in note for note in notes)
     assert any("`lm_head.weight` is [44, 32] there and [40, 32] here" in note for note in notes)
+    said = json.loads((tmp_path / "theirs" / "config.json").read_text()) | {"_name_or_path": str(base)}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(said))
+    origin = consolidate(tmp_path / "run", tmp_path / "again").notes
+    assert [note for note in origin if str(base) in note] == [note for note in notes[1:] if str(base) in note]
 
 
 def test_lists_for_each_layer() -> None:
