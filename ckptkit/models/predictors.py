@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
+from ckptkit.pictures.words import count
+
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 _SECTIONS = ("text_config", "mtp_config")  # of config.json, and of its text_config
 _LAYERS = "num_hidden_layers"
@@ -89,9 +91,8 @@ def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[s
             for key in _PADDED:
                 said |= without_padding(key, said.get(key), one, there)
             path = ".".join((*one.sections, one.key))
-            words.append(
-                f"config.json declared {one.layers} MTP layers (`{path}`), and the output has {there}: it says {there}"
-            )
+            layers = count(one.layers, "MTP layer")
+            words.append(f"config.json declares {layers} (`{path}`), and {there} have tensors; the output says {there}")
     return changed, words
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit import average, consolidate, convert
+from ckptkit import average, consolidate, convert, doctor, finalize
 from ckptkit.errors import Unsafe, Usage
 from ckptkit.models.predictors import with_counts
 from tests.names.tiny_models import make_model
@@ -64,11 +64,11 @@ def test_heads_for_further_tokens(model_type: str, tmp_path: Path) -> None:
     change(base, heads, num_nextn_predict_layers=1)
     lost = consolidate(run, tmp_path / "lost", base=base)
     assert any(f"{len(names)} tensors that the output lacks" in note and glob in note for note in lost.notes)
-    assert any("declared 1 MTP layers" in note for note in lost.notes)
+    assert any("declares 1 MTP layer (" in note for note in lost.notes)
     assert config_in(tmp_path / "lost")["num_nextn_predict_layers"] == 0
     assert_same(load_file(tmp_path / "lost" / WEIGHTS), trained)
     kept = consolidate(run, tmp_path / "kept", base=base, from_base=glob, strict=True)
-    assert not any("lacks" in note or "declared" in note for note in kept.notes)
+    assert not any("lacks" in note or "declares" in note for note in kept.notes)
     assert config_in(tmp_path / "kept")["num_nextn_predict_layers"] == 1
     assert_same(load_file(tmp_path / "kept" / WEIGHTS), trained | heads)
     again = consolidate(tmp_path / "kept", tmp_path / "again", strict=True)
@@ -78,6 +78,18 @@ def test_heads_for_further_tokens(model_type: str, tmp_path: Path) -> None:
     consolidate(run, tmp_path / "bf16", base=base, from_base=glob, dtype="bf16")
     found = load_file(tmp_path / "bf16" / WEIGHTS)
     assert_same({name: found[name] for name in heads}, narrow)
+
+
+def test_doctor_sees_layers_without_tensors(tmp_path: Path) -> None:
+    train("qwen3_next", tmp_path)
+    change(tmp_path / "theirs", {}, num_nextn_predict_layers=1)
+    change(tmp_path / "base", {"mtp.fc.weight": torch.ones(4)}, num_nextn_predict_layers=1)
+    alone = [one for one in doctor(tmp_path / "theirs").findings if one.code == "mtp"]
+    assert "declares 1 MTP layer (" in alone[0].message
+    assert str(alone[0].fix).split()[1] == "consolidate"
+    beside = [one for one in doctor(tmp_path / "theirs", model=tmp_path / "base").findings if one.code == "mtp"]
+    assert "--from-base 'mtp.*'" in str(beside[0].fix)
+    assert not [one for one in doctor(tmp_path / "base").findings if one.code == "mtp"]
 
 
 def test_a_quantized_base(tmp_path: Path) -> None:
@@ -113,6 +125,15 @@ def test_a_remote_base(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(f"{tmp_path}/base", "/from-base", recursive=True)
     consolidate(tmp_path / "run", tmp_path / "out", base="memory://from-base", from_base="mtp.*")
+    assert_same(load_file(tmp_path / "out" / WEIGHTS), trained | {"mtp.norm.weight": torch.ones(4)})
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    trained, base = train("qwen3", tmp_path), tmp_path / "base"
+    change(base, {"mtp.norm.weight": torch.ones(4)})
+    for part in ("1/2", "2/2"):
+        consolidate(tmp_path / "run", tmp_path / "out", base=base, from_base="mtp.*", part=part)
+    finalize(tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / WEIGHTS), trained | {"mtp.norm.weight": torch.ones(4)})
 
 
