@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout
 
@@ -21,11 +21,22 @@ class BaseWeights:
 
     base: str
 
-    @cached_property
+    @property
     def layout(self) -> Layout | None:
         """Return the weights under their names in the base, None if it has none."""
+        return self._found if isinstance(self._found, Layout) else None
+
+    @property
+    def damage(self) -> Corrupt | None:
+        """Return what is wrong with the files of the weights, such as pointers of git-lfs in their place."""
+        return self._found if isinstance(self._found, Corrupt) else None
+
+    @cached_property
+    def _found(self) -> Layout | Corrupt | None:
         try:
             return self.open().weights.layout
+        except Corrupt as error:
+            return error
         except (IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
             return None
 

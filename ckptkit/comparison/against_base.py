@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import abridge
 from ckptkit.names.renames import globs_for
@@ -36,6 +36,8 @@ class Differences(NamedTuple):
 def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     """Report tensors that only the base has or only the model has, and those of other shapes."""
     base = origin_of(model, options)
+    if base is not None and base.damage is not None:
+        return model.say(f"not compared with the weights of {base.base}: {base.damage.message}")
     if base is None or base.layout is None:
         return model
     ours = model.layout.shapes
@@ -61,7 +63,10 @@ def shapes_in(base: BaseWeights, *, is_quantized: bool) -> Shapes:
     """Return the shapes of a base's weights by name; of quantized ones as plain ones unless ours are quantized too."""
     assert base.layout is not None
     shapes = base.layout.shapes
-    quantized = None if is_quantized else find_quantized(base.layout, base.open().companions.config)
+    try:
+        quantized = None if is_quantized else find_quantized(base.layout, base.open().companions.config)
+    except (Corrupt, Mismatch, Unsupported):  # a part of them is missing: their names can still be compared
+        quantized = None
     if quantized is None:
         return shapes
     packed = {plain_name(name): one.shape for name, one in quantized.weights.items()}

@@ -174,6 +174,17 @@ def test_a_base_of_another_shape(tmp_path: Path) -> None:
     assert [note for note in origin if str(base) in note] == [note for note in notes[1:] if str(base) in note]
 
 
+def test_a_base_without_its_large_files(tmp_path: Path) -> None:
+    train("qwen3", tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
+    (tmp_path / "base" / WEIGHTS).write_text(pointer)
+    done = consolidate(tmp_path / "run", tmp_path / "out", base=tmp_path / "base")
+    assert any("not compared with the weights of" in note for note in done.notes)
+    (tmp_path / "base" / WEIGHTS).unlink()
+    alone = consolidate(tmp_path / "run", tmp_path / "alone", base=tmp_path / "base")
+    assert not any("compared with the weights" in note for note in alone.notes)
+
+
 def test_lists_for_each_layer() -> None:
     kinds = ["a", "b", "c", "d"]
     config = {"text_config": {"num_hidden_layers": 2, "num_nextn_predict_layers": 2, "layer_types": kinds}}
