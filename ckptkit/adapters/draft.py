@@ -114,6 +114,9 @@ def draft_adapters(
     drafts: list[Draft] = []
     if options.quantize:
         raise Usage("adapters are not quantized", hint="merge them into their base first")
+    if options.from_base or options.text_only:
+        option = "--text-only" if options.text_only else "--from-base"
+        raise Usage(f"{option} is for a model, and these are adapters", hint=f"leave {option} out")
     if options.changes_names:
         hint = "leave --names, --map and --vocab-size out, or merge the adapter into its base first"
         raise Usage("these are adapters, which fit the names and rows that their model had in training", hint=hint)

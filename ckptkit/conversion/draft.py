@@ -132,7 +132,7 @@ class Entries:
 
     def groups(self) -> tuple[LeftOut, ...]:
         """Count what was dropped, by where it lies and why."""
-        return summarise(self.read, self.prefix, self.dropped)
+        return summarise(self.read, self.prefix, self.dropped, self.written)
 
 
 def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
@@ -157,10 +157,11 @@ def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) ->
 class Conversion:
     """All that an output is made of: a draft for each part of a checkpoint, and other files, made or carried along.
 
-    All of it comes from the `origins`. `entries` are what became of all that was read, `left_behind` the files of the
-    sources that are neither read nor carried, `wrapper` the key that a model is taken out of, `world_size` the ranks
-    that a sharded output is for, `completed` the entries that are zeros because the sources lack them, `notes` what
-    else there is to say, `salvaged` the account of what was damaged, if that was asked for.
+    All of it comes from the `origins`, and some tensors from `also_read`, such as the base. `entries` are what became
+    of all that was read, `left_behind` the files of the sources that are neither read nor carried, `wrapper` the key
+    that a model is taken out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are
+    zeros because the sources lack them, `notes` what else there is to say, `salvaged` the account of what was damaged,
+    if that was asked for.
     """
 
     origins: Sequence[Origin]
@@ -176,6 +177,7 @@ class Conversion:
     completed: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     salvaged: Account | None = None
+    also_read: Sequence[Origin] = ()
 
     @property
     def is_file(self) -> bool:

@@ -196,7 +196,7 @@ def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledg
     jobs = conversion.options.jobs
     copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     seal(conversion, plans, copied, stage.path)
-    for origin in conversion.origins:
+    for origin in (*conversion.origins, *conversion.also_read):
         origin.check()
     stage.commit()
     return Written(ledgers, copied)

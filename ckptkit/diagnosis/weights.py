@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, beside, export, is_model
 from ckptkit.errors import Mismatch, SeveralModels, Unsupported
+from ckptkit.models.predictors import predictors_in, with_counts
+from ckptkit.names.renames import globs_for
 from ckptkit.names.weights import find_weights
 
 _QUANTIZATION = "quantization_config"
@@ -67,3 +70,18 @@ def find_extra_state(case: Case) -> Iterator[Finding]:
     if names:
         message = f"a module's own state, such as the scales of fp8: {case.model.name} has modules of another kind"
         yield Finding("extra_state", names[0], message, export(case.checkpoint, base=case.model.name), names)
+
+
+def find_predictors(case: Case) -> Iterator[Finding]:
+    """Yield MTP layers that the config.json of a model declares and that have no tensors."""
+    if not is_model(case.checkpoint) or case.weights is None:
+        return
+    config = case.checkpoint.companions.config or {}
+    _, words = with_counts(config, case.shapes)
+    if not words:
+        return
+    base = case.model.name if case.is_asked and case.model else None
+    names = BaseWeights(base)() if base else None
+    heads = sorted(predictors_in(names or (), config) - case.shapes.keys())
+    found = {"base": base, "from_base": tuple(globs_for(heads, case.shapes))} if heads else {}
+    yield Finding("mtp", None, words[0].partition(";")[0], export(case.checkpoint, **found))

@@ -45,7 +45,7 @@ def fit(
         dropped |= dict.fromkeys(unsaved, "transformers makes it anew")
         layout = edits.select(layout, lambda name: name not in unsaved)
     check_names(layout, form, str(companions.found_in))
-    extra = sorted(layout.tensors.keys() - form.shapes.keys())
+    extra = without_declared(sorted(layout.tensors.keys() - form.shapes.keys()), config)
     if extra:
         message = f"{len(extra)} tensors that config.json does not call for: {abridge(extra)}"
         if strict:
@@ -69,6 +69,16 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
         hint = "--base MODEL takes it from a directory or Hub id; --names keep is for a model that is not the Hub's"
         raise Mismatch(problem, path=layout.root, hint=hint)
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
+
+
+def without_declared(names: Sequence[str], config: Mapping[str, Any]) -> Sequence[str]:
+    """Return names without those that config.json declares though transformers' model does not have them."""
+    if not names:
+        return names
+    from ckptkit.models.predictors import predictors_in  # few models have other tensors than transformers' own
+
+    declared = predictors_in(names, config)
+    return [name for name in names if name not in declared]
 
 
 def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:

@@ -214,3 +214,18 @@ def spell(change: WordChange) -> str:
         return f"^=>{new}."
     start, kept = ("^", "") if change.at_start else (_START, r"\1")
     return f"{start}{old}{_END}=>{kept}{new}" if new else rf"{start}{old}\.=>{kept}"
+
+
+# -- globs -------------------------------------------------------------------------------------------------------------
+
+
+def globs_for(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return the shortest globs `a.b.*` that match all of the names and none of the others."""
+    taken = {prefix for other in others for prefix in prefixes(other)}
+    return list(dict.fromkeys(next((f"{p}.*" for p in prefixes(name) if p not in taken), name) for name in names))
+
+
+def prefixes(name: str) -> list[str]:
+    """Return the steps that lead to a tensor: `a`, `a.b`."""
+    steps = name.split(".")
+    return [".".join(steps[:i]) for i in range(1, len(steps))]

@@ -65,7 +65,7 @@ class Weights:
 
     def summarise(self) -> tuple[LeftOut, ...]:
         """Count what was left out, by where it lies and why."""
-        return summarise(self.whole, self.prefix, self.left_out)
+        return summarise(self.whole, self.prefix, self.left_out, self.came_from.values())
 
 
 def find_weights(layout: Layout) -> Weights:
@@ -168,13 +168,29 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
     )
 
 
-def summarise(layout: Layout, prefix: KeyPath, left_out: Mapping[str, str]) -> tuple[LeftOut, ...]:
-    """Count entries by why they are left out and where their key path leaves `prefix`; objects of layers as one."""
+def summarise(
+    layout: Layout, prefix: KeyPath, left_out: Mapping[str, str], written: Iterable[str]
+) -> tuple[LeftOut, ...]:
+    """Count entries by why they are left out and where they lie; objects of layers as one.
+
+    That is where their key path leaves `prefix`, or where the last name in it differs from all that are `written`.
+    """
+    taken = {head for name in written for head in heads_of(name)} if left_out else frozenset()
     entries: Counter[tuple[str, str]] = Counter()
     nbytes: Counter[tuple[str, str]] = Counter()
     for name, why in left_out.items():
         key = layout.key(name)
-        group = ".".join(map(str, key[: depth_shared(key, prefix) + 1])).partition(OF_ONE)[0]
+        way = key[: depth_shared(key, prefix) + 1]
+        group = ".".join(map(str, way))
+        if way == key:
+            group = next((head for head in heads_of(group) if head not in taken), group)
+        group = group.partition(OF_ONE)[0]
         entries[group, why] += 1
         nbytes[group, why] += layout.tensors[name].spec.nbytes if name in layout.tensors else layout.blobs[name].length
     return tuple(LeftOut(group, count, nbytes[group, why], why) for (group, why), count in entries.items())
+
+
+def heads_of(name: str) -> Iterator[str]:
+    """Yield the parts of a dotted name before each of its dots, the shortest first."""
+    dots = (match.start() for match in re.finditer(r"\.", name))
+    return (name[:dot] for dot in dots)

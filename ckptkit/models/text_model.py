@@ -1,0 +1,91 @@
+"""Describe the text model inside a vision-language model: its config.json, and its names in memory.
+
+transformers is asked for both: config.json of the larger model may have the sizes of the text model at its top.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.models.known_types import HEAD
+from ckptkit.models.transformers_model import MetaModel, find_meta_model, kind_of, quiet, without_hints
+
+# text models without a class of their own, and what config.json says of the type that computes the same where there is
+# no image: without one the three positions of a token are equal.
+# Sources: transformers/models/qwen2_vl/modeling_qwen2_vl.py and qwen3_vl_moe/modeling_qwen3_vl_moe.py, whose router
+# always divides by the sum
+_SAME_AS: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"model_type": "qwen2"},
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # in rope_parameters
+_FROM_ABOVE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
+
+
+class TextModel(NamedTuple):
+    """The config.json of a text model, and the name of each of its tensors in memory in that of the larger model."""
+
+    config: dict[str, Any]
+    names: dict[str, str]
+
+
+def find_text_model(config: Mapping[str, Any]) -> TextModel:
+    """Return the text model in the model of a config.json.
+
+    Raises `Usage` if that is one itself, `Unsupported` if transformers has no class for it alone.
+    """
+    whole = find_meta_model(config)
+    text = text_config_of(config, whole)
+    return TextModel(text, names_in(whole, find_meta_model(text), str(config.get("model_type"))))
+
+
+def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any]:
+    """Return the config.json of the text model in a model."""
+    import transformers
+
+    model_type = str(config.get("model_type"))
+    with quiet():
+        known = kind_of(transformers, model_type).from_dict(without_hints(dict(config)))
+        inner = known.get_text_config()
+        said: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
+    if inner is known:
+        raise Usage(f"a model of type `{model_type}` has no text model in it", hint="leave --text-only out")
+    classes = transformers.AutoModelForCausalLM._model_mapping
+    same = _SAME_AS.get(inner.model_type, {"model_type": inner.model_type})
+    kind = transformers.CONFIG_MAPPING[same["model_type"]]
+    if kind not in classes or inner.is_encoder_decoder:
+        message = f"transformers {transformers.__version__} has no causal language model for `{inner.model_type}`"
+        raise Unsupported(message, hint="leave --text-only out")
+    if inner.model_type in _SAME_AS:
+        said["rope_parameters"] = without_images(said.get("rope_parameters"))
+    said |= {key: config[key] for key in _FROM_ABOVE if said.get(key) is None and config.get(key) is not None}
+    said = {key: value for key, value in said.items() if not key.startswith("_")}
+    return said | same | {"architectures": [classes[kind].__name__], "tie_word_embeddings": HEAD in whole.tied}
+
+
+def without_images(rope: Any) -> Any:
+    """Return the parameters of position embeddings without those of images."""
+    if not isinstance(rope, dict):
+        return rope
+    kept = {key: value for key, value in rope.items() if key not in _OF_IMAGES and value != "mrope"}
+    return {"rope_type": "default", **kept}
+
+
+def names_in(whole: MetaModel, text: MetaModel, model_type: str) -> dict[str, str]:
+    """Return what the tensors of a text model are called in the larger one. Raises `Unsupported` if one is missing."""
+    own = f"{text.model.base_model_prefix}."
+    inside = [name.removeprefix(own) for name in text.shapes if name.startswith(own)]
+    ends = [name.removesuffix(inside[0]) for name in whole.shapes if name.endswith(f".{inside[0]}")]
+    fitting = [end for end in ends if all(end + name in whole.shapes for name in inside)]
+    prefix = fitting[0] if len(fitting) == 1 else own
+    names = {name: prefix + name.removeprefix(own) if name.startswith(own) else name for name in text.shapes}
+    different = [name for name, old in names.items() if whole.shapes.get(old) != text.shapes[name]]
+    if different:
+        message = f"the names of the text model in a `{model_type}` are not known"
+        raise Unsupported(message, tensor=different[0], hint="leave --text-only out")
+    return names
