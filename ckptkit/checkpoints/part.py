@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.errors import CkptError, Incomplete, translate_os_errors
+from ckptkit.errors import CkptError, Incomplete, refuse, translate_os_errors
 from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.names.wrappers import is_flat_name
@@ -57,7 +57,12 @@ class Part:
         layout = self.salvaged
         if layout is None:
             with translate_os_errors(self.path):
-                layout = self.apply_context(self.reader.read(self.path))
+                layout = self.reader.read(self.path)
+                if layout.spares:
+                    from ckptkit.checkpoints.replicas import check_replicas  # few checkpoints have any
+
+                    check_replicas(layout, refuse)
+                layout = self.apply_context(layout)
             layout = with_sums(layout, self.manifest)
         return edits.take_twins(layout) if self.takes_twins else layout
 
