@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import ckptkit
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.training.launch import Report, launch
@@ -82,12 +83,18 @@ def test_a_planner_that_rounds_what_it_gives(tmp_path: Path, writer: str, reader
     for is_planned, loaded in ((True, torch.float16), (False, torch.float32)):
         path = tmp_path / str(is_planned)
         planner = Rounding(torch.float16, is_planned=is_planned)
-        if not is_planned and writer == "torch":
-            continue  # one file of torch's that says one dtype and holds another
         dcp.save({"w": counted(5) / 3}, storage_writer=WRITERS[writer](path), planner=planner)
         found = {"w": torch.zeros(5, dtype=loaded)}
         dcp.load(found, storage_reader=READERS[reader](path))
         assert torch.equal(found["w"], (counted(5) / 3).half().to(loaded))
+
+
+def test_a_conversion_casts_what_a_planner_rounded(tmp_path: Path) -> None:
+    planner = Rounding(torch.float16, is_planned=False)
+    dcp.save({"w": counted(5) / 3}, checkpoint_id=tmp_path / "run", planner=planner)  # float32 in torch's metadata
+    ckptkit.convert(tmp_path / "run", tmp_path / "out.pt", to="pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["w"], (counted(5) / 3).half().float())
+    assert ckptkit.verify(tmp_path / "run")[0].is_ok
 
 
 @each_format
