@@ -55,7 +55,7 @@ FLOORS = (
     ("models", "models.*"),
     ("names", "names.*"),
     ("optimizers", "optimizers.*"),
-    ("checkpoints.account", "checkpoints.manifest", "checkpoints.several_disks", "checkpoints.problems"),
+    tuple(f"checkpoints.{name}" for name in ("account", "manifest", "problems", "replicas", "several_disks")),
     ("checkpoints.part", "checkpoints.evidence", "checkpoints.seal"),
     ("checkpoints.find_parts",),
     ("checkpoints", "checkpoints.*"),

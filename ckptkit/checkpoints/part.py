@@ -63,6 +63,10 @@ class Part:
         if layout is None:
             with translate_os_errors(self.path):
                 layout = self.reader.read(self.path)
+                if layout.spares:
+                    from ckptkit.checkpoints.replicas import check_replicas  # few checkpoints have any
+
+                    check_replicas(layout, refuse)
                 check_descriptions(layout, self.manifest)
                 layout = self.apply_context(layout)
             layout = self.with_sums(layout, self.manifest)

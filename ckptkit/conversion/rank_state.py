@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptkit.layout import Layout, edits
+from ckptkit.layout import OWN, Layout, edits
 from ckptkit.trainers import owner_of_file, owner_of_key
 
 OF_RANKS = "state of single ranks, of no use to another number of ranks"
@@ -26,6 +26,8 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
         if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
             notes.append(f"dropped `{group}`: it is the state of {ranks} ranks one by one, of no use to {world_size}")
+        elif group == OWN:
+            notes.append(f"{len(members)} entries differ between ranks: each rank has its own under `{OWN}.rank_N`")
     return edits.select(layout, lambda name: name not in dropped), notes
 
 

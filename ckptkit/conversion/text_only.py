@@ -13,6 +13,7 @@ from ckptkit.models.text_model import find_text_model
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.tables.transformers import TRANSFORMERS
 from ckptkit.names.turn import turn_between
+from ckptkit.names.weights import JOINED
 from ckptkit.quantized.require_plain import require_plain
 
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

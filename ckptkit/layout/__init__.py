@@ -12,6 +12,7 @@ from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap, whole
 from ckptkit.tensors.dtypes import DType
 
+OWN = "own_state"  # the key above `rank_N` and what this rank has for itself
 KeyPath = tuple[str | int, ...]
 
 
@@ -277,11 +278,12 @@ class Layout:
     wrote it, where that shows. `descriptions` are the files that say all this, and hold no data. `file_sums` are the
     size in bytes and the CRC-32 of files with data, by name, where a manifest has them. `keeper` is what must
     not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
-    copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are.
+    copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are. `spares` are
+    further copies of chunks that other ranks saved, by the names of their tensors.
 
     A reader that reports problems instead of raising them also describes what is damaged: chunks of files that are
-    missing or cannot be read are `Unreadable`; `spares` are further copies of chunks, by the names of their tensors;
-    `absent` are the names of tensors that could not be read, each with the file that should contain it.
+    missing or cannot be read are `Unreadable`; `absent` are the names of tensors that could not be read, each with the
+    file that should contain it.
     """
 
     root: Path
@@ -319,6 +321,13 @@ class Layout:
             for chunk in tensor.chunks:
                 yield name, chunk
         yield from self.blobs.items()
+
+    @property
+    def copies(self) -> Iterator[tuple[str, Chunk]]:
+        """Yield every spare chunk with the name of its tensor."""
+        for name, chunks in self.spares.items():
+            for chunk in chunks:
+                yield name, chunk
 
     @property
     def paths(self) -> set[str]:

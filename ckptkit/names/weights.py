@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import escape
 from shlex import quote
 
-from ckptkit.errors import Mismatch, SeveralModels
-from ckptkit.layout import KeyPath, Layout
+from ckptkit.errors import Corrupt, Mismatch, SeveralModels
+from ckptkit.layout import OWN, KeyPath, Layout
 from ckptkit.layout.edits import rename, select
 from ckptkit.names.wrappers import unwrapped, without_ddp
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
-_TRAINING_STATE = ("optim", "chained_", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state")
+_TRAINING_STATE = ("optim", "chained_", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state", OWN)
 _GENERATOR = re.compile(r"(^|_)rng(_|s?$)|random_state")
 JOINED = " + "  # between the names of entries that one tensor came from
 OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and rank has under one name
@@ -72,6 +72,7 @@ def find_weights(layout: Layout) -> Weights:
     """Take the model's tensors out of a checkpoint of whatever nesting. Raises `Mismatch` if there are none."""
     prefix = find_model_key(layout)
     training = training_state(layout, prefix)
+    check_ranks_agree(layout, prefix, training)
     below = {name: key[len(prefix) :] for name, key in keys_below(layout, prefix)}
     names = {name: unwrapped(".".join(map(str, key))) for name, key in below.items() if key[0] not in training}
     names = without_ddp(names)
@@ -103,6 +104,19 @@ def depth_shared(key: KeyPath, prefix: KeyPath) -> int:
     """Return how many first steps two key paths have in common."""
     pairs = enumerate(zip(key, prefix, strict=False))
     return next((depth for depth, (a, b) in pairs if a != b), min(len(key), len(prefix)))
+
+
+def check_ranks_agree(layout: Layout, prefix: KeyPath, training: Collection[str | int]) -> None:
+    """Raise `Corrupt` if a tensor of the model is there once for each rank, as ranks saved different values."""
+    for name, key in keys_below(layout, (OWN,)):
+        own, below = key[2:], key[2 + len(prefix) :]
+        is_of_model = own[: len(prefix)] == prefix and below and below[0] not in training
+        if is_of_model and (prefix or layout.tensors[name].spec.dtype.kind == "float"):
+            if (tensor := ".".join(map(str, own))) in layout.tensors:
+                continue
+            path = layout.root / layout.tensors[name].chunks[0].path
+            hint = "to keep one rank's values, move the metadata of the other ranks away"
+            raise Corrupt("the ranks saved different values of it", path=path, tensor=tensor, hint=hint)
 
 
 def has_weights(layout: Layout) -> bool:

@@ -34,7 +34,7 @@ class OwnFiles:
     @property
     def needed(self) -> set[str]:
         """Return the files that the checkpoint cannot do without."""
-        return self.layout.paths | set(self.layout.descriptions)
+        return self.layout.files | {chunk.path for _, chunk in self.layout.copies}
 
     @property
     def recorded(self) -> Mapping[str, FileSum]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
+from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.conversion.directories import WEIGHTS, LeftBehind, left_in
 from ckptkit.engine.scan import find_zeros, scan
@@ -190,6 +191,8 @@ def verify_part(
             manifest = read_known(path, problems) if with_manifest else None
             own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.parts[1:]))
             found = skim(own, problems) if fast else read_all(own, problems, jobs, progress)
+            if layout.spares:
+                check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
             if layout.twins and not (fast or problems.list()):
                 found = compare_twins(found, layout, problems, jobs)
             origin.check()

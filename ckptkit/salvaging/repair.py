@@ -10,6 +10,8 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.part import Part, check_descriptions
+from ckptkit.checkpoints.replicas import find_different
+from ckptkit.engine.scan import ignore
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -78,7 +80,7 @@ def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look
     unexplained = note_rest(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
     layout = with_absent(part.with_sums(read, manifest), part, faults, unexplained, why)
-    layout = without_files(layout)
+    layout = without_different(without_files(layout), faults, with_bytes=False)
     found = look(layout).explained(error for error in reported if error.tensor is None)
     faults.entries.update((name, Fault.of(error)) for name, error in found.entries.items())
     told = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
@@ -154,7 +156,7 @@ def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, F
     `told` are the reported problems of single tensors.
     """
     root = layout.root
-    spares = sound_spares(layout, look)
+    spares = without_different(replace(layout, spares=sound_spares(layout, look)), faults, with_bytes=True).spares
     tensors = {
         name: complete(tensor, root, spares.get(name, ()), told.get(name)) for name, tensor in layout.tensors.items()
     }
@@ -168,6 +170,19 @@ def with_copies(layout: Layout, faults: Faults, look: Look, told: Mapping[str, F
         tensors={name: patch(one, twins.get(name), root, faults, _ROUNDED) for name, one in tensors.items()},
         twins={name: patch(one, tensors.get(name), root, faults, _MASTER) for name, one in twins.items()},
     )
+
+
+def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> Layout:
+    """Return the layout without the copies that differ from the chosen chunks, which stay. Notes their tensors."""
+    if not layout.spares:
+        return layout
+    different = find_different(layout, ignore, with_bytes=with_bytes)
+    for name, chosen, copy in different:
+        why = f"its copy in `{copy.path}` has other bytes; the output has those of `{chosen.path}`"
+        faults.unplaced.setdefault(name, Fault(why, layout.root / chosen.path))
+    dropped = {(pair.name, pair.copy) for pair in different}
+    spares = {name: tuple(c for c in found if (name, c) not in dropped) for name, found in layout.spares.items()}
+    return replace(layout, spares=spares)
 
 
 def sound_spares(layout: Layout, look: Look) -> dict[str, tuple[Chunk, ...]]:

@@ -7,18 +7,25 @@ what torch wrote again of the values that its restricted unpickler found in them
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
-from torch.serialization import safe_globals
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.archives.zip_entries import check_contents
 from ckptkit.layout import Blob, Layout
+from ckptkit.storage.numpy_values import STAND_INS
+
+_REPLACED = frozenset(name for _, name in STAND_INS)
+_one_at_a_time = Lock()  # what torch admits holds for the whole process
 
 
 def read_value(layout: Layout, name: str) -> BytesIO:
@@ -52,14 +59,38 @@ def find_archive(blob: Blob, path: Path) -> bytes:
 
 
 def load_safely(data: bytes) -> Any:
-    """Return the value in an archive, if it is made of plain values, bytes, containers and tensors."""
+    """Return the value in an archive, if it is made of plain values, bytes, containers, tensors and numpy's numbers."""
     try:
-        with safe_globals([BytesIO]):  # which runs no code; it is what a module's `get_extra_state` may give
+        with only_safe_globals():
             return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise Unsupported(
             "the entry holds more than plain values: torch would run code of the checkpoint's to load it",
             hint="if you trust its producer, name the class to `torch.serialization.add_safe_globals`",
         ) from error
-    except (RuntimeError, EOFError) as error:
-        raise Corrupt(f"torch cannot load the entry: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, EOFError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise Corrupt(f"torch cannot load the entry: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+
+
+@contextmanager
+def only_safe_globals() -> Iterator[None]:
+    """Let torch admit `io.BytesIO`, which runs no code, our own functions for numpy's, and what users have named.
+
+    numpy's own functions stay out. Other libraries name them for the whole process, and torch takes either of two
+    functions with one name; numpy's make pointers of bytes.
+    """
+    with _one_at_a_time:
+        given = get_safe_globals()
+        clear_safe_globals()
+        add_safe_globals([*(one for one in given if not is_replaced(one)), BytesIO, *STAND_INS])
+        try:
+            yield
+        finally:
+            clear_safe_globals()
+            add_safe_globals(given)
+
+
+def is_replaced(named: Any) -> bool:
+    """Return whether a function or class that torch admits is numpy's, or has the name of one of ours."""
+    value, name = named if isinstance(named, tuple) else (named, f"{named.__module__}.{named.__qualname__}")
+    return name in _REPLACED or str(getattr(value, "__module__", "")).partition(".")[0] == "numpy"

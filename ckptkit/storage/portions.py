@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptkit.checkpoints.seal import read_made, seal, write_manifest
 from ckptkit.destinations.allocation import write_parts
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.files.crc32 import whole_crc32
 from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate
-from ckptkit.layout import Blob, Extent, FileOffset, Layout, NewFile, WriterOptions, edits
+from ckptkit.layout import Blob, Extent, FileOffset, KeyPath, Layout, NewFile, WriterOptions, edits
 from ckptkit.names.weights import find_model_key, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -89,12 +89,13 @@ class Portion:
 def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     """Return the portions of a checkpoint of this format, of the entries of a state.
 
-    Raises `Unsupported` where an entry that is no tensor lies among weights that have no place for it, or where it does
-    not show which tensors are the weights.
+    A format without a place for other entries gets the model's weights, by the names that the model gives them; all
+    else gets a directory of its own. Several models are not taken apart. Raises `Unsupported` where an entry that is no
+    tensor lies among weights that have no place for it, or where it does not show which tensors are the weights.
     """
-    if not planned.blobs or isinstance(get_writer(to), EntryWriter):
+    prefix = None if isinstance(get_writer(to), EntryWriter) else find_key(planned)
+    if prefix is None:
         return (Portion("", to, planned, {name: name for name in planned.names}),)
-    prefix = find_model_key(planned)
     rest = training_state(planned, prefix)
     names = {name: key[len(prefix) :] for name, key in keys_below(planned, prefix) if key[len(prefix)] not in rest}
     weights = {name: ".".join(map(str, key)) for name, key in names.items()}
@@ -104,11 +105,23 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
             hint = f"leave it out, or save to a format that has a place for it, such as `{_BESIDE}`"
             raise Unsupported("only tensors can be saved here, and this entry is none", tensor=inner, hint=hint)
     model = edits.rename(edits.select(planned, weights.__contains__), weights.__getitem__)
+    if len(weights) == len(planned.names):
+        return (Portion("", to, model, weights),)
     beside = replace(edits.select(planned, lambda name: name not in weights), root=planned.root / TRAINING)
     return (
         Portion("", to, model, weights),
         Portion(TRAINING, _BESIDE, beside, {name: name for name in beside.names}),
     )
+
+
+def find_key(planned: Layout) -> KeyPath | None:
+    """Return the key path of the model in a state, None for a state of tensors in which no model shows."""
+    try:
+        return find_model_key(planned)
+    except (Mismatch, SeveralModels):
+        if planned.blobs:
+            raise
+        return None
 
 
 def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:

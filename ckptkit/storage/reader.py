@@ -6,13 +6,14 @@ torch's planner says which box of which tensor a rank needs; what it is made of,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -35,7 +36,7 @@ from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
 from ckptkit.files.path import to_path
 from ckptkit.formats import locate, unpack
-from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor, edits, plain_key
+from ckptkit.layout import OWN, Chunk, KeyPath, Layout, Spec, StoredTensor, edits, plain_key
 from ckptkit.layout.plan import Plan, make_plan, needed
 from ckptkit.models.fit import restore_tied
 from ckptkit.names import KEEP, check_names
@@ -43,7 +44,7 @@ from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
-from ckptkit.storage.terms import ERROR, LoadTerms, PlannerEntries
+from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries
 from ckptkit.storage.ties import find_tied, require_equal
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
@@ -57,7 +58,14 @@ class LayoutReader(StorageReader):
     What the state has and no layout is an error; with `missing` "keep" it stays as it is, with "zero" tensors become
     zero, and either is said by a warning, `PartialLoad`. Of optimizers' states "zero" is what they begin with, where
     torch's own do, and "keep" what torch made of them to load into, with a step counted. A planner that allows a
-    partial load has them kept. A dtype that is another in the state is an error, unless `cast` is "allow": then floats
+    partial load has them kept.
+
+    Where the state asks for some entries below a key and not for others, a warning (`PartialLoad`) counts the others:
+    an optimizer that has made no step has no states, and would get none of those in the checkpoint. With `unasked`
+    "error" that is an error, before anything is read; with "ignore" nothing is said. Keys of which the state asks for
+    nothing, as the optimizer's where only a model is loaded, are left in peace.
+
+    A dtype that is another in the state is an error, unless `cast` is "allow": then floats
     of 16 bits and more are converted.
 
     A chunk that a rank reads whole is compared with its recorded CRC-32, and `Corrupt` raised if it differs. Of one
@@ -65,10 +73,10 @@ class LayoutReader(StorageReader):
     nothing.
     """
 
-    def __init__(self, *layouts: Layout, missing: str = ERROR, cast: str = ERROR) -> None:
+    def __init__(self, *layouts: Layout, missing: str = ERROR, cast: str = ERROR, unasked: str = WARN) -> None:
         super().__init__()
         self.layouts = layouts
-        self.terms = LoadTerms(missing, cast)
+        self.terms = LoadTerms(missing, cast, unasked)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew. Raises `Usage` for an id: what is read is the layout."""
@@ -109,6 +117,8 @@ class LayoutReader(StorageReader):
             else:
                 items[number].append(item)
         terms.check_missing(missing, wanted)
+        if wanted and terms.unasked != IGNORE:
+            terms.check_unasked(keys_beside(self.layouts, wanted), find_ways(planner))
         if fills_state(planner):
             self._read_together(items, planner, terms)
         else:
@@ -156,9 +166,12 @@ class LayoutReader(StorageReader):
 class Reader(LayoutReader):
     """A reader of the checkpoint at `path`, of any format, into a state with the names that it has there.
 
+    What each rank saved for itself (`own_state.rank_N.NAME`) each rank reads by its own name, as torch does: rank N
+    gets its own `NAME`.
+
     `path` is a local one, a URL, or the id of a model on the Hub. `also` are other directories with files of the
-    same checkpoint, as when each node had a disk of its own. `missing` and `cast` say what happens where the state
-    asks for what is not there, or for another dtype: see `LayoutReader`.
+    same checkpoint, as when each node had a disk of its own. `missing`, `cast` and `unasked` say what happens where
+    the state asks for entries that are not there, for another dtype, or not for all entries: see `LayoutReader`.
 
     With `under` every name of the model is one below that key: the `norm.weight` of a Hugging Face model is read into
     that of `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there
@@ -177,23 +190,26 @@ class Reader(LayoutReader):
         names: str = KEEP,
         missing: str = ERROR,
         cast: str = ERROR,
+        unasked: str = WARN,
     ) -> None:
         check_names(names)
         self.path = join_places(find_path(path), also)
         self.under = under
         self.names = names
+        self.rank = 0
         self._failure: CkptError | None = None
-        super().__init__(missing=missing, cast=cast)
+        super().__init__(missing=missing, cast=cast, unasked=unasked)
 
     def open(self) -> tuple[Layout, ...]:
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
         checkpoint = Checkpoint.open(self.path)
         config = checkpoint.companions.config
-        layout = restore_tied(checkpoint.model_part.layout, config or {})
+        layout = restore_tied(with_own_state(checkpoint.model_part.layout, self.rank), config or {})
         asked = AskedNames(names=self.names, config=config, trainer=checkpoint.trainer, check=require_plain)
         layout, _ = name_training(layout, asked)
         model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
-        return (model, *(part.layout for part in checkpoint.parts if part is not checkpoint.model_part))
+        others = (part.layout for part in checkpoint.parts if part is not checkpoint.model_part)
+        return (model, *(with_own_state(other, self.rank) for other in others))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, with the checkpoint at another path if one is given."""
@@ -203,6 +219,7 @@ class Reader(LayoutReader):
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return what the checkpoint holds; nothing if it cannot be read, which `set_up_storage_reader` then says."""
         self._failure = None
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         try:
             self.layouts = self.open()
         except CkptError as error:  # torch takes whatever is raised here for a checkpoint without global metadata
@@ -210,10 +227,14 @@ class Reader(LayoutReader):
             return Metadata({}, planner_data={})
         return super().read_metadata()
 
-    def set_up_storage_reader(self, *_args: Any, **_kwargs: Any) -> None:
-        """Raise what went wrong when the checkpoint was opened."""
+    def set_up_storage_reader(self, *_args: Any, **kwargs: Any) -> None:
+        """Raise what went wrong when the checkpoint was opened. In a process group of its own a rank has its number."""
         if self._failure is not None:
             raise self._failure
+        rank = kwargs.get("rank", self.rank)
+        if rank != self.rank:
+            self.rank = rank
+            self.layouts = self.open()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -230,6 +251,27 @@ def find_path(place: str | os.PathLike[str]) -> Path:
     return place if isinstance(place, Path) else to_path(os.fspath(place))
 
 
+def with_own_state(layout: Layout, rank: int) -> Layout:
+    """Return the layout with what this rank saved for itself under the names that it has on the rank."""
+    above = (OWN, f"rank_{rank}")
+    keys = {name: key[2:] for name in layout.names if (key := layout.key(name))[:2] == above and len(key) > 2}
+    if not keys:
+        return layout
+    named = {".".join(map(str, key)): name for name, key in keys.items()}
+    return replace(
+        layout,
+        tensors={
+            **{name: tensor for name, tensor in layout.tensors.items() if name not in named},
+            **{new: layout.tensors[old] for new, old in named.items() if old in layout.tensors},
+        },
+        blobs={
+            **{name: blob for name, blob in layout.blobs.items() if name not in named},
+            **{new: layout.blobs[old] for new, old in named.items() if old in layout.blobs},
+        },
+        keys={**layout.keys, **{new: keys[old] for new, old in named.items()}},
+    )
+
+
 Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by the label of a file that a tensor is taken for
 _PLANNER_STEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
@@ -242,6 +284,31 @@ def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner)
         planner.load_bytes(item, read_value(found, name))
 
 
+def keys_beside(layouts: Iterable[Layout], asked: Container[str]) -> Iterator[KeyPath]:
+    """Yield the ways to the entries that were not asked for.
+
+    Leaves out what one rank saved for itself, and tied tensors that were asked for by another name.
+    """
+    for layout in layouts:
+        loaded = {place_of(tensor) for name, tensor in layout.tensors.items() if name in asked}
+        for name in layout.names:
+            tensor = layout.tensors.get(name)
+            if name not in asked and not (tensor and place_of(tensor) in loaded) and OWN not in layout.key(name):
+                yield layout.key(name)
+
+
+def place_of(tensor: StoredTensor) -> tuple[str, int]:
+    """Return file and offset of the first bytes of a tensor."""
+    first = tensor.chunks[0]
+    return first.path, first.offset
+
+
+def find_ways(planner: LoadPlanner) -> list[KeyPath]:
+    """Return the ways to the entries that a planner's state asks for."""
+    ways: Mapping[str, KeyPath] = getattr(planner, "mappings", {})
+    return [ways.get(name, (name,)) for name in getattr(planner, "state_dict", {})]
+
+
 def fills_state(planner: LoadPlanner) -> bool:
     """Return whether a planner gives the tensors of the state to be read into, as torch's own does."""
     ours = type(planner)
@@ -250,12 +317,8 @@ def fills_state(planner: LoadPlanner) -> bool:
 
 def tensors_in_order(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
     """Return the items of a plan that are tensors, in the order in which these lie in the files."""
-
-    def place(item: ReadItem) -> tuple[str, int]:
-        first = layout.tensors[item.storage_index.fqn].chunks[0]
-        return first.path, first.offset
-
-    return sorted((item for item in plan if item.type == LoadItemType.TENSOR), key=place)
+    tensors = (item for item in plan if item.type == LoadItemType.TENSOR)
+    return sorted(tensors, key=lambda item: place_of(layout.tensors[item.storage_index.fqn]))
 
 
 def resolve(items: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,16 +21,18 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import Mismatch, Usage, and_more
-from ckptkit.layout import Spec
+from ckptkit.layout import KeyPath, Spec
 from ckptkit.optimizers.missing_states import FIRST_ZERO
+from ckptkit.pictures.words import count
 
-ERROR, KEEP, ZERO, ALLOW = "error", "keep", "zero", "allow"
+ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
 _MOST = 8  # names in a message
+_INITIALIZE = "a new optimizer has no states: make them with torch's `get_optimizer_state_dict`"
 _TORCH_PLAN = create_default_local_load_plan.__code__
 
 
 class PartialLoad(UserWarning):
-    """A warning of what was asked for and is not in the checkpoint."""
+    """A warning of what was asked for and is not in the checkpoint, or the other way round."""
 
 
 class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
@@ -50,21 +53,45 @@ class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
 
 @dataclass(frozen=True, slots=True)
 class LoadTerms:
-    """The terms of a load: `missing` is "error", "keep" or "zero", `cast` is "error" or "allow"."""
+    """The terms of a load: `missing` is "error", "keep" or "zero", `cast` is "error" or "allow".
+
+    `unasked` is "warn", "error" or "ignore".
+    """
 
     missing: str = ERROR
     cast: str = ERROR
+    unasked: str = WARN
 
     def __post_init__(self) -> None:
         if self.missing not in (ERROR, KEEP, ZERO):
             raise Usage(f"missing is `{ERROR}`, `{KEEP}` or `{ZERO}`, not `{self.missing}`")
         if self.cast not in (ERROR, ALLOW):
             raise Usage(f"cast is `{ERROR}` or `{ALLOW}`, not `{self.cast}`")
+        if self.unasked not in (WARN, ERROR, IGNORE):
+            raise Usage(f"unasked is `{WARN}`, `{ERROR}` or `{IGNORE}`, not `{self.unasked}`")
 
     def with_planner(self, planner: LoadPlanner) -> LoadTerms:
         """Return the terms under a planner: one that allows a partial load has what is missing kept."""
         is_partial = self.missing == ERROR and getattr(planner, "allow_partial_load", False)
-        return LoadTerms(KEEP, self.cast) if is_partial else self
+        return replace(self, missing=KEEP) if is_partial else self
+
+    def check_unasked(self, keys: Iterable[KeyPath], asked: Iterable[KeyPath]) -> None:
+        """Warn of entries that are in the checkpoint beside others that were asked for, or raise `Mismatch`.
+
+        `keys` are the ways to the entries of the checkpoint, `asked` those to the entries that a state asks for.
+        """
+        ways = {key[:steps] for key in asked for steps in range(1, len(key) + 1)}
+        left = [key for key in keys if key not in ways and len(key) > 1 and key[:1] in ways]
+        if not left:
+            return
+        above = Counter(next(key[:n] for n in range(1, len(key) + 1) if key[:n] not in ways) for key in left)
+        found = [f"{count(n, 'entry')} under `{'.'.join(map(str, key))}`" for key, n in above.items()]
+        text = f"the state does not ask for {', '.join(found[:_MOST])}{and_more(len(found) - _MOST)}"
+        way = _INITIALIZE if any(key[-1] == "state" for key in above) else "load the whole state"
+        if self.unasked == ERROR:
+            raise Mismatch(f"{text}, which the checkpoint has", hint=f'{way}; or pass unasked="ignore"')
+        text += f', which the checkpoint has: nothing of it is loaded; {way}, or pass unasked="ignore"'
+        warnings.warn(text, PartialLoad, stacklevel=2)
 
     def check_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
         """Raise `Mismatch` for names that the checkpoint lacks; if they shall be zero, for those of no tensor."""

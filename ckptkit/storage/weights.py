@@ -22,7 +22,7 @@ from ckptkit.names.turn import settle_family
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
-from ckptkit.storage.terms import ERROR, LoadTerms
+from ckptkit.storage.terms import ERROR, IGNORE, LoadTerms
 from ckptkit.storage.ties import find_tied, identify, require_equal
 from ckptkit.tensors.box import Shape
 
@@ -57,7 +57,7 @@ def load_weights(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            state_dict_loader.load(wanted, storage_reader=LayoutReader(layout, cast=cast))
+            state_dict_loader.load(wanted, storage_reader=LayoutReader(layout, cast=cast, unasked=IGNORE))
     except CheckpointException as error:
         cause = find_cause(error)
         raise (cause.blame(path=path) if isinstance(cause, CkptError) else cause) from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -91,9 +92,10 @@ class RoomWriter(StorageWriter):
             self.room = to_local(os.fspath(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise `Unsupported` for ranks that shall not talk to each other: their shards are of the same files."""
-        if not kwargs.get("use_collectives", True):
-            raise Unsupported("saving with use_collectives=False: the ranks write the same files together")
+        """Raise `Unsupported` for several ranks that do not talk to each other: they write the same files."""
+        if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
+            message = f"use_collectives=False: {dist.get_world_size()} ranks write the same files together"
+            raise Unsupported(message, hint="leave it out, or save with torch's FileSystemWriter, which ckptkit reads")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
@@ -196,8 +198,10 @@ def is_local(checkpoint_id: object) -> bool:
 class Writer(RoomWriter):
     """A writer of a state to `path`, a local one, where it appears when all ranks are done, whole or not at all.
 
-    `format` is one that ckptkit writes. Entries that are no tensors lie in the files of "dcp" and "pt"; with "hf" they
-    and all else that is not the model's lie in a DCP directory `training` beside the weights. `files` are small ones
+    `format` is one that ckptkit writes. Entries that are no tensors lie in the files of "dcp" and "pt". With "hf" the
+    weights have the names that the model itself gives them, without the key that it has in the state (`model`); all
+    else lies in a DCP directory `training` beside the weights. A state of several models without entries of other kinds
+    keeps its names. `files` are small ones
     to put beside the weights (config.json, a tokenizer's), and `max_shard_size` is in bytes.
     `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
     without `sync` the checkpoint may not outlive a power cut. A save

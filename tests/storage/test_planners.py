@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,9 +20,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import ckptkit
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.training.launch import Report, launch
@@ -79,12 +83,18 @@ def test_a_planner_that_rounds_what_it_gives(tmp_path: Path, writer: str, reader
     for is_planned, loaded in ((True, torch.float16), (False, torch.float32)):
         path = tmp_path / str(is_planned)
         planner = Rounding(torch.float16, is_planned=is_planned)
-        if not is_planned and writer == "torch":
-            continue  # one file of torch's that says one dtype and holds another
         dcp.save({"w": counted(5) / 3}, storage_writer=WRITERS[writer](path), planner=planner)
         found = {"w": torch.zeros(5, dtype=loaded)}
         dcp.load(found, storage_reader=READERS[reader](path))
         assert torch.equal(found["w"], (counted(5) / 3).half().to(loaded))
+
+
+def test_a_conversion_casts_what_a_planner_rounded(tmp_path: Path) -> None:
+    planner = Rounding(torch.float16, is_planned=False)
+    dcp.save({"w": counted(5) / 3}, checkpoint_id=tmp_path / "run", planner=planner)  # float32 in torch's metadata
+    ckptkit.convert(tmp_path / "run", tmp_path / "out.pt", to="pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["w"], (counted(5) / 3).half().float())
+    assert ckptkit.verify(tmp_path / "run")[0].is_ok
 
 
 @each_format
@@ -303,3 +313,94 @@ def test_two_tensors_into_one_that_is_tied(tmp_path: Path, to: str, is_equal: bo
     with pytest.raises(CheckpointException, match=r"ties it to `.*`, but the checkpoint's bytes differ") as caught:
         dcp.load(found, storage_reader=Reader(tmp_path / "out"))
     assert isinstance(cause_of(caught), Mismatch)
+
+
+# -- values that are no tensors ----------------------------------------------------------------------------------------
+
+
+def a_run() -> dict[str, Any]:
+    """Where a training stands: numbers of numpy, and the states of random generators of all three kinds."""
+    return {
+        "loss": np.float64(1.5),
+        "step": np.int64(3),
+        "order": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "halves": np.asfortranarray(np.ones((2, 3), np.float16)),
+        "none yet": np.zeros(0),
+        "names": np.array(["up", "down"]),
+        "swapped": np.arange(3, dtype=">i8"),
+        "rng": {
+            "numpy": np.random.get_state(),
+            "new": np.random.default_rng(0).bit_generator.state,
+            "python": random.getstate(),
+            "torch": torch.get_rng_state(),
+        },
+    }
+
+
+@each_pair
+def test_values_of_numpy_and_states_of_generators(tmp_path: Path, writer: str, reader: str) -> None:
+    state = a_run()
+    dcp.save(state, storage_writer=WRITERS[writer](tmp_path / "out"))
+    found = _load_state_dict_from_keys(storage_reader=READERS[reader](tmp_path / "out"))
+    assert_equal(found, state)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected) or isinstance(expected, dict)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_equal(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    else:
+        np.testing.assert_array_equal(found, expected)  # numpy itself reads bytes that are swapped as native ones
+
+
+class Calls:
+    """Pickled as a call of numpy's that makes pointers of bytes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.ndarray, self.args
+
+
+def test_values_of_numpy_that_are_pointers_are_not_made(tmp_path: Path) -> None:
+    for number, value in enumerate((np.array([{"a": 1}], dtype=object), np.zeros(2, dtype=[("a", "O"), ("b", "i4")]))):
+        dcp.save({"value": value}, checkpoint_id=tmp_path / str(number))
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load({"value": None}, storage_reader=Reader(tmp_path / str(number)))
+        assert isinstance(cause_of(caught), Unsupported)
+    dcp.save({"value": Calls((1,), "O", b"pointer!")}, checkpoint_id=tmp_path / "called")
+    named = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([np.ndarray, np.dtype])  # as accelerate does when it is imported
+    try:
+        for _ in range(20):  # torch keeps them in a set: the order is another in each process
+            found: dict[str, Any] = {"value": None}
+            dcp.load(found, storage_reader=Reader(tmp_path / "called"))
+            assert found["value"].shape == (0,)
+        assert set(torch.serialization.get_safe_globals()) == {*named, np.ndarray, np.dtype}
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(named)
+
+
+@pytest.mark.parametrize("state", [(1, (2,), None, False, b""), (1,), "x"])
+def test_values_of_numpy_that_make_no_sense(tmp_path: Path, state: object) -> None:
+    dcp.save({"value": Built(state)}, checkpoint_id=tmp_path / "out")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"value": None}, storage_reader=Reader(tmp_path / "out"))
+    assert isinstance(cause_of(caught), Corrupt | Unsupported)
+
+
+class Built(Calls):
+    """Pickled as an array of numpy's with any state."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.zeros(0).__reduce__()[0], (np.ndarray, (0,), b"b"), self.args[0]

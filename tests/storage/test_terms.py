@@ -107,6 +107,46 @@ def test_another_dtype_is_an_error_unless_allowed(stored: torch.dtype, tmp_path:
     assert torch.equal(found["w"], counted(3).to(stored).float())
 
 
+def save_step(root: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Save a model and its optimizer after a step."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 1}, checkpoint_id=root)
+    return model, optimizer
+
+
+def test_states_that_nobody_asked_for(tmp_path: Path) -> None:
+    save_step(tmp_path / "out")
+    model = nn.Linear(3, 3)
+    fresh = torch.optim.AdamW(model.parameters())  # without states, so that its state asks for none
+    state = {"model": model.state_dict(), "optim": fresh.state_dict()}
+    with pytest.warns(PartialLoad, match=r"does not ask for 6 entries under `optim.state`, .* nothing of it is loaded"):
+        dcp.load(state, storage_reader=Reader(tmp_path / "out"))
+    before = {name: tensor.clone() for name, tensor in nn.Linear(3, 3).state_dict().items()}
+    state = {"model": dict(before), "optim": fresh.state_dict()}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=Reader(tmp_path / "out", unasked="error"))
+    error = cause_of(caught)
+    assert isinstance(error, Mismatch)
+    assert "6 entries under `optim.state`" in error.message
+    assert "get_optimizer_state_dict" in str(error.hint)
+    assert all(torch.equal(state["model"][name], tensor) for name, tensor in before.items())  # nothing was read
+    dcp.load(state, storage_reader=Reader(tmp_path / "out", unasked="ignore"))
+    assert torch.equal(state["model"]["weight"], model.weight)
+
+
+@pytest.mark.parametrize("unasked", ["warn", "error"])
+def test_a_part_of_a_checkpoint_is_loaded_without_a_word(tmp_path: Path, unasked: str) -> None:
+    model, optimizer = save_step(tmp_path / "out")
+    whole = {"model": nn.Linear(3, 3).state_dict(), "optim": optimizer.state_dict(), "step": 0}
+    dcp.load(whole, storage_reader=Reader(tmp_path / "out", unasked=unasked))
+    found = {"model": nn.Linear(3, 3).state_dict()}
+    dcp.load(found, storage_reader=Reader(tmp_path / "out", unasked=unasked))
+    assert torch.equal(found["model"]["weight"], model.state_dict()["weight"])
+
+
 def test_integers_never_become_floats(tmp_path: Path) -> None:
     path = write(tmp_path / "f.pt", n=torch.arange(3))
     for cast in ("error", "allow"):

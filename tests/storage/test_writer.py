@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Unsupported
 from ckptkit.storage import Reader, Writer, find_cause
@@ -159,9 +160,40 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path: Path) -> N
         Writer(tmp_path / "out", files={"../config.json": b""})
 
 
-def test_ways_to_save_that_leave_no_place_for_a_plan_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="use_collectives=False"):
-        dcp.save({"w": counted(3)}, storage_writer=Writer(tmp_path / "out"), use_collectives=False)
+@pytest.mark.parametrize("to", FORMATS)
+def test_one_rank_has_nobody_to_talk_to(tmp_path: Path, to: str) -> None:
+    dcp.save({"w": counted(3)}, storage_writer=Writer(tmp_path / "out", to), use_collectives=False)
+    assert torch.equal(load_with_us(tmp_path / "out"), counted(3))
+
+
+def load_with_us(path: Path) -> Tensor:
+    found = {"w": torch.zeros(3)}
+    dcp.load(found, storage_reader=Reader(path))
+    return found["w"]
+
+
+W = {"w": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("state", "names", "beside"),
+    [
+        ({"model": W}, {"w"}, set()),
+        ({"model": W, "step": 5}, {"w"}, {"step"}),
+        ({"model": W, "optim": {"state": {"w": {"exp_avg": W["w"]}}}}, {"w"}, {"optim.state.w.exp_avg"}),
+        ({"app": {"model": W}}, {"w"}, set()),
+        ({"model.w": W["w"]}, {"model.w"}, set()),
+        ({"model.w": W["w"], "step": 5}, {"model.w"}, {"step"}),
+        ({"actor": W, "critic": W}, {"actor.w", "critic.w"}, set()),
+    ],
+)
+def test_weights_have_the_names_that_the_model_gives_them(
+    tmp_path: Path, state: dict[str, Any], names: set[str], beside: set[str]
+) -> None:
+    dcp.save(state, storage_writer=Writer(tmp_path / "out"))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
+    training = tmp_path / "out" / "training"
+    assert (set(open_layout(training).names) if training.exists() else set()) == beside
 
 
 def test_a_plan_must_cover_every_tensor_and_no_element_twice() -> None:
@@ -272,6 +304,8 @@ def fail_on_ranks(room: Path, place: RankPlace, report: Report) -> None:
             expect(IOFailure, {"w": w})
         if place.rank == 0:
             assert names_in(room) == {".out.ckptkit.tmp", ".out.ckptkit.lock"}
+        with pytest.raises(Unsupported, match="use_collectives=False: 3 ranks write the same files together"):
+            dcp.save({"w": w}, storage_writer=writer, use_collectives=False)
         dcp.save({"w": w}, storage_writer=writer)
         if place.rank == 0:
             assert names_in(room) == {"out"}

@@ -95,9 +95,14 @@ def _model(config: Any, variant: str, **more: Any) -> Any:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.AdamW:
+    """Make one step. Parameters that are not split, which every rank has, stay the same on all ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for parameter in model.parameters():
+    for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.randn_like(parameter)
+        if not getattr(parameter, "tensor_model_parallel", False):
+            alike = torch.Generator().manual_seed(number)
+            for values in (parameter.data, parameter.grad):
+                values.copy_(torch.randn(values.shape, generator=alike))
     optimizer.step()
     return optimizer
 

@@ -88,12 +88,17 @@ def locate_chunk(
 
 
 def open_envelope(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -> Chunk:
-    """Return the chunk whose archive lies there with its bytes' own offset, length, order and CRC."""
+    """Return the chunk whose archive lies there with its bytes' own offset, length, order and CRC.
+
+    It may have floats of another dtype than the metadata promise, which torch casts as it loads them
+    (torch/distributed/checkpoint/filesystem.py, `target_tensor.copy_`): so planners leave what they round as they save.
+    """
     tensor, start, nbytes, strides, crc, _ = templates.locate(files, chunk.path, chunk.offset, chunk.length)
-    if (tensor.dtype, tensor.shape) != (chunk.dtype, chunk.box.size):
+    fits = tensor.dtype == chunk.dtype or tensor.dtype.can_become(chunk.dtype)
+    if tensor.shape != chunk.box.size or not fits:
         stored, promised = Spec(tensor.dtype, tensor.shape), Spec(chunk.dtype, chunk.box.size)
         raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
-    return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, chunk.dtype, strides, crc)
+    return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, tensor.dtype, strides, crc)
 
 
 def check_blob(layout: Layout, name: str, files: OpenFiles, report: Report) -> Blob:

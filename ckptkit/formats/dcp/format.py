@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
@@ -106,20 +107,20 @@ class Dcp(FormatWriter):
 
         Of several files with metadata one that cannot be read is reported.
         """
-        gathered = Reading(path, report)
         described_by = find_metadata(path)
-        for file in described_by:
-            try:
+        if len(described_by) > 1:
+            from ckptkit.formats.dcp.by_rank import read_by_rank  # rare
+
+            gathered = read_by_rank(path, described_by, report)
+        else:
+            gathered = Reading(path, report)
+            for file in described_by.values():
                 gathered.add(read_metadata(file), file)
-            except CkptError as error:
-                if len(described_by) == 1:
-                    raise
-                report(error.blame(path=file))
-        return replace(gathered.layout(self.name), descriptions=tuple(file.name for file in described_by))
+        return replace(gathered.layout(self.name), descriptions=tuple(file.name for file in described_by.values()))
 
     def least_torch(self, path: Path) -> str | None:
         """Return the version of torch that began to describe tensors as this checkpoint does; None for the old way."""
-        return "2.15" if any(map(has_strides, map(read_metadata, find_metadata(path)))) else None
+        return "2.15" if any(map(has_strides, map(read_metadata, find_metadata(path).values()))) else None
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return the large entries of every item's archive, and whole what is none; the small ones are compared."""
@@ -136,7 +137,8 @@ class Dcp(FormatWriter):
         """Return the layout by the items in its files, also where it has parts of these; of files that it uses."""
         if all(chunk.wrapper for tensor in layout.tensors.values() for chunk in tensor.chunks):
             return layout
-        used, whole = layout.paths, self.read_items(layout.root)
+        whole = self.read_items(layout.root)
+        used = layout.paths | {chunk.path for _, chunk in layout.copies}
         tensors = {
             name: replace(tensor, chunks=tuple(chunk for chunk in tensor.chunks if chunk.path in used))
             for name, tensor in whole.tensors.items()
@@ -168,7 +170,7 @@ class Dcp(FormatWriter):
 
 def count_ranks(layout: Layout) -> int | None:
     """Return how many ranks wrote the checkpoint. A file that is neither empty nor of it is of an earlier save."""
-    used = layout.paths
+    used = layout.paths | {chunk.path for _, chunk in layout.copies}
     names = {name: rank for name in names_in(layout.root) if (rank := rank_of(name)) is not None}
     ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
     return len(ranks) or None
@@ -180,7 +182,7 @@ def check_files(layout: Layout, report: Report) -> None:
     Also the items of which only a part is shared with another.
     """
     items: dict[str, list[tuple[int, int, str]]] = {}
-    for name, place in layout.stored:
+    for name, place in chain(layout.stored, layout.copies):
         if place.length:
             items.setdefault(place.path, []).append((place.offset, place.length, name))
     missing = sorted(items.keys() - set(names_in(layout.root)))
@@ -235,7 +237,7 @@ def has_number_key(way: KeyPath, optimizers: Container[KeyPath]) -> bool:
 def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:
     """Return the file, offset and length of every item that has bytes, each with the first name that it belongs to."""
     items: dict[tuple[str, int, int], str] = {}
-    for name, place in layout.stored:
+    for name, place in chain(layout.stored, layout.copies):
         if place.length:
             items.setdefault((place.path, place.offset, place.length), name)
     return items

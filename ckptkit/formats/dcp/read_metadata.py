@@ -99,10 +99,13 @@ def read_metadata(path: Path) -> Attributes:
 Attributes = Mapping[str, Any]
 
 
-class Reading:
-    """A layout as it is gathered from one or more `Metadata` objects; the chunks still in their envelopes.
+Entry = StoredTensor | Blob
 
-    Where problems are reported and not raised, what makes no sense is left out, and replicas are kept as spares.
+
+class Reading:
+    """A layout as it is gathered from a `Metadata` object, or from those of all ranks; chunks still in their envelopes.
+
+    Where problems are reported and not raised, entries that make no sense are left out.
     """
 
     def __init__(self, root: Path, report: Report = refuse) -> None:
@@ -159,9 +162,7 @@ class Reading:
             raise Unsupported(f"an entry of kind `{kind}`")
         tensor = entry.attributes()
         spec = Spec(as_dtype(tensor["properties"]), as_shape(tensor["size"]))
-        known = self.specs.setdefault(name, spec)
-        if known != spec:
-            raise Corrupt(f"the ranks disagree: one has {known}, another {spec}")
+        self.specs[name] = spec
         chunks, report = self.chunks.setdefault(name, {}), self.report
         parts = [part.fields(_OF_CHUNK) for part in tensor["chunks"]]
         starts, sizes = as_shapes([start for start, _ in parts]), as_shapes([size for _, size in parts])
@@ -171,11 +172,7 @@ class Reading:
             except CkptError as error:
                 report(error.blame(path=file, tensor=name))
                 continue
-            chunk = Chunk(box, path, offset, length, spec.dtype, None, None, wrapped)
-            if box not in chunks:  # a replica: one copy is enough
-                chunks[box] = chunk
-            elif report is not refuse and chunk != chunks[box]:
-                self.spares.setdefault(name, []).append(chunk)
+            chunks.setdefault(box, Chunk(box, path, offset, length, spec.dtype, None, None, wrapped))
 
     def _place(self, info: FlatInstance | None) -> tuple[str, int, int, Wrapped]:
         """Return file name, offset, length and kind of envelope of one item."""
@@ -188,6 +185,23 @@ class Reading:
             check_name(path, self.root)
             self._files.add(path)
         return path, offset, length, Wrapped("+".join(map(as_name, transforms))) if transforms else _PLAIN
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Return the name of every entry."""
+        return (*self.specs, *self.blobs)
+
+    def entry(self, name: str) -> Entry:
+        """Return one entry."""
+        return (
+            self.blobs[name]
+            if name in self.blobs
+            else StoredTensor(self.specs[name], tuple(self.chunks[name].values()))
+        )
+
+    def key(self, name: str) -> KeyPath:
+        """Return the way to an entry through the nested dict."""
+        return self.keys.get(name, (name,))
 
     def layout(self, name: str) -> Layout:
         """Return what was gathered, as a layout of the format `name`."""
@@ -281,13 +295,13 @@ def is_metadata(name: str) -> bool:
     return name == METADATA or bool(_RANK_METADATA.fullmatch(name))
 
 
-def find_metadata(path: Path) -> list[Path]:
-    """Return the files that describe the checkpoint: `.metadata`, or else every rank's own, in order of rank.
+def find_metadata(path: Path) -> dict[int, Path]:
+    """Return the files that describe the checkpoint: `.metadata`, or else every rank's own, by rank in order.
 
     Raises `Corrupt` if there is neither.
     """
     if (path / METADATA).exists():
-        return [path / METADATA]
+        return {0: path / METADATA}
     ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
     if not ranks:
         raise Incomplete(
@@ -295,4 +309,4 @@ def find_metadata(path: Path) -> list[Path]:
             path=path,
             hint=f"use an older checkpoint, or its metadata with --salvage --fill-from OLDER; {ELSEWHERE}",
         )
-    return [ranks[rank] for rank in sorted(ranks)]
+    return dict(sorted(ranks.items()))

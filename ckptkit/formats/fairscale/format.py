@@ -18,9 +18,9 @@ from ckptkit.formats.each_file import read_each
 from ckptkit.formats.fairscale.optimizer import join_optimizer, keys_of_optimizers
 from ckptkit.formats.fairscale.shards import METADATA, FlatParameter, count_ranks, cut_flat, read_flats
 from ckptkit.formats.protocols import FormatReader
-from ckptkit.formats.shards.join import OWN, join_blobs, join_tensors
+from ckptkit.formats.shards.join import join_blobs, join_tensors
 from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
-from ckptkit.layout import Extent, KeyPath, Layout, StoredTensor, check_cover
+from ckptkit.layout import OWN, Extent, KeyPath, Layout, StoredTensor, check_cover
 from ckptkit.names.wrappers import unwrapped
 
 _SHARD = re.compile(r"(?P<name>.+)-shard(?P<rank>[0-9]{1,7})\.pt")

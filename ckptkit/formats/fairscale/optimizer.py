@@ -14,9 +14,8 @@ from typing import Any
 from ckptkit.formats.archives.flatten import FlatState, pairs_of
 from ckptkit.formats.archives.values import numbers_of, with_value
 from ckptkit.formats.fairscale.shards import FlatParameter, cut_flat
-from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.shards.rank_tensor import RankFile
-from ckptkit.layout import Blob, KeyPath, StoredTensor
+from ckptkit.layout import OWN, Blob, KeyPath, StoredTensor
 from ckptkit.layout.matching import is_counted_through, match_if_certain
 from ckptkit.tensors.box import Shape
 

@@ -18,6 +18,7 @@ from ckptkit.formats.shards.join_ranks import join_copies, join_ranks, spares_of
 from ckptkit.layout import Chunk, StoredTensor
 
 _GROUPED = (".experts.weight1", ".experts.weight2")
+_COUNTED = ".local_tokens_per_expert"
 
 HeldByRank = Mapping[
     Rank, Mapping[int, Mapping[str, StoredTensor]]
@@ -72,7 +73,7 @@ class Job:
                 for name, local, parts in self.parts_of(held, run, Rank(0, stage, expert)):
                     try:
                         tensor = self.join_parts(local, parts, run, stage)
-                        found[name] = joined(tensor, parts, found.get(name))
+                        found[name] = joined(name, tensor, parts, found.get(name))
                     except CkptError as error:
                         raise error.blame(path=self.root, tensor=name) from None
         return found
@@ -145,13 +146,17 @@ class Job:
             raise Corrupt(message, path=self.root / first.path)
 
 
-def joined(tensor: StoredTensor, parts: Sequence[StoredTensor], other: JoinedTensor | None) -> JoinedTensor:
-    """Return a tensor that was joined of parts, or the `other` that ranks of other experts have, with its copies."""
-    spares = spares_of(tensor, parts)
+def joined(name: str, tensor: StoredTensor, parts: Sequence[StoredTensor], other: JoinedTensor | None) -> JoinedTensor:
+    """Return a tensor that was joined of parts, or the `other` that ranks of other experts have, with its copies.
+
+    Each rank counts for itself how many tokens an expert gets: its numbers are no copy of another rank's.
+    """
+    spares = () if name.endswith(_COUNTED) else spares_of(tensor, parts)
     if other is None:
         return JoinedTensor(tensor, spares)
     chosen = join_copies([other.tensor, tensor])
-    return JoinedTensor(chosen, (*other.spares, *spares_of(chosen, [other.tensor, tensor]), *spares))
+    others = () if name.endswith(_COUNTED) else spares_of(chosen, [other.tensor, tensor])
+    return JoinedTensor(chosen, (*other.spares, *others, *spares))
 
 
 def is_first(rank: Rank) -> bool:

@@ -26,11 +26,10 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.ranks.example import Example
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD
 from ckptkit.formats.ranks.numbered import AT
-from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.shards.meshes import unravel
 from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
-from ckptkit.layout import Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
+from ckptkit.layout import OWN, Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
 from ckptkit.layout.recorded_names import PARAM_NAMES, is_record_of
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.placements import Placement, Shard, place

@@ -9,21 +9,19 @@ from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
 from ckptkit.formats.shards.sharded_tensors import ShardedTensor
-from ckptkit.layout import Blob, Chunk, KeyPath, StoredTensor
+from ckptkit.layout import OWN, Blob, Chunk, KeyPath, StoredTensor
 from ckptkit.tensors.box import Box
 
-OWN = "own_state"  # the key above what is another for each rank, where it should not be
 # buffers that each rank keeps for itself: statistics of what it has seen
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def join_files(files: Sequence[RankFile], report: Report = refuse) -> FlatState:
-    """Return what is in the files of all ranks, each tensor whole; with its spares, where problems are reported."""
+    """Return what is in the files of all ranks, each tensor whole; its further copies are spares."""
     tensors = join_tensors(files, report)
-    spares = {} if report is refuse else spares_of(files, tensors)
     blobs, keys = join_blobs(files)
     every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
-    return FlatState(tensors, blobs, {name: every[name] for name in tensors} | keys, spares)
+    return FlatState(tensors, blobs, {name: every[name] for name in tensors} | keys, spares_of(files, tensors))
 
 
 def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str, StoredTensor]:
@@ -37,7 +35,7 @@ def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str
     for name in names:
         held = {rank: tensors[name] for rank, _, tensors in by_rank if name in tensors}
         try:
-            joined[name] = join(held, naming(name, report), may_differ=name.endswith(_STATISTICS))
+            joined[name] = join(held, naming(name, report), may_differ=name.endswith(STATISTICS))
         except CkptError as error:
             report(error.blame(tensor=name))
     return joined
@@ -50,7 +48,7 @@ def naming(name: str, report: Report) -> Report:
 def spares_of(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> dict[str, tuple[Chunk, ...]]:
     """Return the chunks that ranks have of the joined tensors beside those that were chosen, but for statistics."""
     found: dict[str, list[Chunk]] = {}
-    chosen = {name: set(tensor.chunks) for name, tensor in joined.items() if not name.endswith(_STATISTICS)}
+    chosen = {name: set(tensor.chunks) for name, tensor in joined.items() if not name.endswith(STATISTICS)}
     for file in files:
         for name, held in file.tensors.items():
             if name in chosen:

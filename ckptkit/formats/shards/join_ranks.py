@@ -71,18 +71,10 @@ def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
 
 
 def spares_of(tensor: StoredTensor, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
-    """Return the chunks of the other copies, if a joined tensor is one of the ranks' parts; none if it is not.
-
-    Copies have the same checksums.
-    """
+    """Return the chunks of the other copies, if a joined tensor is one of the ranks' parts; none if it is not."""
     if not any(tensor is part for part in parts):
         return ()
-    copies = (part for part in parts if part is not tensor and sums_of(part) == sums_of(tensor))
-    return tuple(chunk for part in copies for chunk in part.chunks)
-
-
-def sums_of(tensor: StoredTensor) -> list[int | None]:
-    return [chunk.crc32 for chunk in tensor.chunks]
+    return tuple(chunk for part in parts if part is not tensor for chunk in part.chunks)
 
 
 def as_lost(flat: FlatState, path: str) -> FlatState:

@@ -15,7 +15,6 @@ from ckptkit.files.file import names_in, opening, read_at
 from ckptkit.formats.archives.locate import ENVELOPE, locate
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
-from ckptkit.formats.shards.join import OWN
 from ckptkit.formats.torchsnapshot.plain_lists import join_lists
 from ckptkit.formats.torchsnapshot.read_manifest import (
     NAME,
@@ -25,7 +24,7 @@ from ckptkit.formats.torchsnapshot.read_manifest import (
     read_manifest,
     value_of,
 )
-from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, Unreadable, check_cover
+from ckptkit.layout import OWN, Blob, Chunk, Extent, KeyPath, Layout, Spec, StoredTensor, Unreadable, check_cover
 from ckptkit.tensors.box import Box
 
 _TENSORS = ("Tensor", "ShardedTensor", "ChunkedTensor")

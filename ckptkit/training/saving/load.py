@@ -35,7 +35,7 @@ class Stored:
         self.path = path
         self._ranks = ranks
         is_model, self._file = ranks.on_first(lambda: find_form(path))
-        self._reader = Reader(path, under=MODEL if is_model else "")
+        self._reader = Reader(path, under=MODEL if is_model else "", unasked="ignore")
         self._in_file: set[str] = set()
 
     def outline(self) -> Tree:

@@ -1,0 +1,101 @@
+"""Compare the copies of one tensor that several ranks saved. Copies that differ are never one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckptkit.engine.compare import fingerprints
+from ckptkit.errors import Corrupt, Report
+from ckptkit.formats import locate
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.edits import select
+from ckptkit.tensors.box import whole
+
+
+class Pair(NamedTuple):
+    """Two chunks of tensor `name` with the same elements: the chosen one, and a copy that another rank saved."""
+
+    name: str
+    chosen: Chunk
+    copy: Chunk
+
+
+def check_replicas(layout: Layout, report: Report, *, with_bytes: bool = True) -> None:
+    """Report as `Corrupt` each tensor of which two ranks saved different bytes for the same elements.
+
+    Compares the CRC-32 that the files record. Reads the bytes of copies without one, unless `with_bytes` is false.
+    """
+    reported: set[str] = set()
+    for pair in find_different(layout, report, with_bytes=with_bytes):
+        if pair.name not in reported:
+            reported.add(pair.name)
+            report(describe(layout, pair))
+
+
+def find_different(layout: Layout, report: Report, *, with_bytes: bool = True) -> list[Pair]:
+    """Return the copies among a layout's spare chunks that differ from the chosen chunks.
+
+    Reports chunks whose archive is damaged.
+    """
+    pairs = {str(i): pair for i, pair in enumerate(find_pairs(layout))}
+    ours = locate(alone(layout, {label: pair.chosen for label, pair in pairs.items()}), report)
+    theirs = locate(alone(layout, {label: pair.copy for label, pair in pairs.items()}), report)
+    unknown = []
+    different = []
+    for label in pairs:
+        one, other = (side.tensors[label].chunks[0] for side in (ours, theirs))
+        if not (one.where is None is other.where):
+            continue
+        is_equal = have_equal_sums(one, other)
+        if is_equal is None:
+            unknown.append(label)
+        elif not is_equal:
+            different.append(label)
+    if unknown and with_bytes:
+        our_sums, their_sums = (fingerprints(select(side, set(unknown).__contains__)) for side in (ours, theirs))
+        different += [label for label in unknown if our_sums[label] != their_sums[label]]
+    return [pairs[label] for label in sorted(different, key=int)]
+
+
+def find_pairs(layout: Layout) -> Iterator[Pair]:
+    """Yield each spare chunk that a file contains, with the chosen chunk of the same box."""
+    for name, copies in layout.spares.items():
+        chosen = {chunk.box: chunk for chunk in layout.tensors[name].chunks} if name in layout.tensors else {}
+        for copy in copies:
+            own = chosen.get(copy.box)
+            if own is not None and own.is_in_file and copy.is_in_file and copy.box.numel:
+                yield Pair(name, own, copy)
+
+
+def alone(layout: Layout, chunks: dict[str, Chunk]) -> Layout:
+    """Return a layout in which each chunk is a tensor of its own."""
+    tensors = {
+        label: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(box=whole(chunk.size)),))
+        for label, chunk in chunks.items()
+    }
+    return replace(layout, tensors=tensors, blobs={}, keys={}, twins={}, spares={})
+
+
+def have_equal_sums(one: Chunk, other: Chunk) -> bool | None:
+    """Return whether two located chunks have the same CRC-32, None if that does not tell whether they are equal."""
+    if None in (one.crc32, other.crc32):
+        return None
+    places = [(chunk.strides, chunk.length, chunk.offset - chunk.bytes[0], chunk.bytes[1]) for chunk in (one, other)]
+    if places[0] != places[1]:
+        return None
+    if one.crc32 == other.crc32:
+        return True
+    return False if one.run is None else None
+
+
+def describe(layout: Layout, pair: Pair) -> Corrupt:
+    """Return the error for two copies that differ."""
+    start = f" at {list(pair.copy.start)}" if any(pair.copy.start) else ""
+    return Corrupt(
+        f"expected the bytes of its copy in `{pair.copy.path}`{start}, found others",
+        path=layout.root / pair.chosen.path,
+        tensor=pair.name,
+        hint="are these files of one save? --salvage writes the copy of the lowest rank, and lists the tensor as lost",
+    )
