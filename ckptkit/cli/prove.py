@@ -37,7 +37,7 @@ def prove(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Prove that an exported model computes what the training state computes.
+    """Prove that an export computes the same as the training state.
 
     First its tensors are compared with the checkpoint's, across names and dtypes, as `verify --against` does. Then
     transformers runs both on the same tokens, in float32 and block by block, so that no more than one block is in
