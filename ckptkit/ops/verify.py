@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import sum_files
@@ -129,12 +129,12 @@ def find_all(source: Source) -> list[Path]:
     """Return the parts of a checkpoint, or of all those of a run, whether complete or not, oldest first."""
     path = path_of(source)
     here = Checkpoint.at(path)
-    if here.parts:
-        return here.places
-    steps = named_in(path)
-    if all(step.unreadable for step in steps):
+    found = [] if here.is_direct else checkpoints_in(path)
+    if found and not all(one.unreadable for one in found):
+        return [part for one in found for part in one.places or [one.path]]
+    if not here.parts:
         raise here.unreadable or no_checkpoint(path)
-    return [part for step in steps for part in step.places or [step.path]]
+    return here.places
 
 
 def size_of(part: Path) -> int:
