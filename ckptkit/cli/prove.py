@@ -78,7 +78,7 @@ def report(found: Proved) -> None:
             say(f"the tensors are the same: {amount}")
             continue
         names = [*(one.name for one in diff.different), *diff.only_in_a, *diff.only_in_b]
-        say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared were {amount}")
+        say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared: {amount}")
         note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
     say(describe(found.logits))
     for line in found.summary():

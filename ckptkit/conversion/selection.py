@@ -13,6 +13,7 @@ from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.names.renames import fold, parse_rule, renaming
+from ckptkit.pictures.words import count
 from ckptkit.tensors.dtypes import DType, parse_dtype
 
 LIKE = "like:"
@@ -44,10 +45,17 @@ class Edits:
         return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def check_globs(self, layouts: Sequence[Layout]) -> None:
-        """Raise `Usage` for an `--include` or `--exclude` that matches no entry in any of the layouts."""
+        """Raise `Usage` if an `--include` or `--exclude` matches no entry of the layouts, or if all leave no entry."""
         names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]
         self.check_matched("--include", self.include, names, layouts[0].root)
         self.check_matched("--exclude", self.exclude, names, layouts[0].root)
+        self.check_left(set(names), layouts[0].root)
+
+    def check_left(self, names: Collection[str], root: Path) -> None:
+        """Raise `Usage` if `--include` and `--exclude` leave none of the names."""
+        if (self.include or self.exclude) and not any(map(self.admit, names)):
+            hint = "change --include or --exclude; `ckptkit inspect --tensors` shows all names"
+            raise Usage(f"--include and --exclude leave none of {count(len(names), 'entry')}", path=root, hint=hint)
 
     def check_dtypes(self, layouts: Sequence[Layout]) -> None:
         """Raise `Usage` for a `--dtype GLOB=DTYPE` that matches no tensor in any of the layouts."""
