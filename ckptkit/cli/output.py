@@ -22,6 +22,7 @@ from ckptkit.pictures.words import fold, visible
 
 _quiet = False
 _NARROWEST = 16  # columns that a column keeps in a terminal too narrow for a table; no number is wider
+_SOON = 0.5  # seconds: work that is done by then shows no bar
 _LEAST_LOGGED = 10**8  # bytes: less is done before anybody reads the log
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -135,7 +136,7 @@ def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
         return
     from tqdm import tqdm
 
-    with tqdm(desc=verb, unit="B", unit_scale=True, leave=False) as bar:
+    with tqdm(desc=verb, unit="B", unit_scale=True, leave=False, delay=_SOON) as bar:
 
         def tell(nbytes: int, total: int) -> None:
             if bar.total not in (None, total):

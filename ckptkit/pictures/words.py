@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+_PLURALS = {"index": "indices", "axis": "axes", "is": "are", "was": "were", "has": "have", "does": "do"}
 
-def count(number: int, noun: str) -> str:
-    """Return a number and a noun: `1 tensor`, `2 tensors`, `3 entries`."""
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number:,} {noun if number == 1 else plural}"
+
+def count(number: int, noun: str, verb: str = "") -> str:
+    """Return a number with its noun, and verb: `1 tensor is`, `2 tensors are`, `3 entries`."""
+    if number == 1:
+        words = (noun, verb)
+    else:
+        words = (_PLURALS.get(noun) or plural(noun), _PLURALS.get(verb) or verb.removesuffix("s"))
+    return " ".join(filter(None, (f"{number:,}", *words)))
+
+
+def plural(noun: str) -> str:
+    return noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
 
 
 def visible(text: str) -> str:

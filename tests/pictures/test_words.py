@@ -1,11 +1,12 @@
-"""Text in lines: names break where a reader would break them."""
+"""Text in lines, where names break as a reader would break them; and numbers with their nouns."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.pictures.words import fold
+from ckptkit.pictures.words import count, fold
 
 NAME = "model.layers.0.post_attention_layernorm.weight"
 
@@ -33,3 +34,19 @@ def test_nothing_is_lost_and_every_line_fits(text: str, width: int) -> None:
     lines = fold(text, width)
     assert all(len(line) <= width for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "counted"),
+    [
+        (0, ("tensor",), "0 tensors"),
+        (1, ("tensor", "lacks"), "1 tensor lacks"),
+        (2, ("tensor", "lacks"), "2 tensors lack"),
+        (1, ("entry", "is"), "1 entry is"),
+        (1234, ("entry", "is"), "1,234 entries are"),
+        (2, ("key",), "2 keys"),
+        (2, ("axis", "has"), "2 axes have"),
+    ],
+)
+def test_a_noun_and_a_verb_agree_with_their_number(number: int, words: tuple[str, ...], counted: str) -> None:
+    assert count(number, *words) == counted
