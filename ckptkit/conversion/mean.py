@@ -15,6 +15,7 @@ from ckptkit.layout import Layout, Spec, edits
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.computation import find_differences
 from ckptkit.models.fit import restore_tied
+from ckptkit.pictures.words import count
 from ckptkit.tensors.dtypes import DType
 from ckptkit.trainers import step_of
 
@@ -97,7 +98,7 @@ def describe_dtypes(first: Layout, others: Sequence[Layout]) -> Iterator[str]:
         if names:
             here, its = specs[names[0]].dtype, there[names[0]].dtype
             example = f"`{names[0]}` is {here}, in {other.root} {its}"
-            yield f"{len(names)} tensors have the dtype of {first.root}: {example} (--dtype chooses another)"
+            yield f"{count(len(names), 'tensor', 'has')} the dtype of {first.root}: {example} (--dtype chooses another)"
 
 
 def describe(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from ckptkit.formats import get_format
 from ckptkit.layout import Layout
 from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers, numbers_of, rekeyed
 from ckptkit.optimizers.parameter_order import find_names
+from ckptkit.pictures.words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,5 +75,7 @@ def by_name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, *, mus
         keeps = f"`{optimizer.name}` keeps numbers for its parameters, for their names are not certain ({why})"
         return Rekeying(optimizer, {}, keeps)
     return Rekeying(
-        optimizer, members, f"`{optimizer.name}` has names for its {len(members)} parameters: one order fits all shapes"
+        optimizer,
+        members,
+        f"`{optimizer.name}` has names for its {count(len(members), 'parameter')}: one order fits all shapes",
     )

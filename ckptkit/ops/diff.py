@@ -18,6 +18,7 @@ from ckptkit.engine.compare import Comparison, compare
 from ckptkit.errors import Usage
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec, edits
+from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, telling
 from ckptkit.tensors.distance import Distance, Tolerance
 from ckptkit.tensors.dtypes import DType
@@ -184,9 +185,9 @@ def compare_values(
     if terms.allow_cast:
         before = *a.specs.values(), *b.specs.values()
         a, b = (a, cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
-        count = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
-        if count:
-            remarks.append(f"{count} tensors were converted to be compared")
+        converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
+        if converted:
+            remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
     a, b = locate(a), locate(b)
     told = telling(progress, a.nbytes + b.nbytes)
     return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=told), remarks

@@ -76,8 +76,8 @@ class Verified(Summarized):
 def require_sound(found: Verified, hint: str) -> None:
     """Raise `Corrupt` with the first problem that was found, if there is any, and how many there are."""
     if found.problems:
-        first, count = found.problems[0], len(found.problems)
-        message = first.message if count == 1 else f"{first.message}; the first of {count} problems"
+        first, total = found.problems[0], len(found.problems)
+        message = first.message if total == 1 else f"{first.message}; the first of {total:,} problems"
         raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
 
 
@@ -220,10 +220,12 @@ def compare_twins(found: Verified, layout: Layout, problems: Problems, jobs: int
 
     compared = compare(*map(locate, twins_as_rounded(layout)), jobs=jobs)
     if not compared.different:
-        return replace(found, notes=(*found.notes, f"{len(layout.twins)} tensors are the same in their rounded copies"))
+        return replace(
+            found, notes=(*found.notes, f"{count(len(layout.twins), 'tensor')} and the rounded copies are the same")
+        )
     name = compared.different[0]
     twin, distance = layout.twins[name], compared.distances[name]
-    others = f"; {len(compared.different)} tensors differ in all" if len(compared.different) > 1 else ""
+    others = f"; {count(len(compared.different), 'tensor', 'differs')} in all" if len(compared.different) > 1 else ""
     message = f"{distance.different} of {twin.spec.numel} elements differ from its copy in {twin.spec.dtype}{others}"
     path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
     problems.add(Corrupt(message, path=path, tensor=name, hint="are all files of one save?"))
