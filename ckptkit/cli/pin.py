@@ -64,4 +64,4 @@ def unpin(
     for path in unpinned:
         say(f"unpinned {path}")
     if not unpinned:
-        note("note: none of them was pinned")
+        note("note: none of them was pinned; `ckptkit ls RUN` shows the pins of a run")
