@@ -75,8 +75,7 @@ def is_command(line: Sequence[str]) -> bool:
 
 def list_commands() -> list[str]:
     """Return the names of all commands, in the order of `ckptkit --help`."""
-    _, _, commands = ask([[]])[0].out.partition("Commands:\n")
-    return re.findall(r"^  ([a-z-]+)", commands, re.MULTILINE)
+    return re.findall(r"^  ([a-z]+)  +[A-Z]", ask([[]])[0].out, re.MULTILINE)
 
 
 def write_options() -> str:

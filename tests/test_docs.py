@@ -27,11 +27,15 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def split(page: Path) -> tuple[str, list[str]]:
-    """The text of a page, and the lines of its blocks of code without their indentation; mermaid's are neither."""
+    """The text of a page, and the lines of its blocks of code without their indentation; mermaid's are neither.
+
+    A block between fences begins with its fence.
+    """
     text, code = [], []
     fence: str | None = None
     for line in page.read_text().splitlines():
         if line.startswith("```"):
+            code.extend([line] if fence is None else [])
             fence = line[3:] if fence is None else None
         elif fence is not None:
             code.extend([] if fence == "mermaid" else [line])
@@ -159,7 +163,7 @@ def shown_in(page: Path) -> Iterator[tuple[str, list[str]]]:
     _, code = split(page)
     blocks = "\n".join(code).split("$ ckptkit ")[1:]
     for block in blocks:
-        line, *output = block.splitlines()
+        line, *output = block.partition("\n```")[0].splitlines()
         yield line, output
 
 
@@ -169,13 +173,30 @@ def alike(text: str, home: Path) -> str:
     return " ".join(re.sub(r"# (([KMG]?B(/s)?)|s|min)\b", "#", text).split())
 
 
+def run_in(home: Path, line: str) -> str:
+    """What a command prints in a directory, where it succeeds."""
+    command = [sys.executable, "-m", "ckptkit", *shlex.split(line)]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ckptkit {line}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def follow(page: Path, home: Path) -> None:
+    """Type the commands of a page in order, and look for each line that is shown of what they print."""
+    for line, output in shown_in(page):
+        said = run_in(home, line)
+        lines = {alike(one, home) for one in said.splitlines()}
+        missing = [one for one in output if one and one != "..." and alike(one, home) not in lines]
+        assert not missing, f"ckptkit {line}\nprinted\n{said}\nand not\n" + "\n".join(missing)
+
+
 @pytest.mark.slow
 def test_the_quickstart_can_be_followed(tmp_path: Path) -> None:
-    for line, output in shown_in(ROOT / "docs" / "quickstart.md"):
-        command = [sys.executable, "-m", "ckptkit", *shlex.split(line)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, f"ckptkit {line}\n{said}"
-        lines = {alike(one, tmp_path) for one in said.splitlines()}
-        missing = [one for one in output if one and one != "..." and alike(one, tmp_path) not in lines]
-        assert not missing, f"ckptkit {line}\nprinted\n{said}\nand not\n" + "\n".join(missing)
+    follow(ROOT / "docs" / "quickstart.md", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_readme_can_be_followed_where_the_demo_was(tmp_path: Path) -> None:
+    run_in(tmp_path, "train run --nproc 2 --steps 8 --save-every 4")
+    run_in(tmp_path, "consolidate run out")  # what `scripts/demo` leaves is `run` and `out`
+    follow(ROOT / "README.md", tmp_path)

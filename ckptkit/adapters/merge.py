@@ -64,6 +64,7 @@ def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptio
     """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
     asked, names, root = options.edits, list(merged.layout.tensors), merged.part.path
     asked.check_matched("--include", asked.include, names, root)
+    asked.check_left(names, root)
     names += [name for one in adapters for name in one.opened.part.layout.names]
     asked.check_matched("--exclude", asked.exclude, names, root)
 

@@ -111,7 +111,7 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """Return the name of its directory or file."""
-        return self.path.name or self.path.absolute().name
+        return name_of(self.path)
 
     @cached_property
     def own_step(self) -> int | None:
@@ -305,6 +305,11 @@ def path_of(source: Source) -> Path:
     return source.path if isinstance(source, Checkpoint) else to_path(source)
 
 
+def name_of(path: Path) -> str:
+    """Return the name of a directory or file, also where the path is `.` or `..`."""
+    return path.name if path.name not in ("", "..") else path.resolve().name
+
+
 def local_path_of(source: Source) -> Path:
     """Return the local path that was named, be there a checkpoint or not. Raises `Usage` for a remote one."""
     path = source.path if isinstance(source, Checkpoint) else source
@@ -344,6 +349,11 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
     return [*named, *(one for one in map(Checkpoint.at, others) if one.parts)]
 
 
+def runs_in(root: Path) -> list[Path]:
+    """Return the directories in a directory that are runs."""
+    return [folder for folder in inner_folders(root) if named_in(folder)]
+
+
 def latest_in(root: Path) -> Checkpoint | None:
     """Return the complete checkpoint with the highest step in the run at `root`, None if it has none."""
     return next((one for one in reversed(named_in(root)) if one.is_complete), None)
@@ -379,4 +389,6 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
         message = f"a run without a complete checkpoint; unfinished: {names}"
         why = [f"of `{unfinished[-1].name}`: {problem.message}" for problem in unfinished[-1].problems()[:1]]
         return unread or NotACheckpoint(message, path=path, hint=next(iter(why), None))
+    runs = runs_in(path)
+    hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
     return NotACheckpoint("no checkpoint in any known format, and no run with one", path=path, hint=hint)

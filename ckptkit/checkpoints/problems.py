@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Incomplete
+from ckptkit.pictures.words import count
 
 _NAMED = 3  # tensors of a problem that are named
 Key = tuple[Path | None, tuple[str, ...], str | None, int | None]  # file, or directory and files; tensor; byte
@@ -64,7 +65,7 @@ def with_tensors(problem: CkptError, tensors: Collection[str]) -> CkptError:
     if not tensors:
         return problem
     found = copy(problem)
-    some = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
+    some = count(len(tensors), "tensor", "is")
     found.message = f"{problem.message}; {some} incomplete: {abridge(tensors)}"
     found.args = (found.message,)
     return found
@@ -76,7 +77,7 @@ def of_tensors(lacking: dict[str, Incomplete]) -> Incomplete:
     if not others:
         return first
     of_rank = f" of rank {first.ranks[0]}" if first.ranks else ""
-    message = f"{len(lacking)} tensors lack their part{of_rank}: {abridge(lacking)}"
+    message = f"{count(len(lacking), 'tensor', 'lacks')} their part{of_rank}: {abridge(lacking)}"
     return Incomplete(message, path=first.path, hint=first.hint, ranks=first.ranks)
 
 

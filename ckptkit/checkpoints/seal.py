@@ -22,6 +22,7 @@ from ckptkit.files.file import file_size, names_in
 from ckptkit.files.joined import roots_of
 from ckptkit.formats import FormatWriter
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, NewFile, edits
+from ckptkit.pictures.words import count
 
 
 def create_files(root: Path, files: Iterable[NewFile], *, anew: bool) -> None:
@@ -45,7 +46,7 @@ def read_made(writer: FormatWriter, root: Path, tensors: Collection[str], entrie
         made = edits.select(writer.read(root), names.__contains__)
     lost = set(tensors) - made.tensors.keys()
     if lost:
-        raise Mismatch(f"{writer.name} would lose {len(lost)} tensors", path=root, tensor=min(lost))
+        raise Mismatch(f"{writer.name} would lose {count(len(lost), 'tensor')}", path=root, tensor=min(lost))
     return made
 
 

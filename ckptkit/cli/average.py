@@ -34,7 +34,7 @@ def average(
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Make the weighted mean of the models in checkpoints.
+    """Write the weighted mean of several checkpoints.
 
     A model soup, or the last of a run smoothed.
 

@@ -14,33 +14,23 @@ from ckptkit.version import __version__
 
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of it that newer versions of typer contain
 
-# In the order of `ckptkit --help`; a command is the function of its name in this module of `ckptkit.cli`.
-COMMANDS = {
-    "consolidate": "consolidate",
-    "reshard": "reshard",
-    "convert": "convert",
-    "finalize": "finalize",
-    "inspect": "inspect",
-    "ls": "ls",
-    "verify": "verify",
-    "diff": "diff",
-    "prove": "prove",
-    "doctor": "doctor",
-    "manifest": "verify",
-    "prune": "prune",
-    "pin": "pin",
-    "unpin": "pin",
-    "watch": "watch",
-    "stats": "stats",
-    "average": "average",
-    "merge": "merge",
-    "report": "report",
-    "push": "push",
-    "pull": "pull",
-    "estimate": "estimate",
-    "train": "train",
-    "smoke": "train",
+# As `ckptkit --help` groups and orders them; a command is the function of its name in this module of `ckptkit.cli`.
+GROUPS = {
+    "Convert": {
+        "consolidate": "consolidate",
+        "reshard": "reshard",
+        "convert": "convert",
+        "merge": "merge",
+        "average": "average",
+        "finalize": "finalize",
+    },
+    "Look": {"inspect": "inspect", "stats": "stats", "diff": "diff", "report": "report"},
+    "Check and fix": {"verify": "verify", "manifest": "verify", "doctor": "doctor", "prove": "prove"},
+    "Manage runs": {"ls": "ls", "pin": "pin", "unpin": "pin", "prune": "prune", "watch": "watch"},
+    "Train": {"estimate": "estimate", "train": "train", "smoke": "train"},
+    "Share": {"push": "push", "pull": "pull"},
 }
+COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
 
 def load(name: str) -> Any:
@@ -59,6 +49,13 @@ class Commands(PlainGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         """Return a command, None if there is none of this name."""
         return load(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write a section of the help for each group, with the whole summary of each command."""
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), load(name).help.partition("\n")[0]) for name in group])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line as far as the command; print the help if there is none."""

@@ -41,7 +41,7 @@ def diff(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Say what is not the same in two checkpoints.
+    """Show how two checkpoints differ.
 
     Names, shapes, dtypes and values are compared, bit for bit, whatever their formats and world sizes.
 

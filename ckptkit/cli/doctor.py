@@ -35,7 +35,7 @@ def doctor(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Say what will break when a checkpoint is loaded, and how to fix it.
+    """Find what breaks when a checkpoint is loaded, and the fix.
 
     Names, shapes, the optimizer's states and groups, and what belongs to single ranks are held against the model, the
     ranks or the other checkpoint that is given. Only metadata are read.

@@ -197,7 +197,7 @@ def verdict(found: Estimated, budget: Budget) -> str:
     if found.fits(budget):
         return f"{name} fits: {needs}"
     enough = found.fits_at(budget)
-    remedy = f"it would fit on {enough} GPUs" if enough else "no number of GPUs is enough"
+    remedy = f"it would fit on {count(enough, 'GPU')}" if enough else "no number of GPUs is enough"
     return f"{name} does not fit: {needs}; {remedy}"
 
 

@@ -19,7 +19,7 @@ def finalize(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Let what several jobs have made with --part appear.
+    """Finish an output that several jobs wrote with --part.
 
     First it is checked that all of it is there.
 

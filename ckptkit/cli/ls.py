@@ -93,6 +93,8 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
         note(f"note: also measured: {', '.join(hidden)}; --json has all")
     if found.root != run:
         note(f"note: this is one checkpoint: `ckptkit inspect {run}` looks into it")
+    for inside in found.runs:
+        note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
     for one in found.checkpoints:
         if not one.is_complete:
             note(f"hint: `ckptkit verify {one.path}` says more of what is wrong with it")
@@ -103,7 +105,7 @@ def row_of(one: Listed) -> list[str]:
     """Return what the table says of every checkpoint."""
     state = "weights only" if one.is_weights_only and one.is_complete else "complete"
     return [
-        one.path.name,
+        one.name,
         age(time.time() - one.saved_at) if one.saved_at else "",
         "" if one.world_size is None else str(one.world_size),
         format_bytes(one.nbytes),

@@ -9,18 +9,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
 from math import isfinite
 from pathlib import Path
-from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
 
 from ckptkit.errors import CkptError, Usage
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import visible
+from ckptkit.pictures.words import fold, visible
 
 _quiet = False
+_NARROWEST = 16  # columns that a column keeps in a terminal too narrow for a table; no number is wider
+_SOON = 0.5  # seconds: work that is done by then shows no bar
 _LEAST_LOGGED = 10**8  # bytes: less is done before anybody reads the log
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -105,16 +107,20 @@ def print_problem(problem: CkptError) -> None:
 
 
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
-    """Print rows in columns no wider than the terminal: further lines of the last column take what does not fit."""
+    """Print rows in columns; on a terminal that is too narrow, names and sentences go on in further lines."""
     cells = [[visible(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    room = max(24, terminal_width() - sum(widths[:-1]) - 2 * len(widths[:-1]))
+    if sys.stdout.isatty():
+        narrow(widths, terminal_width() - 2 * (len(widths) - 1))
     for row in cells:
-        start = "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
-        last = row[-1]
-        pieces = wrap(last, room, break_on_hyphens=False) or [""]
-        for i, piece in enumerate(pieces):
-            say(f"{start if i == 0 else ' ' * len(start)}  {piece}".rstrip())
+        for line in zip_longest(*map(fold, row, widths), fillvalue=""):
+            say("  ".join(piece.ljust(width) for piece, width in zip(line, widths, strict=True)).rstrip())
+
+
+def narrow(widths: list[int], room: int) -> None:
+    """Take from the widest columns what there is no room for."""
+    while sum(widths) > room and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
 
 
 def terminal_width() -> int:
@@ -130,7 +136,7 @@ def progress_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
         return
     from tqdm import tqdm
 
-    with tqdm(desc=verb, unit="B", unit_scale=True, leave=False) as bar:
+    with tqdm(desc=verb, unit="B", unit_scale=True, leave=False, delay=_SOON) as bar:
 
         def tell(nbytes: int, total: int) -> None:
             if bar.total not in (None, total):

@@ -19,7 +19,7 @@ def pin(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Keep checkpoints, whatever the rules say.
+    """Keep checkpoints from being pruned.
 
     Neither `ckptkit prune` nor a training that saves here deletes one that is pinned.
 
@@ -47,7 +47,7 @@ def unpin(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Take back the pins of checkpoints.
+    """Remove the pins of checkpoints.
 
     From then on they are kept or deleted as the rules say.
 
@@ -64,4 +64,4 @@ def unpin(
     for path in unpinned:
         say(f"unpinned {path}")
     if not unpinned:
-        note("note: none of them was pinned")
+        note("note: none of them was pinned; `ckptkit ls RUN` shows the pins of a run")

@@ -37,7 +37,7 @@ def prove(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Prove that an exported model computes what the training state computes.
+    """Prove that an export computes the same as the training state.
 
     First its tensors are compared with the checkpoint's, across names and dtypes, as `verify --against` does. Then
     transformers runs both on the same tokens, in float32 and block by block, so that no more than one block is in
@@ -78,7 +78,7 @@ def report(found: Proved) -> None:
             say(f"the tensors are the same: {amount}")
             continue
         names = [*(one.name for one in diff.different), *diff.only_in_a, *diff.only_in_b]
-        say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared were {amount}")
+        say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared: {amount}")
         note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
     say(describe(found.logits))
     for line in found.summary():

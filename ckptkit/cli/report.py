@@ -29,7 +29,7 @@ def report(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Write a page on a run, to open in a browser.
+    """Write a page about a run, to open in a browser.
 
     It has curves, checkpoints, the shard map, the largest tensors and norms by layer.
 

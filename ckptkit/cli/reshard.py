@@ -35,7 +35,7 @@ def reshard(
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Write a checkpoint anew for another number of ranks.
+    """Rewrite a checkpoint for another number of ranks.
 
     It is the same checkpoint, optimizer and all.
 

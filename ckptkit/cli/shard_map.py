@@ -11,7 +11,7 @@ import typer
 
 from ckptkit.cli.output import print_line, print_table, say, terminal_width
 from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count, visible
+from ckptkit.pictures.words import count, fold, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,21 +82,11 @@ def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
     times = f"  x{row.repeats}" if row.repeats > 1 else ""
     remarks = f"  ({', '.join(row.remarks)})" if row.remarks else ""
     name = "  " * bool(start) + visible(row.label.removeprefix(start)) + times + remarks
-    pieces = wrap(name, max(24, terminal_width() - _INDENT))
+    pieces = fold(name, max(24, terminal_width() - _INDENT))
     pictures = draw(row, shards.owners, _WIDTH)
     for i, (picture, piece) in enumerate(zip_longest(pictures, pieces)):
         painted = paint(picture) if picture else " " * _WIDTH
         yield f"{painted}{numbers if i == 0 else ' ' * len(numbers)}{piece or ''}".rstrip()
-
-
-def wrap(name: str, width: int) -> list[str]:
-    """Return a name in lines, broken after a dot or a space, or else a comma, and further lines set in."""
-    lines = []
-    while len(name) > width:
-        at = max(name.rfind(".", 4, width), name.rfind(" ", 4, width)) + 1 or name.rfind(",", 4, width) + 1 or width
-        lines.append(name[:at].rstrip(" "))
-        name = "    " + name[at:].lstrip(" ")
-    return [*lines, name]
 
 
 def paint(line: Line) -> str:

@@ -128,7 +128,7 @@ def smoke(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Train a tiny model and check all that comes of it.
+    """Train a tiny model and check everything that it saves.
 
     It is trained for a few steps, resumed, resharded and exported.
 

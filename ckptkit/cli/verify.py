@@ -89,7 +89,7 @@ def manifest(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Write the checksums by which changes are found later.
+    """Write checksums, so that verify finds later changes.
 
     The manifest, `ckptkit.json`, has that of every file; `ckptkit verify` knows them again by it.
 

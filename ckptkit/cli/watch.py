@@ -44,7 +44,7 @@ def watch(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Do something with each checkpoint of a run, once, as soon as it is complete.
+    """Run commands on each checkpoint as it becomes complete.
 
     In the commands {ckpt} becomes the path of the checkpoint, {name} its name, {step} its step, and {out} a path for
     what is made of it. They run one after the other, each in a process of its own and without a shell; they also find

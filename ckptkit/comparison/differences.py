@@ -58,7 +58,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Diff(Summarized):
-    """The differences between `a` and `b`, of which `tensors` and `nbytes` of either were compared.
+    """The differences between `a` and `b`: `tensors`, their `nbytes`, and `entries` that are not tensors were compared.
 
     `different` has first what matters most. `renamed` gives names in `b` by those in `a`; what is in tensors under two
     names was compared. `checked_bytes` had a CRC-32 to be compared with.
@@ -74,6 +74,7 @@ class Diff(Summarized):
     different: tuple[Difference, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    entries: int = 0
 
     @property
     def by_kind(self) -> tuple[Kind, ...]:
@@ -110,21 +111,25 @@ class Diff(Summarized):
             tuple(sorted(self.different + other.different, key=lambda found: found.rank)),
             {**self.renamed, **other.renamed},
             tuple(dict.fromkeys(self.notes + other.notes)),
+            self.entries + other.entries,
         )
 
 
 def conclude(found: Diff) -> str:
     """Return the result in one line."""
     amount = f"{count(found.tensors, 'tensor')}, {format_bytes(found.nbytes)}"
+    if not found.tensors:
+        amount = f"{count(found.entries, 'entry')}, no tensor"
     if found.is_equal:
         return f"the same: {amount}"
     weights = sum(one.is_weight for one in found.different)
+    differ = "differs" if len(found.different) == 1 else "differ"
     lines = [
-        (len(found.different), f"differ ({weights:,} of the model)" if weights else "differ"),
+        (len(found.different), differ + (f" ({weights:,} of the model)" if weights else "")),
         (len(found.only_in_a), "only in A"),
         (len(found.only_in_b), "only in B"),
         (len(found.renamed), "renamed"),
     ]
     text = ", ".join(f"{number:,} {what}" for number, what in lines if number)
     only_names = found.renamed and not (found.different or found.only_in_a or found.only_in_b)
-    return f"not the same: {text}{' but equal' if only_names else ''}; compared were {amount}"
+    return f"not the same: {text}{' but equal' if only_names else ''}; compared: {amount}"

@@ -10,6 +10,7 @@ from ckptkit.checkpoints.part import Part
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.models.companions import find_config
+from ckptkit.pictures.words import count
 from ckptkit.quantized.find import Quantized, find_quantized
 from ckptkit.quantized.plain import plain_name, recipe_of
 from ckptkit.tensors.dtypes import DTYPES
@@ -42,12 +43,11 @@ class Plain:
 
     def remark(self, computed: set[str]) -> str | None:
         """Return what there is to say of the weights that are computed; None of a model without quantized ones."""
-        count = len(computed & self.packed.keys())
-        if self.quantized is None or not count:
+        packed = len(computed & self.packed.keys())
+        if self.quantized is None or not packed:
             return None
-        return (
-            f"{count} weights of {self.layout.root} are quantized ({self.quantized.method}): compared by their values"
-        )
+        weights = f"{count(packed, 'quantized weight')} of {self.layout.root} ({self.quantized.method})"
+        return f"compared by their values: {weights}"
 
     def recipe(self, name: str, source: int) -> Recipe:
         """Return the recipe of a weight, whose operands are of the source of this number."""

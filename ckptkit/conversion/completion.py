@@ -13,6 +13,7 @@ from ckptkit.names.weights import find_weights
 from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.missing_states import States, complete_states, find_states
 from ckptkit.optimizers.parameter_order import is_buffer, own_tensors
+from ckptkit.pictures.words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,14 @@ def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredT
     if not states.lacking:
         return [f"`{states.name}` has a state of every parameter in its groups: nothing had to be completed"]
     total = sum(map(len, states.groups))
-    lacking = f"`{states.name}` had no state of {len(states.lacking)} of its {total} parameters"
+    lacking = f"`{states.name}` had no state of {len(states.lacking)} of its {count(total, 'parameter')}"
     notes = [f"{lacking}: zeros were written, with which it begins"]
     trained = {tensor.chunks for tensor in parameters.values()}
     floats = {name: one for name, one in checkpoint.weights.layout.tensors.items() if one.spec.dtype.kind == "float"}
     others = [name for name, one in floats.items() if one.chunks not in trained and not is_buffer(name)]
     if others:
         notes.append(
-            f"{len(others)} tensors of the model are in no group of `{states.name}`, as frozen ones are, "
+            f"{count(len(others), 'tensor')} of the model are in no group of `{states.name}`, as frozen ones are, "
             f"and have no state, such as `{others[0]}`"
         )
     return notes

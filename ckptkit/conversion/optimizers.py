@@ -14,6 +14,7 @@ from ckptkit.layout import Layout
 from ckptkit.names.weights import find_model_key
 from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers, numbers_of, rekeyed
 from ckptkit.optimizers.owners import NamedNumbers, OneModel, find_models, find_names
+from ckptkit.pictures.words import count
 from ckptkit.trainers import is_other_part
 
 
@@ -77,7 +78,7 @@ def by_name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, *, mus
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
         keeps = f"`{optimizer.name}` keeps numbers for its parameters, for their names are not certain ({why})"
         return Rekeying(optimizer, {}, keeps)
-    remark = f"`{optimizer.name}` has names for its {len(found.names)} parameters: {found.proof}"
+    remark = f"`{optimizer.name}` has names for its {count(len(found.names), 'parameter')}: {found.proof}"
     return Rekeying(optimizer, {**found.names}, remark)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptkit.layout import OWN, Layout, edits
+from ckptkit.pictures.words import count
 from ckptkit.trainers import owner_of_file, owner_of_key
 
 OF_RANKS = "state of single ranks, of no use to another number of ranks"
@@ -25,9 +26,13 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
         ranks = 1 + max(owners[name] for name in members)
         if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
-            notes.append(f"dropped `{group}`: it is the state of {ranks} ranks one by one, of no use to {world_size}")
+            notes.append(
+                f"dropped `{group}`: it is the state of {count(ranks, 'rank')} one by one, of no use to {world_size}"
+            )
         elif group == OWN:
-            notes.append(f"{len(members)} entries differ between ranks: each rank has its own under `{OWN}.rank_N`")
+            notes.append(
+                f"{count(len(members), 'entry', 'differs')} between ranks: each rank has its own under `{OWN}.rank_N`"
+            )
     return edits.select(layout, lambda name: name not in dropped), notes
 
 
@@ -42,6 +47,8 @@ def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str]
     owners = {name: owner for name in names if (owner := owner_of_file(name)) is not None}
     if not owners or 1 + max(owners.values()) == world_size:
         return set(), []
-    count = 1 + max(owners.values())
+    ranks = 1 + max(owners.values())
     first = min(owners)
-    return set(owners), [f"left out `{first}` and the like: the state of {count} ranks, of no use to {world_size}"]
+    return set(owners), [
+        f"left out `{first}` and the like: the state of {count(ranks, 'rank')}, of no use to {world_size}"
+    ]

@@ -14,6 +14,7 @@ from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.names.renames import fold, parse_rule, renaming
+from ckptkit.pictures.words import count
 from ckptkit.tensors.dtypes import DType, parse_dtype
 
 LIKE = "like:"
@@ -52,10 +53,17 @@ class Edits:
         return {name: "--exclude" if name in excluded else "--include" for name in left}
 
     def check_globs(self, layouts: Sequence[Layout]) -> None:
-        """Raise `Usage` for an `--include` or `--exclude` that matches no entry in any of the layouts."""
+        """Raise `Usage` if an `--include` or `--exclude` matches no entry of the layouts, or if all leave no entry."""
         names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]
         self.check_matched("--include", self.include, names, layouts[0].root)
         self.check_matched("--exclude", self.exclude, names, layouts[0].root)
+        self.check_left(set(names), layouts[0].root)
+
+    def check_left(self, names: Collection[str], root: Path) -> None:
+        """Raise `Usage` if `--include` and `--exclude` leave none of the names."""
+        if (self.include or self.exclude) and not any(map(self.admit, names)):
+            hint = "change --include or --exclude; `ckptkit inspect --tensors` shows all names"
+            raise Usage(f"--include and --exclude leave none of {count(len(names), 'entry')}", path=root, hint=hint)
 
     def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
         """Return the edits with dtypes by names in the output where a glob matches names in the checkpoint only.

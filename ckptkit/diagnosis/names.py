@@ -22,6 +22,7 @@ from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.renames import fold, rules_for
 from ckptkit.names.weights import find_model_key
 from ckptkit.names.wrappers import WRAPPERS
+from ckptkit.pictures.words import count
 from ckptkit.quantized.require_plain import require_plain
 
 _IN_MEMORY = "transformers"  # the family of names that its models have there
@@ -159,10 +160,12 @@ def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
     yield from say_renamed(case.checkpoint, pairs, rules_for(pairs, case.shapes.keys()), case.model.name, base)
 
 
-def another_model(case: Case, model: TargetModel, count: int) -> Finding:
+def another_model(case: Case, model: TargetModel, wanted: int) -> Finding:
     """Return the finding that nothing of a model is there."""
     there = abridge(sorted(case.shapes, key=len))
-    message = f"none of the {count} tensors that {model.name} calls for is here, under any name; here are {there}"
+    message = (
+        f"none of the {count(wanted, 'tensor')} that {model.name} calls for is here, under any name; here are {there}"
+    )
     return Finding("other_model", None, message)
 
 
@@ -209,7 +212,7 @@ def globs_of(name: str) -> Iterator[str]:
     yield escape(name)
     yield fold(escape(name))
     words = escape(name).split(".")
-    yield from (".".join([*words[:count], "*"]) for count in range(len(words) - 1, 0, -1))
+    yield from (".".join([*words[:end], "*"]) for end in range(len(words) - 1, 0, -1))
 
 
 def matched(glob: str, names: Collection[str]) -> list[str]:

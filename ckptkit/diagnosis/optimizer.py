@@ -12,6 +12,7 @@ from ckptkit.errors import Corrupt
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers
 from ckptkit.optimizers.missing_states import States, find_states, flattened
+from ckptkit.pictures.words import count
 
 
 def find_missing_states(case: Case) -> Iterator[Finding]:
@@ -82,7 +83,7 @@ def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator
     here, there = ([len(group) for group in one.groups] for one in (ours, theirs))
     if len(here) != len(there):
         message = (
-            f"it has {len(here)} groups of parameters, that of {other} {len(there)}: "
+            f"it has {count(len(here), 'group')} of parameters, that of {other} {len(there)}: "
             "torch ends with `loaded state dict has a different number of parameter groups`"
         )
         yield Finding("groups", ours.name, message)

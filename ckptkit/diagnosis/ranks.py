@@ -9,6 +9,7 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import reshard, resize
 from ckptkit.files.file import names_in
+from ckptkit.pictures.words import count
 from ckptkit.trainers import owner_of_file, owner_of_key
 
 
@@ -22,7 +23,7 @@ def find_ranks(case: Case) -> Iterator[Finding]:
     for group, owners in states.items():
         ranks = 1 + max(owners.values())
         if wanted not in (ranks, case.layout.world_size):
-            message = f"it is the state of {count(ranks)} one by one, of no use to {wanted}"
+            message = f"it is the state of {count(ranks, 'rank')} one by one, of no use to {wanted}"
             yield Finding("rank_state", group, message, reshard(case.checkpoint, wanted), tuple(owners))
 
 
@@ -30,8 +31,8 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
     """Yield the files that are one rank's each, if there are not as many as shall load them."""
     reader = case.checkpoint.model_part.reader
     ranks = case.layout.world_size or case.checkpoint.world_size
-    if ranks not in (None, wanted) and reader.is_bound(case.checkpoint.model_part.path):
-        message = f"saved by {count(ranks)}, its own library loads it with as many only, and not with {wanted}"
+    if ranks is not None and ranks != wanted and reader.is_bound(case.checkpoint.model_part.path):
+        message = f"saved by {count(ranks, 'rank')}, its own library loads it with as many only, and not with {wanted}"
         yield Finding("world_size", None, message, resize(case.checkpoint, wanted))
     path = case.checkpoint.path
     owners = (
@@ -39,12 +40,8 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
     )
     saved = 1 + max(owners.values(), default=-1)
     if owners and saved != wanted:
-        message = f"the random states of {count(saved)}, a file for each, of no use to {wanted}"
+        message = f"the random states of {count(saved, 'rank')}, a file for each, of no use to {wanted}"
         yield Finding("rank_state", min(owners), message, reshard(case.checkpoint, wanted), tuple(sorted(owners)))
-
-
-def count(ranks: int | None) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def states_of_ranks(case: Case) -> dict[str, dict[str, int]]:

@@ -11,6 +11,7 @@ from typing import Any
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.formats import title_of
 from ckptkit.ops.inspect import Inspected
+from ckptkit.pictures.words import count
 from ckptkit.trainers import step_of
 from ckptkit.version import __version__
 
@@ -72,7 +73,7 @@ def facts_of(found: Inspected, manifest: Manifest | None) -> Iterator[tuple[str,
     if step is not None:
         yield "step", f"{step:,}"
     if layout.world_size is not None:
-        yield "written by", f"{layout.world_size:,} ranks"
+        yield "written by", count(layout.world_size, "rank")
     if found.parameters is not None:
         yield "parameters", f"{found.parameters:,}"
         yield "dtype", ", ".join(found.groups["model"].bytes_by_dtype)

@@ -8,6 +8,7 @@ from ckptkit.inspection.tree import Branch, fold
 from ckptkit.layout import Layout
 from ckptkit.pictures.markup import Markup, element
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 
 _MOST_LINES = 60
 _INDENT = 1.2  # em for each level
@@ -15,7 +16,8 @@ _INDENT = 1.2  # em for each level
 
 def describe(layout: Layout) -> str:
     """Return format, number of tensors, bytes and place."""
-    return f"{layout.format} checkpoint, {len(layout.tensors):,} tensors, {format_bytes(layout.nbytes)}: {layout.root}"
+    tensors = count(len(layout.tensors), "tensor")
+    return f"{layout.format} checkpoint, {tensors}, {format_bytes(layout.nbytes)}: {layout.root}"
 
 
 def html_of(layout: Layout) -> str:

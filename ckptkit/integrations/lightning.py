@@ -117,6 +117,17 @@ class CkptkitIO(TorchCheckpointIO):
                 delete(place)
 
 
+def as_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> BytesIO:
+    """Return a checkpoint as Lightning's own file, in memory: `MyModule.load_from_checkpoint(as_file(path))`.
+
+    Needs memory for two copies of the checkpoint. Raises the same errors as `CkptkitIO.load_checkpoint`.
+    """
+    file = BytesIO()
+    torch.save(CkptkitIO().load_checkpoint(path, weights_only=weights_only), file)
+    file.seek(0)
+    return file
+
+
 def strategy_at_work() -> Strategy | None:
     """Return the strategy that is calling, which Lightning does not tell its plugins; None if it is no strategy."""
     frame = inspect.currentframe()

@@ -21,6 +21,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.pictures.words import count
 from ckptkit.tensors.box import Shape
 
 Key = TypeVar("Key", bound=Hashable)
@@ -43,12 +44,12 @@ def match(
     assignment fits, or several do.
     """
     check_numbers(groups, sizes)
-    count = sum(map(len, groups))
-    if count != len(parameters):
-        message = f"the optimizer has {count} parameters, the model {len(parameters)} that they could be"
+    total = sum(map(len, groups))
+    if total != len(parameters):
+        message = f"the optimizer has {count(total, 'parameter')}, the model {len(parameters)} that they could be"
         raise Unsupported(message, hint=_HINT)
-    if len(groups) * count > _MOST_STEPS:
-        raise Unsupported(f"{len(groups)} groups of parameters: shapes do not tell which is which")
+    if len(groups) * total > _MOST_STEPS:
+        raise Unsupported(f"{count(len(groups), 'group')} of parameters: shapes do not tell which is which")
     numbers = deal(groups, sizes, parameters, may_hold or (lambda _index, _key: True))
     return dict(zip(numbers, parameters, strict=True))
 
@@ -77,7 +78,7 @@ def is_counted_through(groups: Groups) -> bool:
 def check_numbers(groups: Groups, used: Collection[int] = ()) -> None:
     """Raise `Corrupt` for a number that the groups list twice, or that is `used` and in none of them."""
     times = Counter(chain.from_iterable(groups))
-    twice = [number for number, count in times.items() if count > 1]
+    twice = [number for number, often in times.items() if often > 1]
     if twice:
         raise Corrupt(f"the groups of the optimizer list parameter {min(twice)} twice")
     strays = set(used) - times.keys()
@@ -96,9 +97,10 @@ def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mappin
         return dict(parameters)
     wanted = Counter(sizes[number] for number in numbers)
     found = Counter(size for size in parameters.values() if size in wanted)
-    for size, count in wanted.items():
-        if found[size] != count:
-            message = f"the optimizer has {count} states of shape {as_text(size)}, the model {found[size]} such tensors"
+    for size, states in wanted.items():
+        if found[size] != states:
+            there = count(states, "state")
+            message = f"the optimizer has {there} of shape {as_text(size)}, the model {found[size]} such tensors"
             raise Unsupported(message, hint="is the optimizer that of another model, or was a part of it frozen?")
     return {key: size for key, size in parameters.items() if size in wanted}
 

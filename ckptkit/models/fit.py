@@ -15,6 +15,7 @@ from ckptkit.models.companions import Companions
 from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.names.renames import find_prefix_rule
+from ckptkit.pictures.words import count
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 
@@ -47,7 +48,7 @@ def fit(
     check_names(layout, form, str(companions.found_in))
     extra = without_declared(sorted(layout.tensors.keys() - form.shapes.keys()), config)
     if extra:
-        message = f"{len(extra)} tensors that config.json does not call for: {abridge(extra)}"
+        message = f"{count(len(extra), 'tensor')} that config.json does not call for: {abridge(extra)}"
         if strict:
             hint = "leave them out with --exclude"
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
@@ -86,7 +87,7 @@ def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
     extra = [name for name in layout.tensors if _EXTRA_STATE.fullmatch(name)]
     if not extra:
         return layout, []
-    note = f"left out {len(extra)} tensors of modules' own state, such as `{extra[0]}`"
+    note = f"left out {count(len(extra), 'tensor')} of modules' own state, such as `{extra[0]}`"
     return edits.select(layout, lambda name: not _EXTRA_STATE.fullmatch(name)), [note]
 
 

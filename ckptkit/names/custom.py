@@ -38,6 +38,7 @@ from ckptkit.names.steps import (
     SwappedAxes,
     TensorStep,
 )
+from ckptkit.pictures.words import count
 
 _LIMIT = 1 << 20  # bytes
 _HEADER = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
@@ -128,7 +129,7 @@ def check_numbers(key: str, texts: tuple[str, ...]) -> None:
 def check_counts(step: TensorStep, own: int, hub: int) -> None:
     """Raise `Usage` if a step is not one from so many tensors to so many."""
     if counts_of(step, own) != hub:
-        message = f"`step` does not make {hub} tensors of {own}"
+        message = f"`step` does not make {count(hub, 'tensor')} of {own}"
         raise Usage(message, hint="joined makes several of one, {reversed = {joined = 2}} one of two")
 
 

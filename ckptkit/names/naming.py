@@ -24,6 +24,7 @@ from ckptkit.names.training import translate_training
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.names.turn import settle_family, turn_between
 from ckptkit.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
+from ckptkit.pictures.words import count
 
 Config = Mapping[str, Any] | None
 _LIMIT = 1 << 20  # bytes of a file with a model's sizes
@@ -98,7 +99,9 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     notes = remarks(weights.layout, change, made, asked.config, vocabulary)
     left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
     if left:
-        notes.append(f"left out {len(left)} entries of layers as they were called before, such as `{min(left)}`")
+        notes.append(
+            f"left out {count(len(left), 'entry')} of layers as they were called before, such as `{min(left)}`"
+        )
     return edits.select(named, lambda name: name not in left), notes
 
 
@@ -204,7 +207,7 @@ def describe(change: FamilyChange, made: Translated) -> list[str]:
     """Return what there is to say of new names."""
     before = len({old for olds in made.came_from.values() for old in olds})
     one, other = (family.name if family else "the Hub" for family in (change.here, change.there))
-    notes = [f"{before} tensors as {one} calls them became {len(made.came_from)} as {other} does"]
+    notes = [f"{count(before, 'tensor')} as {one} calls them became {len(made.came_from)} as {other} does"]
     if made.unplaced:
         notes.append(f"left out {len(made.unplaced)} that {other} has not, such as `{made.unplaced[0]}`")
     return notes

@@ -14,6 +14,7 @@ from typing import Protocol
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor, axes
 from ckptkit.names.sizes import Sizes
+from ckptkit.pictures.words import count
 from ckptkit.tensors.box import Shape
 
 Tensors = tuple[StoredTensor, ...]
@@ -104,7 +105,7 @@ class Grouped:
         groups, per_group, width = group(sizes)
         rows = fused.spec.shape[0]
         if rows != groups * (per_group + 2) * width:
-            of = f"{groups} groups of {per_group} + 2 heads of {width}"
+            of = f"{count(groups, 'group')} of {per_group} + 2 heads of {width}"
             raise Mismatch(f"it has {rows} rows, where config.json calls for {of}")
         apart = axes.split(fused, 0, (groups, per_group + 2, width))
         ends = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))

@@ -13,6 +13,7 @@ from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
 from ckptkit.ops.convert import carry_out
+from ckptkit.pictures.words import count
 from ckptkit.runs.run import RunFolder
 
 _SLACK = 1e-6  # by which given weights may miss 1 before that is said
@@ -61,7 +62,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
             raise Usage("at least two checkpoints make a mean", path=path_of(given[0]) if given else None, hint=hint)
         return [Checkpoint.open(source) for source in given]
     if len(given) != 1:
-        raise Usage(f"--last chooses from one run, {len(given)} paths are given")
+        raise Usage(f"--last chooses from one run, {count(len(given), 'path', 'is')} given")
     run = path_of(given[0])
     complete = RunFolder(run).checkpoints()
     if not 0 < last <= len(complete):
@@ -70,12 +71,15 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     return list(complete[-last:])
 
 
-def divide(weights: Sequence[float], count: int) -> tuple[float, ...]:
-    """Return weights of `count` checkpoints that add up to 1. Raises `Usage` for any that are not positive."""
+def divide(weights: Sequence[float], sources: int) -> tuple[float, ...]:
+    """Return weights of `sources` checkpoints that add up to 1. Raises `Usage` for any that are not positive."""
     if not weights:
-        return (1 / count,) * count
-    if len(weights) != count:
-        raise Usage(f"{len(weights)} weights for {count} checkpoints", hint="give one for each, like --weights 2,1,1")
+        return (1 / sources,) * sources
+    if len(weights) != sources:
+        raise Usage(
+            f"{count(len(weights), 'weight')} for {count(sources, 'checkpoint')}",
+            hint="give one for each, like --weights 2,1,1",
+        )
     if not all(isfinite(weight) and weight > 0 for weight in weights):
         raise Usage(f"weights must be positive: {', '.join(map(str, weights))}")
     total = fsum(weights)

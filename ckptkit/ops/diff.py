@@ -18,9 +18,12 @@ from ckptkit.engine.compare import Comparison, compare
 from ckptkit.errors import Usage
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec, edits
+from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, telling
 from ckptkit.tensors.distance import Distance, Tolerance
 from ckptkit.tensors.dtypes import DType
+
+_ON_ENTRIES = "`ckptkit diff` compares entries that are not tensors"
 
 
 def diff(
@@ -57,8 +60,8 @@ def diff(
     if any(is_one_packed(*pair) for pair in pairs):
         notes.append("numbers of 8 bits were compared without their scales: `ckptkit stats A B` takes these along")
     asked.check_globs([side.layout for pair in pairs for side in pair])
-    if not any(side.select(asked.admit).layout.names for pair in pairs for side in pair):
-        raise Usage("there is nothing left to compare", path=one.path, hint="check --include and --exclude")
+    if not any(side.layout.names for pair in pairs for side in pair):
+        raise Usage(f"nothing to compare: neither this nor {two.path} has an entry", path=one.path)
     found = Diff(one.path, two.path, notes=tuple(notes))
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)
@@ -91,6 +94,8 @@ def prove(
             notes.append("entries that are no tensor were not compared")
         differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
         found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
+    if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in found.values()):
+        raise Usage(f"nothing to compare: neither this nor {two.path} has a tensor", path=one.path, hint=_ON_ENTRIES)
     return found
 
 
@@ -140,6 +145,7 @@ def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progres
         tuple(different),
         renamed,
         (*notes, *uncompared),
+        len(shared) - len(uncompared),
     )
 
 
@@ -179,9 +185,9 @@ def compare_values(
     if terms.allow_cast:
         before = *a.specs.values(), *b.specs.values()
         a, b = (a, cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
-        count = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
-        if count:
-            remarks.append(f"{count} tensors were converted to be compared")
+        converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
+        if converted:
+            remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
     a, b = locate(a), locate(b)
     told = telling(progress, a.nbytes + b.nbytes)
     return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=told), remarks

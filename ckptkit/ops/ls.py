@@ -7,11 +7,11 @@ is there; `verify` checks whether every shard is there and undamaged.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, name_of, no_checkpoint, path_of, runs_in
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files.file import absent, children
@@ -47,19 +47,25 @@ class Listed:
     is_weights_only: bool = False
     trainer: str | None = None
 
+    @property
+    def name(self) -> str:
+        """Return the name of its directory or file."""
+        return name_of(self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class Listing(Summarized):
     """The checkpoints of the run in directory `root`, oldest first; those without a step come last.
 
     `latest` is the complete checkpoint with the highest step, None if you asked for a single checkpoint; `tracker` says
-    in words what the tracker files of other trainers mean.
+    in words what the tracker files of other trainers mean. `runs` are the runs in a directory that is no run itself.
     """
 
     root: Path
     checkpoints: tuple[Listed, ...]
     latest: Path | None
     tracker: str | None
+    runs: tuple[Path, ...] = ()
 
     def summary(self) -> Iterator[str]:
         total = format_bytes(sum(one.nbytes for one in self.checkpoints))
@@ -79,38 +85,45 @@ def ls(run: Source) -> Listing:
             raise absent(root)
         found = checkpoints_in(root)
         is_run = bool(found)
+        runs: list[Path] = []
         if not is_run:
-            found = checkpoints_at(root)
-            root = root if len(found) > 1 else root.parent
+            found, runs = checkpoints_at(root), runs_in(root)
+            root = root.parent if found[0].path == root else root
         pins, trackers = pinned_in(root), trackers_in(root)
-        listed = [look_at(one, pins, trackers) for one in found]
+        listed = [look_at(one, pins, trackers, runs) for one in found]
     complete = [one.path for one in listed if is_run and one.is_complete and one.step is not None]
     tracker = say_tracked(trackers, listed) if is_run else None
-    return Listing(root, tuple(listed), complete[-1] if complete else None, tracker)
+    return Listing(root, tuple(listed), complete[-1] if complete else None, tracker, tuple(runs))
 
 
 list_run = ls  # its name in earlier versions
 
 
 def checkpoints_at(path: Path) -> list[Checkpoint]:
-    """Return the checkpoint at a path that is no run; where several lie in a folder, each of them.
+    """Return the checkpoint at a path that is no run; where models lie in a folder, each of them.
 
     Raises `NotACheckpoint` if there is none.
     """
     here = Checkpoint.at(path)
     models = [part.path for part in here.parts if part.is_model]
-    if not here.is_direct and here.own_step is None and len(models) > 1:
+    is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.parts))
+    if models and is_folder and not here.is_direct:
         return [Checkpoint.at(model) for model in models]
     if not here.parts and here.unreadable is None:
         raise no_checkpoint(path)
     return [here]
 
 
-def look_at(checkpoint: Checkpoint, pins: frozenset[str], trackers: Sequence[Tracker]) -> Listed:
-    """Return what the names and sizes of its files, and small files, tell about one checkpoint."""
+def look_at(
+    checkpoint: Checkpoint, pins: frozenset[str], trackers: Sequence[Tracker], others: Collection[Path] = ()
+) -> Listed:
+    """Return what the names and sizes of its files, and small files, tell about one checkpoint.
+
+    The directories `others` do not belong to it.
+    """
     fault = fault_of(checkpoint)
     metrics, unreadable = metrics_of(checkpoint.path)
-    nbytes, saved_at = measure(checkpoint.path)
+    nbytes, saved_at = measure(checkpoint.path, others)
     return Listed(
         checkpoint.path,
         checkpoint.own_step,
@@ -153,14 +166,17 @@ def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:
     return {name: value for name, value in metrics.items() if name != "step"}, None
 
 
-def measure(path: Path) -> tuple[int, float]:
+def measure(path: Path, others: Collection[Path] = ()) -> tuple[int, float]:
     """Return the bytes of all files below a path, and when the newest of them was changed, except manifests.
 
-    Links are not followed.
+    The directories `others` are left out. Links are not followed.
     """
     waiting, nbytes, newest = [place.resolve() for place in roots_of(path)], 0, 0.0
+    left_out = {other.resolve() for other in others}
     while waiting:
         found = waiting.pop()
+        if found in left_out:
+            continue
         with translate_os_errors(found):
             state = found.lstat()
             if stat.S_ISDIR(state.st_mode):

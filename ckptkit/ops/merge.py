@@ -13,6 +13,7 @@ from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_model_path
 from ckptkit.ops.convert import carry_out
+from ckptkit.pictures.words import count
 
 
 @spell_out
@@ -38,7 +39,10 @@ def merge(
     if not given:
         raise Usage("no adapter is given to be merged")
     if weights and len(weights) != len(given):
-        raise Usage(f"{len(weights)} weights for {len(given)} adapters", hint="give one for each, like --weights 1,0.5")
+        raise Usage(
+            f"{count(len(weights), 'weight')} for {count(len(given), 'adapter')}",
+            hint="give one for each, like --weights 1,0.5",
+        )
     if not all(map(isfinite, weights)):
         raise Usage(f"weights must be finite: {', '.join(map(str, weights))}")
     options["merge"] = True

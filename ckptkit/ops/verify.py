@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replicas import check_replicas
@@ -82,8 +82,8 @@ class Verified(Summarized):
 def require_sound(found: Verified, hint: str) -> None:
     """Raise `Corrupt` with the first problem that was found, if there is any, and how many there are."""
     if found.problems:
-        first, count = found.problems[0], len(found.problems)
-        message = first.message if count == 1 else f"{first.message}; the first of {count} problems"
+        first, total = found.problems[0], len(found.problems)
+        message = first.message if total == 1 else f"{first.message}; the first of {total:,} problems"
         raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
 
 
@@ -136,12 +136,12 @@ def find_all(source: Source) -> list[Checkpoint]:
     """Return a checkpoint, or all those of a run, whether complete or not, oldest first."""
     path = path_of(source)
     here = Checkpoint.at(path)
-    if here.parts:
-        return [here]
-    steps = named_in(path)
-    if all(step.unreadable for step in steps):
+    found = [] if here.is_direct else checkpoints_in(path)
+    if found and not all(one.unreadable for one in found):
+        return found
+    if not here.parts:
         raise here.unreadable or no_checkpoint(path)
-    return steps
+    return [here]
 
 
 def places_of(checkpoint: Checkpoint) -> list[Path]:
@@ -247,10 +247,12 @@ def compare_twins(found: Verified, layout: Layout, problems: Problems, jobs: int
 
     compared = compare(*map(locate, twins_as_rounded(layout)), jobs=jobs)
     if not compared.different:
-        return replace(found, notes=(*found.notes, f"{len(layout.twins)} tensors are the same in their rounded copies"))
+        return replace(
+            found, notes=(*found.notes, f"{count(len(layout.twins), 'tensor')} and the rounded copies are the same")
+        )
     name = compared.different[0]
     twin, distance = layout.twins[name], compared.distances[name]
-    others = f"; {len(compared.different)} tensors differ in all" if len(compared.different) > 1 else ""
+    others = f"; {count(len(compared.different), 'tensor', 'differs')} in all" if len(compared.different) > 1 else ""
     message = f"{distance.different} of {twin.spec.numel} elements differ from its copy in {twin.spec.dtype}{others}"
     path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
     problems.add(Corrupt(message, path=path, tensor=name, hint="are all files of one save?"))

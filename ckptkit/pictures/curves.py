@@ -9,6 +9,7 @@ from ckptkit.pictures.axes import Axis, draw_grid, draw_labels, value_axis
 from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import brief
 from ckptkit.pictures.series import Series, Stretch
+from ckptkit.pictures.words import count
 
 _WIDTH, _HEIGHT = 480, 236
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 468, 40, 208
@@ -39,7 +40,7 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
 
 
 def summarise(series: Series) -> str:
-    bad = f", not finite at {series.bad_count:,} steps" if series.bad_count else ""
+    bad = f", not finite at {count(series.bad_count, 'step')}" if series.bad_count else ""
     return f"{series.name} from {brief(series.low)} to {brief(series.high)}, last {brief(series.latest or 0.0)}{bad}"
 
 

@@ -13,6 +13,7 @@ from ckptkit.pictures.style import OWNERS
 
 _WIDTH, _HEIGHT = 960, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 640, 20, 300
+_NARROW = 360  # width of a picture with the names below
 _APART = 15  # between the names of lines
 _LETTERS = 42
 
@@ -25,20 +26,22 @@ class LayerKind:
     by_layer: dict[int, float]
 
 
-def draw_layers(title: str, kinds: Sequence[LayerKind]) -> Markup:
+def draw_layers(title: str, kinds: Sequence[LayerKind], *, is_narrow: bool = False) -> Markup:
     """Draw some kinds, at least one, each with at least one layer; their numbers are finite."""
+    width, right = (_NARROW, _NARROW - 12) if is_narrow else (_WIDTH, _RIGHT)
+    height = _HEIGHT + _APART * len(kinds) if is_narrow else _HEIGHT
     numbers = [value for kind in kinds for value in kind.by_layer.values()]
     layers = [layer for kind in kinds for layer in kind.by_layer]
-    x = Axis(min(layers), max(layers), _LEFT, _RIGHT)
+    x = Axis(min(layers), max(layers), _LEFT, right)
     y = value_axis(min(numbers), max(numbers), _BOTTOM, _TOP, may_be_log=True)
     return picture(
         title,
-        f"0 0 {_WIDTH} {_HEIGHT}",
-        draw_grid(y, _LEFT, _RIGHT),
+        f"0 0 {width} {height}",
+        draw_grid(y, _LEFT, right),
         draw_labels(x, _BOTTOM),
         element("text", "layer", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
         (draw_kind(kind, x, y, OWNERS[i % len(OWNERS)]) for i, kind in enumerate(kinds)),
-        draw_names(kinds, y),
+        draw_names_below(kinds) if is_narrow else draw_names(kinds, y),
     )
 
 
@@ -60,8 +63,20 @@ def draw_names(kinds: Sequence[LayerKind], y: Axis) -> Iterator[Markup]:
     for (height, i, name), at in zip(ends, spread(wanted, _TOP, _BOTTOM), strict=True):
         line = path_through([(_RIGHT + 5, height), (_RIGHT + 15, at), (_RIGHT + 22, at)])
         yield element("g", element("path", d=line, class_="curve", stroke=OWNERS[i % len(OWNERS)]), class_="kind")
-        shown = name if len(name) <= _LETTERS else f"…{name[-_LETTERS + 1 :]}"
-        yield element("text", shown, x=_RIGHT + 28, y=at + 3.5, class_="name")
+        yield element("text", shorten(name), x=_RIGHT + 28, y=at + 3.5, class_="name")
+
+
+def draw_names_below(kinds: Sequence[LayerKind]) -> Iterator[Markup]:
+    """Draw the names below the picture, each after a sample of its line."""
+    for i, kind in enumerate(kinds):
+        at = _HEIGHT + _APART * i
+        line = path_through([(4, at), (20, at)])
+        yield element("g", element("path", d=line, class_="curve", stroke=OWNERS[i % len(OWNERS)]), class_="kind")
+        yield element("text", shorten(kind.name), x=28, y=at + 3.5, class_="name")
+
+
+def shorten(name: str) -> str:
+    return name if len(name) <= _LETTERS else f"…{name[-_LETTERS + 1 :]}"
 
 
 def spread(wanted: Sequence[float], low: float, high: float) -> list[float]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from ckptkit.pictures.axes import Axis, draw_labels
 from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 
-_WIDTH, _HEIGHT = 960, 150
-_LEFT, _RIGHT, _TOP, _BOTTOM = 20, 940, 34, 122
+_WIDTH, _NARROW, _HEIGHT = 960, 400, 150
+_LEFT, _TOP, _BOTTOM = 20, 34, 122  # as far from the right edge as from the left one
 _MOST = 300
 
 
@@ -28,18 +29,19 @@ class Stop:
     told: str
 
 
-def draw_timeline(stops: Sequence[Stop], last_step: float | None = None) -> Markup:
+def draw_timeline(stops: Sequence[Stop], last_step: float | None = None, *, is_narrow: bool = False) -> Markup:
     """Draw the newest of some checkpoints, of one at least; the line ends at `last_step` if that is later."""
-    shown = sorted(stops, key=lambda stop: stop.step)[-_MOST:]
+    width = _NARROW if is_narrow else _WIDTH
+    shown = sorted(stops, key=lambda stop: stop.step)[-(_MOST // 4 if is_narrow else _MOST) :]
     first = 0 if len(shown) == len(stops) else shown[0].step
-    x = Axis(first, max(shown[-1].step, last_step or 0, first + 1), _LEFT, _RIGHT)
-    title = f"{len(shown)} checkpoints from step {shown[0].step:,} to {shown[-1].step:,}"
+    x = Axis(first, max(shown[-1].step, last_step or 0, first + 1), _LEFT, width - _LEFT)
+    title = f"{count(len(shown), 'checkpoint')} from step {shown[0].step:,} to {shown[-1].step:,}"
     full = max(stop.nbytes for stop in shown) or 1
     drawn = (draw_stop(stop, x, full) for stop in shown)
-    return picture(title, f"0 0 {_WIDTH} {_HEIGHT}", draw_legend(shown), draw_labels(x, _BOTTOM), drawn)
+    return picture(title, f"0 0 {width} {_HEIGHT}", draw_legend(shown, width), draw_labels(x, _BOTTOM), drawn)
 
 
-def draw_legend(shown: Sequence[Stop]) -> Iterator[Markup]:
+def draw_legend(shown: Sequence[Stop], width: int) -> Iterator[Markup]:
     """Draw a sample of each kind of checkpoint that is shown."""
     kinds = [("saved", "complete"), ("model", "weights only"), ("unfinished", "not complete")]
     there = {kind_of(stop) for stop in shown}
@@ -52,7 +54,8 @@ def draw_legend(shown: Sequence[Stop]) -> Iterator[Markup]:
     if any(stop.is_pinned for stop in shown):
         yield element("circle", cx=x + 5, cy=7, r=3.5, class_="dot b")
         yield element("text", "pinned", x=x + 16, y=11)
-    yield element("text", "height: bytes on disk", x=_RIGHT, y=11, text_anchor="end")
+    if width > _NARROW:
+        yield element("text", "height: bytes on disk", x=width - _LEFT, y=11, text_anchor="end")
 
 
 def kind_of(stop: Stop) -> str:
@@ -67,7 +70,7 @@ def draw_stop(stop: Stop, x: Axis, full: int) -> Markup:
     at = x.place(stop.step)
     height = max(4.0, (_BOTTOM - _TOP - 14) * stop.nbytes / full)
     top = _BOTTOM - height
-    anchor = "end" if at > (_LEFT + _RIGHT) / 2 else "start"
+    anchor = "end" if at > (x.start + x.end) / 2 else "start"
     return element(
         "g",
         element("title", f"{stop.name}: {format_bytes(stop.nbytes)}{stop.told}"),

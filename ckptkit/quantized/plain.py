@@ -19,6 +19,7 @@ from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.models.companions import find_config
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import Weights
+from ckptkit.pictures.words import count
 from ckptkit.quantized.config import read_said, without_quantization
 from ckptkit.quantized.find import BLOCKS, Packed, Quantized, find_quantized, is_plain
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -96,7 +97,9 @@ def choose_plain(quantized: Quantized | None, found: Weights, asked: Edits) -> f
     chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
     if chosen and (left := sorted(names[old] for old in names.keys() - chosen)):
         hint = "give one dtype for all weights, like --dtype bf16"
-        raise Usage(f"{len(left)} quantized weights would stay, such as `{left[0]}`, and others not", hint=hint)
+        raise Usage(
+            f"{count(len(left), 'quantized weight')} would stay, such as `{left[0]}`, and others not", hint=hint
+        )
     return frozenset(chosen)
 
 
@@ -135,7 +138,7 @@ def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype
     made = {new: old for new, old in weights.came_from.items() if old in chosen}
     recipes = {new: always(recipe_of(quantized, old, number)) for new, old in made.items()}
     stored_as = {new: f"{quantized.layout.tensors[old].spec.dtype} times scales" for new, old in made.items()}
-    note = f"dequantized {len(chosen)} weights ({quantized.method})"
+    note = f"dequantized {count(len(chosen), 'weight')} ({quantized.method})"
     if (plain := without_quantization(model.config)) != model.config:
         model = model.with_config(plain)
         note += "; config.json says no more that they are quantized"
@@ -213,7 +216,7 @@ def say_small(layout: Layout, asked: Edits) -> list[str]:
     small = sorted(name for name, spec in layout.specs.items() if spec.dtype.kind == "small_float")
     if asked.dtype_of_weights is None or not small:
         return []
-    weights = "1 weight" if len(small) == 1 else f"{len(small)} weights"
+    weights = count(len(small), "weight")
     return [f"{weights} of 8 bits stayed so, since nothing is known of scales: {abridge(small)}"]
 
 

@@ -13,6 +13,7 @@ from ckptkit.layout import Layout, Spec, StoredTensor, edits
 from ckptkit.layout.plan import Operand
 from ckptkit.models.expected import Form, expected
 from ckptkit.models.fit import abridge
+from ckptkit.pictures.words import count
 from ckptkit.quantized.choose import RAGGED, Chosen, choose, matches, modules_of
 from ckptkit.quantized.schemes import SCHEMES, Scheme
 from ckptkit.quantized.signs import KEYS
@@ -104,7 +105,7 @@ def recipes_of(source: Layout, made: Layout, chosen: Chosen, scheme: Scheme, num
         matrix = Matrix(Operand(number, name, spec.dtype), rows, columns)
         grid = Grid(*scheme.box(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
         if grid.rows * columns * spec.dtype.itemsize > _MOST_AT_HAND:
-            message = f"{grid.rows} rows of {columns} numbers would be in memory at once"
+            message = f"{grid.rows} rows of {count(columns, 'number')} would be in memory at once"
             raise Unsupported(message, path=source.root, tensor=name)
         recipes[name], recipes[scales] = always(Numbers(matrix, grid)), always(Scales(matrix, grid))
     return recipes
@@ -123,10 +124,10 @@ def unquantized(layout: Layout, form: Form, chosen: Chosen) -> list[str]:
 
 def remarks(source: Layout, chosen: Chosen, scheme: Scheme) -> list[str]:
     """Return what the report says of what was quantized and what was not."""
-    count = sum(source.tensors[name].spec.numel for name in chosen.names)
-    weights = f"{len(chosen.names)} weights, {count:,} parameters"
+    numbers = sum(source.tensors[name].spec.numel for name in chosen.names)
+    weights = f"{count(len(chosen.names), 'weight')}, {count(numbers, 'parameter')}"
     notes = [f"quantized {weights}, as {scheme.name} says; config.json has it"]
     for reason, names in chosen.reasons.items():
-        weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
+        weights = count(len(names), "weight")
         notes.append(f"{weights} of linear layers stayed as they were, {reason}: {abridge(names)}")
     return notes

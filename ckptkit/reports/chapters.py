@@ -17,6 +17,7 @@ from ckptkit.pictures.series import Series
 from ckptkit.pictures.shard_svg import draw_shards
 from ckptkit.pictures.shards import ShardMap, is_number
 from ckptkit.pictures.timeline import Stop, draw_timeline
+from ckptkit.pictures.words import count
 from ckptkit.reports.history import History
 from ckptkit.reports.norms import Norms
 from ckptkit.tensors.counting import Count
@@ -37,6 +38,7 @@ _MOST_LISTED = 12  # checkpoints that are not folded away
 _MOST_FOLDED = 500
 _LARGEST = 12
 _MOST_KINDS = 14
+_WIDTHS = (False, True)  # whether a picture is narrow: the page shows one for a screen, or one for a phone
 
 
 def training(history: History) -> Chapter | None:
@@ -64,8 +66,7 @@ def describe_history(history: History, drawn: Sequence[Series]) -> str:
         steps = ", ".join(f"{step:,.0f}" for step in history.resumed[-5:])
         said.append(f"Went back to step {steps}; what is shown are the steps as they were taken last.")
     if history.skipped:
-        lines = "1 line was" if history.skipped == 1 else f"{history.skipped:,} lines were"
-        said.append(f"{lines} no metrics of a step and left out.")
+        said.append(f"{count(history.skipped, 'line', 'was')} no metrics of a step and left out.")
     return " ".join(said)
 
 
@@ -83,7 +84,7 @@ def checkpoints(listing: Listing, last_step: float | None) -> Chapter | None:
     rows = [(one, date_of(one), state_of(one, listing)) for one in reversed(listed)]
     return {
         "lead": f"{complete} complete of {len(listed)}, {total} on disk. {listing.tracker or ''}".strip(),
-        "timeline": draw_timeline(stops, last_step) if stops else None,
+        "timeline": [draw_timeline(stops, last_step, is_narrow=narrow) for narrow in _WIDTHS] if stops else None,
         "metrics": list(dict.fromkeys(name for one in listed for name in one.metrics))[:4],
         "newest": rows[:_MOST_LISTED],
         "older": rows[_MOST_LISTED:][:_MOST_FOLDED],
@@ -123,12 +124,12 @@ def shards(name: str, found: ShardMap) -> Chapter | None:
     total, most = sum(row.nbytes for row in found.rows) or 1, max(row.nbytes for row in largest) or 1
     return {
         "lead": describe_shards(name, found),
-        "picture": draw_shards(found),
+        "picture": [draw_shards(found, is_narrow=narrow) for narrow in _WIDTHS],
         "by": found.by,
         "rows": [
             (owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)) for owner in found.owners[:_MOST_FOLDED]
         ],
-        "total": f"Of {sum(row.repeats for row in found.rows):,} tensors, which take {format_bytes(total)} in all.",
+        "total": f"Of {count(sum(row.repeats for row in found.rows), 'tensor')}, {format_bytes(total)} in all.",
         "largest": [(row, percent(row.nbytes / most), percent(row.nbytes / total)) for row in largest],
     }
 
@@ -139,12 +140,12 @@ def percent(share: float) -> str:
 
 def describe_shards(name: str, found: ShardMap) -> str:
     """Say what the shard map shows."""
-    count = len(found.owners)
-    if count == 1:
+    owners = len(found.owners)
+    if owners == 1:
         return f"{name}: one {found.by} holds everything."
     fullest = max(found.owners, key=lambda owner: owner.nbytes)
     return (
-        f"{name}: which of {count} {found.by}s holds which part of each tensor. Tensors that are alike share a row. "
+        f"{name}: which of {owners} {found.by}s holds which part of each tensor. Tensors that are alike share a row. "
         f"The most is held by {fullest.name}, {fullest.nbytes / (found.mean or 1):.2f} times the average."
     )
 
@@ -155,13 +156,14 @@ def norms(found: Norms) -> Chapter | None:
         return None
     kinds = sorted(found.kinds, key=lambda kind: -len(kind.by_layer))[:_MOST_KINDS]
     single = [name for name in found.counts if not any(map(is_number, name.split(".")[:-1]))][:_LARGEST]
+    title = "Norm of the tensors of each layer"
     lead = "The 2-norm of the weights, over all numbers of a tensor."
     if found.unsound:
-        first, count = found.unsound[0], len(found.unsound)
-        lead += f" NaN or infinity in {count} tensors, such as {first}: not counted in their norms."
+        first, unsound = found.unsound[0], count(len(found.unsound), "tensor")
+        lead += f" NaN or infinity in {unsound}, such as {first}: not counted in their norms."
     return {
         "lead": lead,
-        "picture": draw_layers("Norm of the tensors of each layer", kinds) if kinds else None,
+        "picture": [draw_layers(title, kinds, is_narrow=narrow) for narrow in _WIDTHS] if kinds else None,
         "single": [norm_row(name, found.counts[name]) for name in single],
         "kinds": [kind_row(kind) for kind in kinds],
     }
@@ -174,8 +176,8 @@ def kind_row(kind: LayerKind) -> list[str]:
     return [kind.name, str(len(kind.by_layer)), *extremes]
 
 
-def norm_row(name: str, count: Count) -> list[str]:
+def norm_row(name: str, counted: Count) -> list[str]:
     """Return norm, mean, deviation and extremes of a tensor."""
-    moments = (count.moments.norm, count.moments.mean, count.moments.deviation)
-    extremes = ("" if value is None else brief(float(value)) for value in (count.low, count.high))
+    moments = (counted.moments.norm, counted.moments.mean, counted.moments.deviation)
+    extremes = ("" if value is None else brief(float(value)) for value in (counted.low, counted.high))
     return [name, *map(brief, moments), *extremes]

@@ -18,6 +18,7 @@ from ckptkit.ops.inspect import Inspected, inspect
 from ckptkit.ops.ls import Listing, ls
 from ckptkit.pictures.numbers import brief, format_bytes
 from ckptkit.pictures.shards import map_shards
+from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, telling
 from ckptkit.reports import chapters
 from ckptkit.reports.history import METRICS, History, read_history
@@ -160,7 +161,7 @@ def facts_of(
         mean = sum(one.total for one in rate.stretches) / sum(one.count for one in rate.stretches)
         yield ("tokens per second", brief(mean), f"on average, {brief(rate.high)} at most")
     if latest is not None:
-        tensors = f"{len(latest.layout.tensors):,} tensors, {format_bytes(latest.layout.nbytes)}"
+        tensors = f"{count(len(latest.layout.tensors), 'tensor')}, {format_bytes(latest.layout.nbytes)}"
         yield ("parameters", "unknown" if latest.parameters is None else brief(latest.parameters), tensors)
     if listing.checkpoints:
         complete = sum(one.is_complete for one in listing.checkpoints)

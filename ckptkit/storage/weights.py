@@ -19,6 +19,7 @@ from ckptkit.names import HUB, KEEP, family_of
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.turn import settle_family
+from ckptkit.pictures.words import count
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
@@ -83,7 +84,7 @@ def find_fitting(
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
     if missing and terms.missing == ERROR:
         raise Mismatch(
-            f"the checkpoint lacks {len(missing)} of the model's {len(tensors)} tensors",
+            f"the checkpoint lacks {len(missing)} of the model's {count(len(tensors), 'tensor')}",
             path=path,
             tensor=missing[0],
             hint="is this a checkpoint of the same model?",

@@ -7,6 +7,7 @@ from operator import index as as_integer
 from types import EllipsisType
 from typing import Self
 
+from ckptkit.pictures.words import count
 from ckptkit.tensors.box import Box, Shape, whole
 
 Index = int | slice | EllipsisType
@@ -60,7 +61,9 @@ class View:
         dots = sum(one is ... for one in given)
         spare = len(self.axes) - len(given) + dots
         if spare < 0 or dots > 1:
-            raise IndexError(f"{len(given) - dots} indices and {dots} ellipses for {len(self.axes)} axes")
+            raise IndexError(
+                f"{count(len(given) - dots, 'index')} and {dots} ellipses for {count(len(self.axes), 'axis')}"
+            )
         filled: list[int | slice] = []
         for one in given if dots else (*given, ...):
             if isinstance(one, EllipsisType):

@@ -70,6 +70,7 @@ function measure(frame) {
   const page = view.document;
   page.querySelectorAll("details").forEach((one) => (one.open = true));
   const found = texts(view);
+  const drawn = [...page.querySelectorAll("svg")].filter((one) => shows(view, one));
   const ratios = found
     .map(({ element, area, text }) => [
       contrast(view, element, (area.left + area.right) / 2, (area.top + area.bottom) / 2), text])
@@ -80,7 +81,8 @@ function measure(frame) {
     scrolls: page.documentElement.scrollWidth,
     ground: view.getComputedStyle(page.body).backgroundColor,
     sections: [...page.querySelectorAll("section")].map((one) => [one.id, one.offsetWidth, one.offsetHeight]),
-    pictures: [...page.querySelectorAll("svg")].map((one) => one.getBoundingClientRect().height),
+    pictures: drawn.map((one) => one.getBoundingClientRect().height),
+    cut: drawn.map((one) => one.parentElement).filter((one) => one.scrollWidth > one.clientWidth).length,
     texts: ratios.length,
     faint: ratios.filter(([ratio]) => ratio < 4.5).map(([ratio, text]) => `${ratio.toFixed(2)}: ${text}`),
     collisions: collisions(found),

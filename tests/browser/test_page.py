@@ -22,7 +22,7 @@ from tests.pictures.runs import make_run
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="needs chromium")
 
 PROBE = Path(__file__).with_name("probe.js")
-FRAMES = [(scheme, width) for scheme in ("light", "dark") for width in (400, 1280)]
+FRAMES = [(scheme, width) for scheme in ("light", "dark") for width in (390, 1280)]
 SECTIONS = ["training", "checkpoints", "shards", "largest", "norms", "settings"]
 
 
@@ -55,7 +55,7 @@ def told(page: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_light_or_dark_as_the_reader_likes_it(told: dict[str, Any], scheme: str) -> None:
-    for width in (400, 1280):
+    for width in (390, 1280):
         red = int(told[f"{scheme}-{width}"]["ground"].strip("rgba()").split(",")[0])
         assert (red > 200) == (scheme == "light")
 
@@ -71,12 +71,13 @@ def test_every_section_shows_and_nothing_sticks_out(told: dict[str, Any], scheme
     assert len(found["pictures"]) == 7
     assert all(height > 80 for height in found["pictures"])
     assert found["outside"] == []
+    assert found["cut"] == 0
 
 
 @pytest.mark.parametrize(("scheme", "width"), FRAMES)
 def test_all_text_can_be_read(told: dict[str, Any], scheme: str, width: int) -> None:
     found = told[f"{scheme}-{width}"]
-    assert found["texts"] > (150 if width == 400 else 250)
+    assert found["texts"] > (150 if width == 390 else 250)
     assert found["faint"] == []
     assert found["collisions"] == []
 

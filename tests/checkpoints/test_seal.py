@@ -85,6 +85,6 @@ def test_a_tensor_that_the_format_lost_is_named(tmp_path: Path) -> None:
     writer = get_writer("hf")
     wanted = wanted_of(tmp_path)
     create_files(tmp_path, writer.arrange(wanted, WriterOptions(1 << 30)), anew=True)
-    with pytest.raises(Mismatch, match="would lose 1 tensors") as caught:
+    with pytest.raises(Mismatch, match="would lose 1 tensor") as caught:
         read_made(writer, tmp_path, [*wanted.tensors, "c"])
     assert caught.value.tensor == "c"

@@ -15,11 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptkit.cli.commands import COMMANDS, GROUPS
 from tests import producers
 from tests.conftest import Produce
-
-COMMANDS = ["consolidate", "reshard", "convert", "finalize", "inspect", "verify", "manifest", "prune", "push", "pull"]
-COMMANDS += ["ls", "pin", "unpin", "train", "smoke", "report", "stats", "average", "watch", "prove"]
 
 
 def ckptkit(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -223,6 +221,16 @@ def test_help_is_printed_where_there_is_no_command() -> None:
     ran = ckptkit()
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("Usage: ")
+
+
+def test_the_help_groups_the_commands_and_shows_each_whole_summary_on_one_line() -> None:
+    lines = ckptkit("--help", env={**os.environ, "COLUMNS": "80"}).stdout.splitlines()
+    for title, group in GROUPS.items():
+        start = lines.index(f"{title}:") + 1
+        shown = dict(line.split(maxsplit=1) for line in lines[start : start + len(group)])
+        assert list(shown) == list(group)
+        assert all(summary.endswith(".") and "..." not in summary for summary in shown.values()), shown
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("command", COMMANDS)

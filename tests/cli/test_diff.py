@@ -51,7 +51,7 @@ def test_what_differs(pair: tuple[Path, Path]) -> None:
     assert lines[3:] == [
         "another value or dtype:",
         "  step: 3 => 4",
-        "not the same: 31 differ (15 of the model); compared were 60 tensors, 2.88 KB",
+        "not the same: 31 differ (15 of the model); compared: 60 tensors, 2.88 KB",
     ]
     assert f"ckptkit stats {pair[0]} {pair[1]}" in done.stderr
     everything = ckptkit("diff", *pair, "--all").stdout.splitlines()
@@ -110,7 +110,7 @@ def test_renames_are_said_as_rules(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "renamed:",
         "  encoder.* => model.blocks.*  x80",
-        "not the same: 80 renamed but equal; compared were 80 tensors, 1.44 KB",
+        "not the same: 80 renamed but equal; compared: 80 tensors, 1.44 KB",
     ]
     assert len(json.loads(ckptkit("diff", tmp_path / "a", tmp_path / "b", "--json").stdout)["renamed"]) == 80
 

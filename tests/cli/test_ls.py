@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptkit.cli.inspect import count_parameters, share
 from ckptkit.cli.ls import age
@@ -34,7 +36,9 @@ def on_terminal(columns: int, *arguments: object) -> list[str]:
     """The lines that a command prints on a terminal of so many columns."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with subprocess.Popen([sys.executable, "-m", "ckptkit", *map(str, arguments)], stdout=follower, stderr=follower):
+    command = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
+    known = {**os.environ, "COLUMNS": str(columns)}  # readline, which pytest imports, sets 80
+    with subprocess.Popen(command, stdout=follower, stderr=follower, env=known):
         os.close(follower)
         output = b""
         try:
@@ -77,6 +81,21 @@ def test_a_table_that_fits_its_terminal(run: Path) -> None:
     assert "also measured: perplexity, grad_norm" in notes
     assert f"`ckptkit verify {run / 'global_step15'}`" in notes
     assert ckptkit("ls", run, "-q").stderr == ""
+
+
+def test_names_in_tables_break_only_after_dots_and_numbers_never(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.{part}.weight" for i in (0, 11) for part in ("self_attn.q_proj", "post_attention_norm")]
+    names += [f"optim.state.{name}.exp_avg_sq" for name in names]
+    producers.save_alone({name: torch.ones(3) for name in names}, tmp_path / "ckpt-5")
+    pieces = {piece for name in names for piece in re.findall(r"[^.]+\.?", name)}
+    for view in ("--tensors", "--chunks"):
+        lines = on_terminal(72, "inspect", tmp_path / "ckpt-5", view)
+        start = next(i for i, line in enumerate(lines) if "tensor" in line.split())
+        assert max(map(len, lines[start:])) <= 72
+        words = [word for line in lines[start + 1 :] for word in line.split() if "_" in word or "." in word]
+        assert {piece for word in words for piece in re.findall(r"[^.]+\.?", word)} <= pieces | {"__0_0.", "distcp"}
+        piped = ckptkit("inspect", tmp_path / "ckpt-5", view).stdout
+        assert all(name in piped for name in names)
 
 
 def test_ls_in_json(run: Path) -> None:
@@ -124,7 +143,10 @@ def test_pins_on_the_command_line(run: Path) -> None:
     pinned = ckptkit("pin", run / "global_step5", run / "global_step10", "--json")
     assert json.loads(pinned.stdout) == {"pinned": [str(run / "global_step5"), str(run / "global_step10")]}
     assert ckptkit("unpin", run / "global_step5").stdout == f"unpinned {run / 'global_step5'}\n"
-    assert ckptkit("unpin", run / "global_step5").stderr == "note: none of them was pinned\n"
+    assert (
+        ckptkit("unpin", run / "global_step5").stderr
+        == "note: none of them was pinned; `ckptkit ls RUN` shows the pins of a run\n"
+    )
     refused = ckptkit("pin", run / "global_step15")
     assert (refused.returncode, refused.stdout) == (3, "")
     assert "no complete checkpoint" in refused.stderr

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ckptkit
-from ckptkit import convert, diff, reshard
+from ckptkit import average, convert, diff, reshard, verify
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from tests import producers
 from tests.conftest import Produce
@@ -49,7 +49,7 @@ def test_what_matches_nothing_is_refused(produce: Produce, tmp_path: Path) -> No
     source = produce(producers.accelerate).root
     with pytest.raises(Usage, match=r"--include 'modle\.\*' matches no tensor"):
         reshard(source, tmp_path / "out", to=2, include=["model.*", "modle.*"])
-    with pytest.raises(Mismatch, match="nothing is left"):
+    with pytest.raises(Usage, match="leave none of 51 entries"):
         reshard(source, tmp_path / "out", to=2, exclude=["*"])
     assert list(tmp_path.iterdir()) == []
 
@@ -81,14 +81,37 @@ def test_a_pattern_that_does_nothing_is_refused(
 
 def test_nothing_to_compare_or_look_at_is_refused(produce: Produce) -> None:
     source = produce(producers.fsdp2).root
-    with pytest.raises(Usage, match="nothing left to compare"):
-        diff(source, source, exclude=["*"])
+    for look in (partial(diff, source, source), partial(ckptkit.stats, source)):
+        with pytest.raises(Usage, match=r"--include and --exclude leave none of \d+ entries"):
+            look(exclude=["*"])
     with pytest.raises(Usage, match="no tensor left"):
-        ckptkit.stats(source, exclude=["*"])
+        ckptkit.stats(source, include=["extra*"])
     for look in (partial(diff, source, source), partial(ckptkit.stats, source)):
         with pytest.raises(Usage, match=r"--exclude 'optm\.\*' matches no tensor"):
             look(exclude=["optm.*"])
         look(exclude=["optm.*"], allow_unmatched=True)
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "pt"])
+def test_nothing_to_write_is_refused(produce: Produce, tmp_path: Path, to: str) -> None:
+    source = produce(producers.fsdp2).root
+    for include, exclude in (([], ["*"]), (["model.*"], ["mod*"])):
+        with pytest.raises(Usage, match="leave none of"):
+            convert(source, tmp_path / "out", to=to, include=include, exclude=exclude)
+    with pytest.raises(Usage, match="leave none of"):
+        average([source, source], tmp_path / "out", exclude=["*"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_compared_is_counted_and_nothing_is_refused(tmp_path: Path) -> None:
+    for name, step in (("a", 3), ("b", 3), ("c", 4)):
+        torch.save({"step": step, "name": "x"}, tmp_path / f"{name}.pt")
+    one, same, other = (tmp_path / f"{name}.pt" for name in "abc")
+    assert str(diff(one, same)).endswith("the same: 2 entries, no tensor")
+    assert "compared: 2 entries, no tensor" in str(diff(one, other))
+    for against in (same, other):
+        with pytest.raises(Usage, match="nothing to compare: neither this nor"):
+            verify(one, against=against)
 
 
 def test_a_part_of_which_nothing_is_left_is_not_written(produce: Produce, tmp_path: Path) -> None:

@@ -85,6 +85,47 @@ def test_files_of_lightning_itself_are_loaded(tmp_path: Path) -> None:
     assert train(tmp_path / "second", 4, resume=tmp_path / "first" / "epoch=0-step=2.ckpt").global_step == 4
 
 
+def test_a_module_is_loaded_without_a_trainer(tmp_path: Path) -> None:
+    """`load_from_checkpoint` asks no plugin: it takes the checkpoint as a file in memory."""
+    import lightning
+
+    from ckptkit.integrations.lightning import CkptkitIO, as_file
+
+    class Scaled(lightning.LightningModule):
+        def __init__(self, width: int, scale: float = 1.0) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = torch.nn.Linear(width, width)
+
+        def training_step(self, batch: torch.Tensor, _index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.layer(batch).pow(2).mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Scaled(6, scale=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[CkptkitIO()],
+        )
+        trainer.fit(module, batches())
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(IsADirectoryError):
+        Scaled.load_from_checkpoint(tmp_path / "last.ckpt")
+    loaded = Scaled.load_from_checkpoint(as_file(tmp_path / "last.ckpt"))
+    assert loaded.hparams == {"width": 6, "scale": 0.5}
+    assert same(dict(loaded.state_dict()), dict(module.state_dict()))
+
+
 def test_the_commands_know_it(tmp_path: Path) -> None:
     trainer = train(tmp_path, 2)
     path = tmp_path / "epoch=0-step=2.ckpt"

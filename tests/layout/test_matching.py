@@ -47,7 +47,7 @@ def test_buffers_and_what_was_frozen_are_told_by_shape() -> None:
     tensors = {"w": (4, 3), "bn.weight": (4,), "bn.running_mean": (4,), "mask": (9, 9), "frozen": (7, 7)}
     parameters = {name: shape for name, shape in tensors.items() if not is_buffer(name)}
     assert match_trained([[0, 1]], {0: (4, 3), 1: (4,)}, parameters) == {0: "w", 1: "bn.weight"}
-    with pytest.raises(Unsupported, match="1 states of shape \\[4\\], the model 2 such tensors"):
+    with pytest.raises(Unsupported, match="1 state of shape \\[4\\], the model 2 such tensors"):
         match_trained([[0, 1]], {0: (4, 3), 1: (4,)}, {**parameters, "other": (4,)})
 
 
@@ -64,7 +64,7 @@ def test_two_groups_that_could_change_places_are_not_named() -> None:
 
 def test_groups_of_a_stranger_cost_little() -> None:
     groups = [[i] for i in range(10_000)]
-    with pytest.raises(Unsupported, match="10000 groups"):
+    with pytest.raises(Unsupported, match="10,000 groups"):
         match_trained(groups, {}, {f"p{i}": (2,) for i in range(10_000)})
     groups = [list(range(start, 3200, 32)) for start in range(32)]
     with pytest.raises(Unsupported, match="in which group"):

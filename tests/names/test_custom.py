@@ -194,7 +194,7 @@ FIRST = '[[rule]]\nown = "a"\nhub = "b"\n\n'
         (FIRST + '[[rule]]\nown = "a.{layer"\nhub = "b"', "line 5: `own` is 'a.{layer'"),
         (FIRST + '[[rule]]\nown = "layers.0.a"\nhub = "b"', "line 5: `own` has a number in 'layers.0.a'"),
         (FIRST + '[[rule]]\nown = ["a.{x}", "b.{y}"]\nhub = "c"', "line 5: the names in `own` do not have the same"),
-        (FIRST + '[[rule]]\nown = ["a", "c"]\nhub = "b"', "line 5: `step` does not make 1 tensors of 2"),
+        (FIRST + '[[rule]]\nown = ["a", "c"]\nhub = "b"', "line 5: `step` does not make 1 tensor of 2"),
         (FIRST + '[[rule]]\nown = "a"\nhub = "b"\nstep = "rotaty"', "line 5: `step`: there is no `rotaty`"),
         (FIRST + '[[rule]]\nown = "a"\nhub = "b"\nstep = {rotary = "head"}', "line 5: `step`: rotary is 'head'"),
         (FIRST + '[[rule]]\nown = "a"\nhub = "b"\nstep = {rotary = "heads", axis = 1}', "line 5: .*no key `axis`"),

@@ -115,7 +115,7 @@ def test_same() -> None:
     ("step", "words"),
     [
         (Rotary("heads"), "it has 7 rows, where config.json calls for 2 heads of 4"),
-        (Grouped(), "it has 7 rows, where config.json calls for 1 groups of 2 [+] 2 heads of 4"),
+        (Grouped(), "it has 7 rows, where config.json calls for 1 group of 2 [+] 2 heads of 4"),
         (Concatenated(2), "it has 7 along axis 0, which are not 2 equal parts"),
         (Concatenated(2, extents=("heads", "key_heads")), "it has 7 along axis 0, where config.json calls for 12"),
         (Alternating(2), "it has 7 along axis 0, which are not of 2 tensors in turn"),

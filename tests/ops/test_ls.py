@@ -211,6 +211,23 @@ def test_one_checkpoint_is_listed_alone(run: Path, place: Place) -> None:
     assert names(list_run(run / "model.pt")) == ["model.pt"]
 
 
+def test_the_directory_above_a_run(produce: Produce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the quickstart leaves it: a run, an exported model, and a file of torch.save."""
+    shutil.copytree(produce(producers.fsdp2).root, tmp_path / "run" / "ckpt-5")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotACheckpoint) as refused:
+        list_run(".")
+    assert refused.value.hint == "pass `run`, which contains checkpoints"
+    shutil.copytree(produce(producers.hf_alone).root, tmp_path / "out")
+    found = list_run(".")
+    assert (names(found), found.runs) == (["out"], (Path("run"),))
+    torch.save({"w": torch.ones(3)}, "state.pt")
+    found = list_run(".")
+    assert ([one.name for one in found.checkpoints], found.runs) == ([tmp_path.name], (Path("run"),))
+    sizes = [file.stat().st_size for place in (Path(), Path("out")) for file in place.iterdir() if file.is_file()]
+    assert found.checkpoints[0].nbytes == sum(sizes)
+
+
 def test_nothing_to_list(run: Path) -> None:
     (run / "notes.txt").write_text("no checkpoint")
     for path in (run, run / "absent", run / "notes.txt"):

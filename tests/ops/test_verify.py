@@ -371,6 +371,15 @@ def test_every_checkpoint_of_a_run(checkpoint: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_a_checkpoint_without_a_step_in_its_name_hides_no_others(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("ckpt-1", "ckpt-2", "ckpt-2-to4"):
+        shutil.copytree(checkpoint, run / name)
+    (run / "ckpt-1" / ".metadata").unlink()
+    found = {part.path.name: part.is_ok for part in verify(run)}
+    assert found == {"ckpt-1": False, "ckpt-2": True, "ckpt-2-to4": True}
+
+
 def test_nothing_to_verify(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(NotACheckpoint):

@@ -83,9 +83,10 @@ def test_many_ranks_and_tensors_stay_small() -> None:
     assert any("left out: 40 smaller tensors" in (text.text or "") for text in root.iter(f"{SVG}text"))
 
 
-def test_an_empty_checkpoint_is_drawn() -> None:
-    parse(draw_shards(map_shards(cut_among(2, {}))))
-    parse(draw_shards(map_shards(cut_among(2, {"a": (0, 2)}))))
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_an_empty_checkpoint_is_drawn(is_narrow: bool) -> None:
+    parse(draw_shards(map_shards(cut_among(2, {})), is_narrow=is_narrow))
+    parse(draw_shards(map_shards(cut_among(2, {"a": (0, 2)})), is_narrow=is_narrow))
 
 
 def test_hostile_names_stay_text(produce: Produce) -> None:

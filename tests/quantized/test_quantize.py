@@ -316,7 +316,7 @@ def test_stats_see_what_quantized_weights_stand_for(tmp_path: Path, scheme: str)
         assert one.distance.max_abs == gap.abs().max().item()
         assert one.change == pytest.approx((gap.norm() / truth.norm()).item(), rel=1e-9)
         assert one.distance.elements == truth.numel()
-    assert any("14 weights of" in note and "are quantized" in note for note in found.notes)
+    assert any("by their values: 14 quantized weights of" in note for note in found.notes)
     again = stats(tmp_path / "out", tmp_path / "out")
     assert isinstance(again, Moved)
     assert again.whole.change == 0

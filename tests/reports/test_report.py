@@ -93,7 +93,7 @@ def test_hostile_names_are_text(page: Page) -> None:
 
 def test_every_picture_says_what_it_is(page: Page) -> None:
     pictures = [given for tag, given in page.elements if tag == "svg"]
-    assert len(pictures) == 4 + 1 + 1 + 1
+    assert len(pictures) == 4 + 2 + 2 + 2  # the time line, the map and the norms also for a phone
     assert all(given["role"] == "img" and given["aria-label"] for given in pictures)
 
 

@@ -1,0 +1,106 @@
+"""The job scripts of docs/slurm.md, run by bash. Two commands of Slurm are stood in for: `srun` and `scontrol`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptkit.ops.ls import ls
+from ckptkit.ops.verify import verify
+
+PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
+TRAIN, EXPORT = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+TASKS = 2
+SRUN = """#!/bin/bash
+echo $$ >"$STAGE/srun"
+while [[ "$1" == --* ]]; do shift; done
+trap 'kill -TERM "${tasks[@]}"' TERM
+for ((i = 0; i < SLURM_NTASKS; i++)); do
+    SLURM_PROCID=$i SLURM_LOCALID=$i "$@" &
+    tasks+=($!)
+done
+worst=0
+for task in "${tasks[@]}"; do
+    while wait "$task"; code=$?; kill -0 "$task" 2>/dev/null; do :; done
+    ((code > worst)) && worst=$code
+done
+exit $worst
+"""
+SCONTROL = """#!/bin/bash
+echo "$@" >>"$STAGE/scontrol"
+echo localhost
+"""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    """A directory with both scripts, and with the commands that they need first on the path."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(text)
+        command.chmod(0o755)
+    (tmp_path / "train.sbatch").write_text(TRAIN)
+    (tmp_path / "export.sbatch").write_text(EXPORT)
+    return tmp_path
+
+
+def start(stage: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a script as Slurm does, with two tasks on one node."""
+    slurm = {"JOB_ID": str(os.getpid()), "JOB_NODELIST": "n", "NTASKS": str(TASKS), "NTASKS_PER_NODE": str(TASKS)}
+    path = f"{stage / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()} | {"STAGE": str(stage), "PATH": path}
+    return subprocess.Popen(
+        ["/bin/bash", *words], cwd=stage, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def run_script(stage: Path, *words: str) -> str:
+    """What a script prints that ends well."""
+    with start(stage, *words) as running:
+        assert running.stdout is not None
+        printed = running.stdout.read()
+    assert running.returncode == 0, printed
+    return printed
+
+
+def test_bash_understands_the_scripts(stage: Path) -> None:
+    for name in ("train.sbatch", "export.sbatch"):
+        subprocess.run(["/bin/bash", "-n", str(stage / name)], check=True)
+
+
+@pytest.mark.slow
+def test_a_job_trains_and_another_exports_its_model(stage: Path) -> None:
+    run_script(stage, "train.sbatch", "run", "--steps", "4", "--save-every", "2")
+    found = ls(stage / "run")
+    assert [(one.step, one.world_size) for one in found.checkpoints] == [(2, TASKS), (4, TASKS)]
+    printed = run_script(stage, "export.sbatch", "run", "out")
+    assert "the same: 21 tensors" in printed
+    (exported,) = verify(stage / "out")
+    assert exported.is_ok
+
+
+@pytest.mark.slow
+def test_a_job_that_ends_before_its_run_saves_and_is_put_back(stage: Path) -> None:
+    with start(stage, "train.sbatch", "run", "--steps", "100000", "--save-every", "50000") as running:
+        metrics = stage / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text()):
+            assert running.poll() is None
+            time.sleep(0.1)
+        os.kill(int((stage / "srun").read_text()), signal.SIGTERM)
+        assert running.stdout is not None
+        printed = running.stdout.read()
+    assert running.returncode == 143, printed
+    assert (stage / "scontrol").read_text().splitlines()[-1] == f"requeue {os.getpid()}"
+    (saved,) = ls(stage / "run").checkpoints
+    assert saved.is_complete
+    assert saved.step is not None
+    run_script(stage, "train.sbatch", "run", "--steps", str(saved.step + 2), "--save-every", "50000")
+    assert [one.step for one in ls(stage / "run").checkpoints] == [saved.step, saved.step + 2]
