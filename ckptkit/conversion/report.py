@@ -71,6 +71,7 @@ class Converted(Summarized):
     salvaged: Account | None = None
 
     def summary(self) -> Iterator[str]:
+        yield from self.salvaged.warnings(self.output) if self.salvaged else ()
         yield headline(self, "averaged" if self.weights else "converted")
         yield from amounts(self)
 

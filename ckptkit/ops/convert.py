@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
@@ -30,6 +30,9 @@ from ckptkit.files.path import remarks_on_id, to_local
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.quantized.signs import may_be_quantized, may_hold_quantized
+
+if TYPE_CHECKING:
+    from ckptkit.salvaging.repair import Look
 
 
 @spell_out
@@ -149,12 +152,15 @@ def draft_opened(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertO
     return with_earlier_account(conversion, source) if is_there(source / ACCOUNT) else conversion
 
 
-def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
-    """Draft what is whole of a damaged checkpoint, with an account of what is lost."""
+def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: Look | None = None) -> Conversion:
+    """Draft what is whole of a damaged checkpoint, with an account of what is lost.
+
+    By default, `look` reads every byte to find the damage.
+    """
     from ckptkit.salvaging.salvage import salvage
 
     options.check_salvage()
-    salvaged = salvage(checkpoint, dst, options)
+    salvaged = salvage(checkpoint, dst, options, look)
     return salvaged.account(draft_of([salvaged.checkpoint], dst, options))
 
 

@@ -3,33 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.diagnosis.choose_fixes import Trial
 from ckptkit.diagnosis.fix import Fix
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.files.path import RemotePath
 from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import convert
+from ckptkit.ops.convert import convert, draft_salvage
 from ckptkit.ops.reshard import reshard
+from ckptkit.salvaging.survey import look_at_sizes
 
 _MAKERS: dict[str, Callable[..., Any]] = {"consolidate": consolidate, "convert": convert, "reshard": reshard}
 
 
-def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> CkptError | None:
-    """Return the error that a command for this checkpoint would end with, as far as metadata tell; else None.
+def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
+    """Return the error that a command for this checkpoint would end with, as far as metadata and sizes tell.
 
-    Returns None as well for a command that has to read the data, such as a salvage, and for a remote checkpoint.
+    A remote checkpoint is not tried, unless it is damaged.
     """
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in fix.options}
     maker = _MAKERS.get(fix.verb)
-    if maker is None or "salvage" in options or isinstance(checkpoint.path, RemotePath):
-        return None
     options.pop("also", None)  # the checkpoint has these directories already
     try:
-        maker(checkpoint, fix.paths[1], **options, dry_run=True, overwrite=True)
+        if "salvage" in options:
+            return judge_salvage(dry_run_salvage(fix, checkpoint, options))
+        if maker is not None and not isinstance(checkpoint.path, RemotePath):
+            maker(checkpoint, fix.paths[1], **options, dry_run=True, overwrite=True)
     except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
-        return error
+        return Trial(error)
     except (IOFailure, Occupied):  # another disk or another destination helps
         pass
-    return None
+    return Trial()
+
+
+def dry_run_salvage(fix: Fix, checkpoint: Checkpoint, options: dict[str, Any]) -> Account:
+    """Return what a salvage would lose and fill, as if all bytes that are there had been found undamaged."""
+    asked = ConvertOptions.of({}, **{"to": "hf", **options})
+    salvaged = draft_salvage(checkpoint.with_base(asked.base), Path(fix.paths[1]), asked, look_at_sizes).salvaged
+    assert salvaged is not None
+    return salvaged
+
+
+def judge_salvage(found: Account) -> Trial:
+    """Return how many of the weights a salvage keeps; an error if it would only copy those of another checkpoint."""
+    weights = found.weights
+    if weights.filled and not weights.own:
+        return Trial(Corrupt(f"{weights.share(weights.filled)} come from {found.other}", path=found.source))
+    words = [f"keeps {weights.share(weights.own)}"]
+    words += [f"takes {weights.share(weights.filled)} from {found.other}"] if weights.filled else []
+    words += [f"loses {weights.share(weights.lost)}"] if weights.lost else []
+    return Trial(remark=", ".join(words) if weights.filled or weights.lost else "")

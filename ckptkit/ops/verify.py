@@ -10,8 +10,10 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ckptkit.checkpoints.account import NAME as ACCOUNT
+from ckptkit.checkpoints.account import describe_account, name_lost, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
@@ -44,7 +46,8 @@ class Verified(Summarized):
     Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
     compared with and `unchecked_bytes` had none. `sums` are of the files that were read. `compared` is how it differs
     from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
-    tensors, if they were asked for.
+    tensors, if they were asked for. `salvaged` is the account of what was lost when it was made of a damaged one, None
+    if it was not.
     """
 
     path: Path
@@ -60,16 +63,27 @@ class Verified(Summarized):
     sums: Mapping[str, FileSum] = field(default_factory=dict)
     compared: Diff | None = None
     stats: tuple[TensorStats, ...] = ()
+    salvaged: Mapping[str, Any] | None = None
 
     @property
     def is_ok(self) -> bool:
         """Return whether no problem was found."""
         return not self.problems
 
+    @property
+    def loss(self) -> str | None:
+        """Return what a salvage lost or filled, in one line; None for a checkpoint that was not salvaged."""
+        if self.salvaged is None:
+            return None
+        missing = name_lost(self.salvaged)
+        what = f"{describe_account(self.salvaged)}{f'; missing: {missing}' if missing else ''}"
+        return f"{self.path}: {what}; {ACCOUNT} lists them"
+
     def summary(self) -> Iterator[str]:
         found = count(len(self.problems), "problem") if self.problems else "ok"
         checked, unchecked = format_bytes(self.checked_bytes), format_bytes(self.unchecked_bytes)
         yield f"{self.path}: {found}; {checked} checked, {unchecked} without a checksum"
+        yield from [self.loss] if self.loss else []
         yield from first_few((problem.line for problem in self.problems), len(self.problems))
 
 
@@ -100,9 +114,11 @@ def verify(
     Raises `NotACheckpoint` if there is none, `Unsupported` for files that are not read yet; whatever is wrong with a
     checkpoint that is there is among its problems.
     """
-    parts = [part for source in sources for part in find_all(source)]
+    roots = {part: root for source in sources for part, root in find_all(source)}
+    parts = list(roots)
     tell = telling(progress, sum(map(size_of, parts)))
     found = [verify_part(part, fast=fast, jobs=jobs, progress=tell) for part in parts]
+    found = [replace(part, salvaged=read_account(roots[part.path])) for part in found]
     if against is not None and all(part.is_ok for part in found):
         from ckptkit.ops.diff import prove  # and with it all that copies and compares
 
@@ -125,16 +141,19 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     return replace(found, problems=(*found.problems, *problems_of(compared)), compared=compared)
 
 
-def find_all(source: Source) -> list[Path]:
-    """Return the parts of a checkpoint, or of all those of a run, whether complete or not, oldest first."""
+def find_all(source: Source) -> list[tuple[Path, Path]]:
+    """Return the parts of a checkpoint, or of all those of a run, whether complete or not, oldest first.
+
+    Each is the path of the part, and that of its checkpoint.
+    """
     path = path_of(source)
     here = Checkpoint.at(path)
     if here.parts:
-        return here.places
+        return [(part, path) for part in here.places]
     steps = named_in(path)
     if all(step.unreadable for step in steps):
         raise here.unreadable or no_checkpoint(path)
-    return [part for step in steps for part in step.places or [step.path]]
+    return [(part, step.path) for step in steps for part in step.places or [step.path]]
 
 
 def size_of(part: Path) -> int:
