@@ -10,12 +10,13 @@ from pathlib import Path, PurePosixPath
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import CkptError, Incomplete, translate_os_errors
+from ckptkit.files.file import names_in
 from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.names.wrappers import is_flat_name
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
-from ckptkit.trainers import is_other_part
+from ckptkit.trainers import is_exported, is_other_part
 
 MODEL = "model"  # the key of a model that has none of its own, and lies beside an optimizer
 
@@ -66,6 +67,11 @@ class Part:
         if any(is_flat_name(str(layout.key(name)[-1])) for name in layout.tensors):
             layout = unflatten_parameters(layout, self.path, self.base)
         return edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether it is a file with an adapter for use, or a directory with such a file."""
+        return any(map(is_exported, (self.path.name, *(names_in(self.path) if self.path.is_dir() else ()))))
 
     @cached_property
     def manifest(self) -> Manifest | None:

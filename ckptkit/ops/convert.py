@@ -24,9 +24,11 @@ from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
 from ckptkit.destinations.staging import check_destination
+from ckptkit.errors import CkptError
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import remarks_on_id, to_local
+from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.quantized.signs import may_be_quantized, may_hold_quantized
@@ -183,15 +185,24 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
     return draft_model(parts, remarks, dst, options)
 
 
+def find_empty(layout: Layout) -> CkptError | None:
+    from ckptkit.adapters import empty
+
+    return empty.find_empty(layout)
+
+
 def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
     """Return the part of each checkpoint with the model that is to be written, and words on what else it could be."""
     parts: list[Part] = []
     notes: list[str] = []
     for checkpoint in checkpoints:
         exported = None if options.salvage or options.weights_from == MODULE else checkpoint.exported
+        name, states = exported.path.name if exported else "", checkpoint.model_part.place
+        if exported and (error := find_empty(exported.layout)):
+            notes.append(f"`{name}` was not taken but the states in `{states}`: {error.message}")
+            exported = None
         parts.append(exported or checkpoint.model_part)
         if exported:
-            name, states = exported.path.name, checkpoint.model_part.place
             notes.append(f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states")
     return parts, list(dict.fromkeys(notes))
 

@@ -1,4 +1,4 @@
-"""Dry-run a command that fixes a checkpoint, so that no command is suggested that would be refused."""
+"""Run a command that fixes a checkpoint; dry-run it first, so that no command is suggested that would be refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.report import Converted
 from ckptkit.diagnosis.choose_fixes import Trial
+from ckptkit.diagnosis.exports import repaired
 from ckptkit.diagnosis.fix import Fix
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.files.path import RemotePath
@@ -18,7 +20,7 @@ from ckptkit.ops.convert import convert, draft_salvage
 from ckptkit.ops.reshard import reshard
 from ckptkit.salvaging.survey import look_at_sizes
 
-_MAKERS: dict[str, Callable[..., Any]] = {"consolidate": consolidate, "convert": convert, "reshard": reshard}
+_MAKERS: dict[str, Callable[..., Converted]] = {"consolidate": consolidate, "convert": convert, "reshard": reshard}
 
 
 def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
@@ -26,14 +28,13 @@ def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
 
     A remote checkpoint is not tried, unless it is damaged.
     """
-    options = {name: list(value) if isinstance(value, tuple) else value for name, value in fix.options}
-    maker = _MAKERS.get(fix.verb)
-    options.pop("also", None)  # the checkpoint has these directories already
+    options = dict(fix.options)
     try:
         if "salvage" in options:
-            return judge_salvage(dry_run_salvage(fix, checkpoint, options))
-        if maker is not None and not isinstance(checkpoint.path, RemotePath):
-            maker(checkpoint, fix.paths[1], **options, dry_run=True, overwrite=True)
+            return judge_salvage(dry_run_salvage(fix, checkpoint))
+        if is_run_here(fix) and not isinstance(checkpoint.path, RemotePath):
+            output = options.get("fix", fix.paths[-1])
+            run_fix(fix, checkpoint, str(output), dry_run=True, overwrite=True)
     except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
         return Trial(error)
     except (IOFailure, Occupied):  # another disk or another destination helps
@@ -41,9 +42,27 @@ def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
     return Trial()
 
 
-def dry_run_salvage(fix: Fix, checkpoint: Checkpoint, options: dict[str, Any]) -> Account:
+def is_run_here(fix: Fix) -> bool:
+    """Return whether a command writes another checkpoint."""
+    return fix.verb in _MAKERS or "fix" in dict(fix.options)
+
+
+def run_fix(fix: Fix, checkpoint: Checkpoint, output: str | Path, **more: Any) -> Converted:
+    """Run a command for this checkpoint, with another output and `more` options."""
+    if fix.verb not in _MAKERS:
+        return consolidate(repaired(checkpoint), output, **more)
+    return _MAKERS[fix.verb](checkpoint, output, **options_of(fix), **more)
+
+
+def options_of(fix: Fix) -> dict[str, Any]:
+    """Return the options of a command, without the directories that the checkpoint has already."""
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in fix.options}
+    return {name: value for name, value in options.items() if name != "also"}
+
+
+def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Account:
     """Return what a salvage would lose and fill, as if all bytes that are there had been found undamaged."""
-    asked = ConvertOptions.of({}, **{"to": "hf", **options})
+    asked = ConvertOptions.of({}, **{"to": "hf", **options_of(fix)})
     salvaged = draft_salvage(checkpoint.with_base(asked.base), Path(fix.paths[1]), asked, look_at_sizes).salvaged
     assert salvaged is not None
     return salvaged

@@ -16,6 +16,7 @@ from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.account import describe_account, name_lost, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.engine.scan import find_zeros, scan
@@ -183,6 +184,7 @@ def verify_part(
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             manifest = read_known(path, problems) if with_manifest else None
+            note_empty(here.parts, layout, problems)
             own = OwnFiles(reader, path, layout, manifest)
             found = skim(own, problems) if fast else read_all(own, problems, jobs, progress)
             if layout.twins and not (fast or problems.list()):
@@ -191,6 +193,17 @@ def verify_part(
     except CkptError as error:
         problems.add(error.blame(path=path))
     return replace(found, problems=problems.list())
+
+
+def note_empty(parts: Iterable[Part], layout: Layout, problems: Problems) -> None:
+    """Note that an adapter has no elements."""
+    is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
+    if is_whole or not any(part.is_adapter for part in parts):
+        return
+    from ckptkit.adapters.empty import find_empty
+
+    if error := find_empty(layout):
+        problems.add(error)
 
 
 def skim(own: OwnFiles, problems: Problems) -> Verified:
