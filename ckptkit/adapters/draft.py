@@ -117,6 +117,8 @@ def draft_adapters(
     drafts: list[Draft] = []
     if options.quantize:
         raise Usage("adapters are not quantized", hint="merge them into their base first")
+    if options.from_base:
+        raise Usage("--from-base adds tensors to a model, and these are adapters", hint="leave --from-base out")
     if options.changes_names:
         hint = "leave --names, --map and --vocab-size out, or merge the adapter into its base first"
         raise Usage("these are adapters, which fit the names and rows that their model had in training", hint=hint)

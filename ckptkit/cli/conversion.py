@@ -45,7 +45,7 @@ OPTIONS = settings_of(ConvertOptions)
 # options of a conversion of one checkpoint: those that make one model of several have them not
 OF_ONE = (
     *("world_size", "under", "optimizer_keys", "complete_optimizer", "merge"),
-    *("quantize", "exclude_quantize", "salvage", "fill_from"),
+    *("from_base", "quantize", "exclude_quantize", "salvage", "fill_from"),
 )
 Include = Annotated[list[str] | None, described(OPTIONS["include"])]
 Exclude = Annotated[list[str] | None, described(OPTIONS["exclude"])]

@@ -65,6 +65,10 @@ class ConvertOptions:
     ] = ()
     max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
     base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
+    from_base: Annotated[
+        tuple[str, ...],
+        About("Copy tensors that only the weights of --base have, by their names there; repeatable.", "GLOB"),
+    ] = ()
     quantize: Annotated[
         str | None,
         About("Weights of linear layers in 8 bits, with scales for blocks or rows.", "fp8-block|fp8-channel"),
@@ -147,6 +151,7 @@ class ConvertOptions:
         if self.complete_optimizer and (writer.is_model_only or self.merge):
             raise Usage("a model by itself has no optimizer", hint="leave --complete-optimizer out")
         self.check_adapters()
+        self.check_from_base()
         self.check_quantize()
         self.check_salvage()
         needs_config = writer.is_model_only or self.merge or self.changes_names
@@ -168,6 +173,20 @@ class ConvertOptions:
         if self.merge and self.changes_names:
             hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
             raise Usage("an adapter fits the names and rows that its model had in training", hint=hint)
+
+    def check_from_base(self) -> None:
+        """Raise `Usage` for what is asked of the base's tensors and contradicts itself."""
+        if not self.from_base:
+            return
+        if self.base is None:
+            raise Usage("--from-base copies tensors of --base, which is missing", hint="pass --base MODEL")
+        if not self.writer.is_model_only or self.names not in (None, HUB):
+            hint = "ckptkit consolidate SRC OUT --base MODEL --from-base GLOB writes a Hugging Face model"
+            raise Usage("--from-base copies tensors under the names of the Hub only", hint=hint)
+        if self.merge or self.quantize:
+            first, then = ("--merge", "--from-base") if self.merge else ("--from-base", "--quantize")
+            hint = f"consolidate with {first} first, and the result with {then}"
+            raise Usage("--from-base does not go with --merge or --quantize", hint=hint)
 
     def check_quantize(self) -> None:
         """Raise `Usage` for what is asked of quantized weights and contradicts itself."""
@@ -228,6 +247,7 @@ class Keywords(TypedDict, total=False):
     exclude_quantize: str | Sequence[str]
     max_shard_size: int
     base: str | Path | None
+    from_base: str | Sequence[str]
     merge: bool
     adapter_config: str | Path | None
     include: str | Sequence[str]
@@ -266,7 +286,7 @@ def written(hint: Any) -> Any:
     return getattr(hint, "__forward_arg__", hint)
 
 
-_SEVERAL = ("include", "exclude", "exclude_quantize", "rename", "weights", "scales")
+_SEVERAL = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
 
 
 def settle(name: str, value: Any) -> Any:

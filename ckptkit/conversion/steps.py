@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage, and_more
-from ckptkit.files.path import to_model_path
+from ckptkit.errors import Unsupported, and_more
 from ckptkit.layout import edits
 from ckptkit.models.companions import Companions, describe_weights, find_companions
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
@@ -44,20 +41,12 @@ def open_model(part: Part, options: ConvertOptions) -> Model:
 
 
 def names_of_base(base: str | None) -> AskBase:
-    """Return a function that gives the names of the tensors in the base, None if it has none.
+    """Return a function that gives the names of the tensors in the base, None if it has none."""
+    if base is None:
+        return None
+    from ckptkit.checkpoints.base_weights import BaseWeights
 
-    It opens the base when it is called. A base that cannot be reached counts as none: from the Hub only the config may
-    be in the cache.
-    """
-
-    @cache
-    def ask() -> frozenset[str] | None:
-        try:
-            return None if base is None else frozenset(Checkpoint.open(to_model_path(base)).weights.layout.tensors)
-        except (IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
-            return None
-
-    return ask
+    return BaseWeights(base)
 
 
 def wanted_names(options: ConvertOptions) -> str:
@@ -180,3 +169,11 @@ def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
 def describe(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
     """Say in config.json which dtype the weights have."""
     return model.with_config(describe_weights(model.config, model.layout.specs.values()))
+
+
+def describe_predictors(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+    """Say in config.json how many layers that predict further tokens (MTP) the model has."""
+    from ckptkit.models.predictors import with_counts
+
+    config, words = with_counts(model.config, model.layout.tensors)
+    return model.with_config(config).say(*words) if words else model

@@ -44,7 +44,7 @@ def fit(
         notes.append(f"left out {abridge(sorted(unsaved))}, which transformers makes anew")
         layout = edits.select(layout, lambda name: name not in unsaved)
     check_names(layout, form, str(companions.found_in))
-    extra = sorted(layout.tensors.keys() - form.shapes.keys())
+    extra = without_declared(sorted(layout.tensors.keys() - form.shapes.keys()), config)
     if extra:
         message = f"{len(extra)} tensors that config.json does not call for: {abridge(extra)}"
         if strict:
@@ -52,6 +52,16 @@ def fit(
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
         notes.append(f"kept {message}")
     return layout, notes
+
+
+def without_declared(names: Sequence[str], config: Mapping[str, Any]) -> Sequence[str]:
+    """Return names without those that config.json declares though transformers' model does not have them."""
+    if not names:
+        return names
+    from ckptkit.models.predictors import predictors_in  # few models have other tensors than transformers' own
+
+    declared = predictors_in(names, config)
+    return [name for name in names if name not in declared]
 
 
 def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:

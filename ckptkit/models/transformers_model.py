@@ -45,6 +45,10 @@ class NotInstalled(Unsupported):
     """A type of models that only transformers knows, and transformers is not installed."""
 
 
+class NotBuilt(Unsupported):
+    """A type of models that transformers has, with a config.json of which it builds no model, and so loads none."""
+
+
 @dataclass(frozen=True, eq=False)
 class MetaModel:
     """A model on the meta device, and the shapes that its tensors have in memory.
@@ -96,7 +100,7 @@ def build(text: str) -> MetaModel:
     except Exception as error:  # transformers' own model code may raise anything
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         reason = f"transformers {transformers.__version__} builds no model of type `{model_type}`: {first}"
-        raise Unsupported(reason) from error
+        raise NotBuilt(reason) from error
     return MetaModel(
         model=model,
         shapes=shapes,

@@ -121,7 +121,11 @@ def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
     weights, config, table = found.layout, asked.config, asked.table
     sizes = Sizes(config or {}, asked.ask_base)
     here = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
-    here = here if config is None else settle_family(here, weights.shapes, sizes)
+    if config is not None:
+        try:
+            here = settle_family(here, weights.shapes, sizes)
+        except CkptError as error:
+            raise error.blame(path=weights.root) from None
     if table is not None and asked.names == table.name:
         there: Family | None = table
     else:

@@ -7,6 +7,7 @@ from itertools import chain
 
 from ckptkit.errors import Mismatch, and_more
 from ckptkit.layout import StoredTensor
+from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.names.family import Family
 from ckptkit.names.sizes import Sizes
@@ -20,11 +21,21 @@ _COMPUTED = ".rotary_emb.inv_freq"  # a buffer that older files hold, and every 
 def settle_family(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
     """Return the family of tensors that may be of the Hub or of transformers, now that the model is known; or `found`.
 
-    Raises `Unsupported` if it takes transformers to tell them apart, and that is not installed.
+    A family whose table lacks the type of the model is not meant where the tensors are all those of transformers'
+    model. Raises `Unsupported` if it takes transformers to tell the Hub's names from those in memory, and it is not
+    installed or cannot build the model.
     """
-    if found not in (None, TRANSFORMERS):
+    if found not in (None, TRANSFORMERS) and not is_of_config(found, shapes, sizes):
         return found
     return TRANSFORMERS if TRANSFORMERS.is_of(shapes, sizes, looks_it=found is not None) else None
+
+
+def is_of_config(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
+    """Return whether tensors that look like a family's are those of a model that its table does not know."""
+    if found is None or not found.types or sizes.model_type in ("", *found.types):
+        return False
+    form = form_or_reason(shapes.keys(), sizes.config, sizes.ask_base)
+    return isinstance(form, Form) and all(shapes.get(name) == form.shapes[name] for name in form.needed)
 
 
 def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Turn:

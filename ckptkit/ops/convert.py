@@ -6,10 +6,10 @@ Every command that writes a checkpoint is a preset of this.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
@@ -27,7 +27,7 @@ from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import CkptError
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import remarks_on_id, to_local
+from ckptkit.files.path import remarks_on_id, to_local, to_model_path
 from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.wrappers import may_be_adapted
@@ -84,6 +84,24 @@ def may_tear(model: Model, options: ConvertOptions) -> bool:
     return bool(options.dtype) and options.quantize is None and has_quantized(model, options)
 
 
+def has_base(model: Model, options: ConvertOptions) -> bool:
+    """Return whether a base may have weights to compare those of the output with."""
+    return is_for_loaders(model, options) and bool(options.base or model.config.get("_name_or_path"))
+
+
+def declares_predictors(model: Model, options: ConvertOptions) -> bool:
+    """Return whether config.json may declare layers that predict further tokens (MTP)."""
+    return is_for_loaders(model, options) and any("mtp" in key or "nextn" in key for key in keys_in(model.config))
+
+
+def keys_in(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a config.json, and those of the sections in it."""
+    for key, value in config.items():
+        yield key
+        if isinstance(value, dict):
+            yield from keys_in(value)
+
+
 def needs_names(model: Model, options: ConvertOptions) -> bool:
     """Return whether the tensors may have other names than those that you ask for."""
     is_asked = options.map is not None or options.vocab_size is not None
@@ -98,7 +116,10 @@ NAMING = (  # each source by itself
 
 STEPS = (  # the model, or several whose mean it is to be
     Step("ckptkit.conversion.steps:resize_vocabulary", lambda _, asked: asked.vocab_size is not None),
+    Step("ckptkit.comparison.from_base:copy_from_base", lambda _, asked: bool(asked.from_base)),
     Step("ckptkit.conversion.steps:fit_config", is_for_loaders),
+    Step("ckptkit.comparison.against_base:compare_with_base", has_base),
+    Step("ckptkit.conversion.steps:describe_predictors", declares_predictors),
     Step("ckptkit.conversion.steps:restore_keys", lambda _, asked: not asked.writer.is_model_only),
     Step("ckptkit.conversion.steps:cast", lambda _, asked: bool(asked.dtype)),
     Step("ckptkit.quantized.plain:check_casts", may_tear),
@@ -213,9 +234,18 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, option
     if len(models) > 1:
         models = [align(models)]
     model = take(STEPS, models[0], options)
-    return draft_of_model(
-        replace(model, remarks=(*remarks, *model.remarks)), [Origin.of(part.path) for part in parts], dst, options
-    )
+    origins = [Origin.of(part.path) for part in parts]
+    if options.from_base:
+        origins.append(origin_of_base(dst, options))
+    return draft_of_model(replace(model, remarks=(*remarks, *model.remarks)), origins, dst, options)
+
+
+def origin_of_base(dst: Path, options: ConvertOptions) -> Origin:
+    """Return the base as a source that must not change meanwhile. Raises `Unsafe` if the output would replace it."""
+    assert options.base is not None
+    base = Checkpoint.open(to_model_path(options.base))
+    check_apart(base, dst, options.writer)
+    return Origin.of(base.path)
 
 
 def align(models: Sequence[Model]) -> Model:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import StoredTensor
 from ckptkit.models.expected import ExpectedByTransformers, Form, closest, expected
-from ckptkit.models.transformers_model import NotInstalled, UnknownType
+from ckptkit.models.transformers_model import NotBuilt, NotInstalled, UnknownType
 from ckptkit.names.family import Family
 from ckptkit.names.moe import LAYER, experts_of
 from ckptkit.names.rule import Rule
@@ -39,7 +39,7 @@ class InMemory(Family):
         """Return whether names are those in memory of a model for which there are others on disk.
 
         They look it where some are what the table of families has of it. Raises `Unsupported` where they do, and
-        transformers is not installed.
+        transformers is not installed; and whatever they look like, where it knows the type and cannot build the model.
         """
         try:
             forms = expected(sizes.config, sizes.ask_base).forms
@@ -54,9 +54,9 @@ class InMemory(Family):
             text = f"{message} in memory, and it is not installed"
             raise Unsupported(text, tensor=next(iter(shapes)), hint=hint) from None
         except Unsupported as error:
-            if not looks_it:
+            if not (looks_it or isinstance(error, NotBuilt)):
                 return False
-            error.hint = "keep the names as transformers has them in memory, with --names keep"
+            error.hint = "fix config.json, or pass --names keep to keep the names of the checkpoint"
             raise
         return any(name in forms[-1].shapes and name not in forms[0].shapes for name in shapes)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import CONFIG_MAPPING, PreTrainedModel
@@ -230,6 +231,33 @@ def test_a_config_that_no_model_can_be_built_of(tmp_path: Path) -> None:
     (run / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     consolidate(run, tmp_path / "out")  # the weights are plain: the config is that of the model it started from
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+EYES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("model_type", ["dinov2", "beit", "dinov3_vit"])
+def test_stages_that_a_model_does_not_have(model_type: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[model_type](**EYES, image_size=28, patch_size=14)
+    model = transformers.AutoModel.from_config(config)
+    run = save_run(model, tmp_path / "run")
+    written = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(written | {"out_features": ["stage9"], "out_indices": None}))
+    with pytest.raises(Unsupported, match="out_features must be a subset") as caught:
+        consolidate(run, tmp_path / "out")
+    assert "--names keep" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+    consolidate(run, tmp_path / "out", names="keep")
+    assert_same(load_file(tmp_path / "out" / WEIGHTS), model.state_dict())
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k25_vision", "muse_spark_vision"])
+def test_names_that_look_like_another_familys(model_type: str, tmp_path: Path) -> None:
+    model = transformers.AutoModel.from_config(CONFIG_MAPPING[model_type](**EYES))
+    run = save_run(model, tmp_path / "run")
+    model.save_pretrained(tmp_path / "theirs")
+    consolidate(run, tmp_path / "ours", strict=True)
+    assert_same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
 
 
 def test_without_transformers(tmp_path: Path) -> None:

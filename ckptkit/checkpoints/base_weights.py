@@ -1,0 +1,37 @@
+"""Read the weights of the model that a training began with, once a step asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.files.path import to_model_path
+from ckptkit.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class BaseWeights:
+    """The weights of a base: a directory, a URL or a Hub id. Called, it gives their names, None if it has none.
+
+    The first use opens the base. One that cannot be reached counts as one without weights: from the Hub only the
+    config may be in the cache.
+    """
+
+    base: str
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """Return the weights under their names in the base, None if it has none."""
+        try:
+            return self.open().weights.layout
+        except (IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
+            return None
+
+    def open(self) -> Checkpoint:
+        """Return the base as a checkpoint. Raises a `CkptError` if it has no weights that can be read."""
+        return Checkpoint.open(to_model_path(self.base))
+
+    def __call__(self) -> frozenset[str] | None:
+        return None if self.layout is None else frozenset(self.layout.tensors)

@@ -1,0 +1,92 @@
+"""Copy tensors that only the base has into the model that a conversion writes: MTP heads, a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckptkit.checkpoints.base_weights import BaseWeights
+from ckptkit.comparison.against_base import is_quantized
+from ckptkit.conversion.model import Model, RecipeFor, always
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.engine.recipes import Taken
+from ckptkit.errors import Usage
+from ckptkit.formats import locate, unpack
+from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout.plan import Operand
+from ckptkit.models.fit import abridge
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
+from ckptkit.quantized.find import Quantized, find_quantized
+from ckptkit.quantized.plain import dtype_of, plain_name, recipe_of
+
+
+def copy_from_base(model: Model, options: ConvertOptions) -> Model:
+    """Add the tensors of the base that match `--from-base` and that the checkpoint does not have.
+
+    The base becomes a further source. Quantized weights come with their scales if config.json says that the model is
+    quantized; else ckptkit computes plain weights. Raises `Usage` for a glob that matches nothing, or only tensors that
+    the checkpoint has.
+    """
+    if options.weights:
+        raise Usage("--from-base does not go with an average", hint="average first, and consolidate the result with it")
+    assert options.base is not None
+    base = BaseWeights(options.base).open()
+    layout = locate(unpack(base.weights.layout))
+    chosen = choose(layout, model.layout.tensors.keys(), options)
+    quantized = find_quantized(layout, base.companions.config)
+    if quantized is not None and quantized.members.isdisjoint(chosen):
+        quantized = None
+    number = len(model.others) + 1
+    if quantized is None or is_quantized(model):
+        names = {one: None for name in chosen for one in with_partners(name, quantized)}
+        added = {name: (layout.specs[name], taken(name, number)) for name in names}
+        stored_as: Mapping[str, str] = {}
+    else:
+        quantized.require_known()
+        plain = [name for name in chosen if name not in quantized.members]
+        packed = {plain_name(name): name for name in chosen if name in quantized.weights}
+        added = {name: (layout.specs[name], taken(name, number)) for name in plain}
+        added |= {new: made_plain(quantized, old, model, number) for new, old in packed.items()}
+        stored_as = {new: f"{layout.specs[old].dtype} times scales" for new, old in packed.items()}
+    tensors = {**model.layout.tensors, **{name: StoredTensor(spec, ()) for name, (spec, _) in added.items()}}
+    nbytes = format_bytes(sum(spec.nbytes for spec, _ in added.values()))
+    return replace(
+        model.with_layout(replace(model.layout, tensors=tensors)),
+        others=(*model.others, replace(layout, blobs={}, twins={}, keys={})),
+        recipes={**model.recipes, **{name: recipe for name, (_, recipe) in added.items()}},
+        stored_as={**model.stored_as, **stored_as},
+    ).say(f"copied {count(len(added), 'tensor')} ({nbytes}) from {options.base}: {abridge([*added])}")
+
+
+def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> list[str]:
+    """Return the tensors of a base that match a glob and that the checkpoint does not have."""
+    names = list(layout.tensors)
+    options.edits.check_matched("--from-base", options.from_base, names, layout.root)
+    chosen = []
+    for glob in options.from_base:
+        found = [name for name in names if fnmatchcase(name, glob)]
+        absent = [name for name in found if plain_name(name) not in ours and name not in ours]
+        if found and not absent:
+            hint = "leave --from-base out: it copies tensors that only the base has"
+            message = f"--from-base '{glob}' matches only tensors that the checkpoint has: {abridge(found)}"
+            raise Usage(message, path=layout.root, hint=hint)
+        chosen += absent
+    return list(dict.fromkeys(chosen))
+
+
+def with_partners(name: str, quantized: Quantized | None) -> tuple[str, ...]:
+    """Return a tensor, and with one half of a quantized weight the other: numbers and scales mean nothing alone."""
+    pairs = ((weight, packed.scale) for weight, packed in quantized.weights.items()) if quantized else ()
+    return next((pair for pair in pairs if name in pair), (name,))
+
+
+def taken(name: str, number: int) -> RecipeFor:
+    """Return the recipe of a tensor of the source of this number as it is, or cast to the dtype that is written."""
+    return lambda _, dtype: Taken(Operand(number, name, dtype))
+
+
+def made_plain(quantized: Quantized, name: str, model: Model, number: int) -> tuple[Spec, RecipeFor]:
+    """Return the spec of a plain weight, and the recipe that computes it from numbers and scales of a source."""
+    return Spec(dtype_of(model.config), quantized.weights[name].shape), always(recipe_of(quantized, name, number))

@@ -1,0 +1,101 @@
+"""Layers that predict further tokens (MTP): which ones config.json declares, and which tensors belong to them.
+
+transformers drops these tensors when it loads a model, so that no training saves them.
+Sources: `SpeculativeConfig.hf_config_override` of an engine, which reads the keys; transformers/models/*/modeling_*.py,
+`_keys_to_ignore_on_load_unexpected`, which has the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
+_SECTIONS = ("text_config", "mtp_config")  # of config.json, and of its text_config
+_LAYERS = "num_hidden_layers"
+# lists with an item for each layer, to which some models add those of the MTP layers; a loader cuts them by the number
+# of these. Source: transformers/models/step3p7/configuration_step3p7.py
+_PADDED = (
+    *("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
+    *("rope_theta", "partial_rotary_factors"),
+)
+_OWN_STEP = re.compile(r"(.*\.)?(mtp|nextn)[^.]*(\..*)?")
+_NUMBERED = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.([0-9]{1,6})\..*")
+
+
+class Declared(NamedTuple):
+    """A key of config.json, below sections of it, that declares so many layers behind the first `behind`."""
+
+    sections: tuple[str, ...]
+    key: str
+    layers: int
+    behind: int | None
+
+    def holds(self, name: str) -> bool:
+        """Return whether a tensor belongs to one of these layers."""
+        return _OWN_STEP.fullmatch(name) is not None or self.number(name) is not None
+
+    def number(self, name: str) -> int | None:
+        """Return which of the layers a tensor belongs to where they are numbered behind the others; else None."""
+        found = _NUMBERED.fullmatch(name)
+        number = int(found[1]) - self.behind if found and self.behind is not None else -1
+        return number if 0 <= number < self.layers else None
+
+
+def declared(config: Mapping[str, Any]) -> Iterator[Declared]:
+    """Yield what declares layers that predict further tokens."""
+    text = config.get("text_config")
+    layers = (text if isinstance(text, Mapping) else config).get(_LAYERS, config.get(_LAYERS))
+    for sections, said in sections_of(config):
+        for key in _KEYS:
+            count = said.get(key)
+            if type(count) is int and count > 0:
+                yield Declared(sections, key, count, layers if type(layers) is int else None)
+
+
+def sections_of(said: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield config.json and the sections of it that may declare layers, each with its path."""
+    yield above, said
+    for name in _SECTIONS:
+        if isinstance(said.get(name), Mapping):
+            yield from sections_of(said[name], (*above, name))
+
+
+def predictors_in(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of tensors that belong to layers which config.json declares."""
+    found = tuple(declared(config))
+    return frozenset(name for name in names if any(one.holds(name) for one in found))
+
+
+def count_there(one: Declared, names: Iterable[str]) -> int:
+    """Return how many of the declared layers have tensors. Layers that are numbered apart count as all or none."""
+    own = [name for name in names if one.holds(name)]
+    numbers = [one.number(name) for name in own]
+    return one.layers if None in numbers else len(set(numbers))
+
+
+def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return a config.json that declares only the layers that have tensors, and words on each key that changed."""
+    changed, words, names = deepcopy(dict(config)), [], list(names)
+    for one in declared(config):
+        there = count_there(one, names)
+        if there != one.layers:
+            said: dict[str, Any] = changed
+            for section in one.sections:
+                said = said[section]
+            said[one.key] = there
+            for key in _PADDED:
+                said |= without_padding(key, said.get(key), one, there)
+            path = ".".join((*one.sections, one.key))
+            words.append(
+                f"config.json declared {one.layers} MTP layers (`{path}`), and the output has {there}: it says {there}"
+            )
+    return changed, words
+
+
+def without_padding(key: str, value: Any, one: Declared, there: int) -> dict[str, Any]:
+    """Return a list of config.json without the items of declared layers that have no tensors; {} for any other."""
+    is_padded = isinstance(value, list) and one.behind is not None and len(value) == one.behind + one.layers
+    return {key: value[: len(value) - one.layers + there]} if is_padded else {}
