@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckptkit.adapters.empty import find_empty
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.part import Part
 from ckptkit.diagnosis.case import Case, Misfits, TargetModel
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import Fix, beside, export, rewrite
+from ckptkit.diagnosis.fix import Fix, beside, export, is_model, rewrite
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.files.file import names_in
 from ckptkit.formats.hf.format import INDEX
@@ -83,7 +84,7 @@ def read_export(part: Part) -> BrokenExport | None:
     """
     try:
         found = read_headers(part.path, _HF)
-        index = read_index(part.path / INDEX)[0] if INDEX in names_in(part.path) else None
+        index = index_in(part.path)
         config = find_companions(part.path, part.base).config
     except _UNREAD:
         return None
@@ -95,6 +96,14 @@ def read_export(part: Part) -> BrokenExport | None:
     if misfits is None:
         return BrokenExport(found, index) if found.is_series else None
     return BrokenExport(found, index) if (found.is_series and not misfits.missing) or not misfits else None
+
+
+def index_in(root: Path) -> Mapping[str, str] | None:
+    """Return the file of each tensor by the index in a directory, {} if it cannot be read, None if there is none."""
+    try:
+        return read_index(root / INDEX)[0] if INDEX in names_in(root) else None
+    except Corrupt:
+        return {}
 
 
 def repaired(checkpoint: Checkpoint) -> Checkpoint:
@@ -124,7 +133,7 @@ def find_config_dtype(case: Case) -> Iterator[Finding]:
     own = case.checkpoint.companions
     config = own.config or {}
     named = {key: config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
-    for key, value in named.items():
+    for key, value in named.items() if is_model(case.checkpoint) else ():
         if value != "auto" and value.removeprefix("torch.") not in DTYPES:
             message = f"`{key}` of {CONFIG} is `{value}`: transformers ends with an AttributeError of torch"
             yield Finding("config_dtype", None, message, export(case.checkpoint))

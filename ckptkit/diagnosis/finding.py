@@ -10,17 +10,7 @@ from ckptkit.names.renames import fold
 
 # the kinds whose fix loses nothing and guesses nothing
 _CERTAIN = frozenset(
-    [
-        "index",
-        "empty_entry",
-        "config_dtype",
-        "empty_adapter",
-        "experts",
-        "wrapper",
-        "tie",
-        "torch_version",
-        "world_size",
-    ]
+    ["index", "empty_entry", "config_dtype", "empty_adapter", "experts", "wrapper", "torch_version", "world_size"]
 )
 
 

@@ -86,9 +86,10 @@ def doctor(
     if len(certain) != 1:
         many = f"{len(certain)} commands would each fix a part: run one, and `ckptkit doctor` on what it made"
         return replace(found, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}"))
-    run_fix(certain[0], checkpoint, fix)
+    made = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
-    return replace(found, fixed_by=certain[0], fixed=fixed)
+    left_out = (f"left out `{one.name}`" for one in made.dropped)
+    return replace(found, fixed_by=certain[0], fixed=replace(fixed, notes=(*made.notes, *left_out, *fixed.notes)))
 
 
 def certain_fixes(findings: Sequence[Finding]) -> list[Fix]:
