@@ -18,7 +18,7 @@ from ckptkit.checkpoints.account import (
     read_account,
 )
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.destination import check_apart
+from ckptkit.conversion.directories import check_apart
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.engine.scan import sum_file
