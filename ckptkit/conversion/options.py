@@ -94,7 +94,9 @@ class ConvertOptions:
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
     ] = MASTER
-    strict: Annotated[bool, About("Refuse what config.json does not call for, and to leave anything unknown behind.")] = False
+    strict: Annotated[
+        bool, About("Refuse what config.json does not call for, and to leave anything unknown behind.")
+    ] = False
     salvage: Annotated[
         bool, About("Of a damaged checkpoint write what is whole; list what is lost, and exit with 1 if anything is.")
     ] = False

@@ -165,8 +165,8 @@ def places_of(checkpoint: Checkpoint) -> list[Path]:
 def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> list[Verified]:
     """Look at the parts of a checkpoint, and at other weights in its directory; the first knows what is left there."""
     places, root = places_of(checkpoint), checkpoint.path
-    account = read_account(root)
-    found = [replace(look(path), salvaged=account) for path in places]
+    found = [look(path) for path in places]
+    found[0] = replace(found[0], salvaged=read_account(root))
     if not (root.is_dir() and checkpoint.parts):
         return found
     seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})

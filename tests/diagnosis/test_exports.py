@@ -23,7 +23,7 @@ import ckptkit
 from ckptkit import doctor
 from ckptkit.errors import Corrupt, Occupied
 from tests.conftest import Produce
-from tests.ops.situations import HEADS, SIZES, adapted, from_pretrained, llama, run, saved
+from tests.ops.situations import HEADS, SIZES, adapted, from_pretrained, llama, saved
 from tests.salvaging.damage import load_hf
 from tests.trainers import produced_zero
 
@@ -233,38 +233,6 @@ def test_the_states_beside_an_empty_adapter_are_taken(produce: Produce, tmp_path
         "`adapter_model.safetensors` was not taken but the states in `global_step2`" in note for note in done.notes
     )
     assert "embed.weight" in ckptkit.open(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("declared", "names", "said"),
-    [
-        ({"num_nextn_predict_layers": 1}, [], "`num_nextn_predict_layers` of"),
-        ({"mtp_num_hidden_layers": 1}, [], "declares 1 MTP layers, and tensors of 0 are here"),
-        ({"num_nextn_predict_layers": 1}, ["mtp.fc.weight"], None),
-        ({"num_nextn_predict_layers": 1}, ["model.layers.2.eh_proj.weight"], None),
-        ({"num_nextn_predict_layers": 0}, [], None),
-    ],
-)
-def test_heads_that_the_config_declares_are_looked_for(
-    tmp_path: Path, declared: dict[str, int], names: list[str], said: str | None
-) -> None:
-    root = saved(tmp_path / "model")
-    edit(root / CONFIG, lambda config: config.update(declared))
-    weights = load_file(root / "model.safetensors")
-    save_file(weights | {name: torch.ones(2) for name in names}, root / "model.safetensors", metadata={"format": "pt"})
-    messages = [one.message for one in doctor(root).findings if one.code == "layers"]
-    assert len(messages) == bool(said)
-    assert all(said in message for message in messages if said)
-    if said:  # by the training's base, or with a config that declares none
-        base = Path(shutil.copytree(root, tmp_path / "base"))
-        save_file(weights | {"mtp.fc.weight": torch.ones(2)}, base / "model.safetensors", metadata={"format": "pt"})
-        (fix,) = (one.fix for one in doctor(root, model=base).findings if one.code == "layers")
-        assert "--from-base" in str(fix)
-        fixed = run(fix)
-        assert "mtp.fc.weight" in load_hf(fixed)
-        shutil.rmtree(fixed)
-        (fix,) = (one.fix for one in doctor(root).findings)
-        assert not doctor(run(fix)).findings
 
 
 def test_a_tower_and_layers_of_an_unknown_type_are_looked_for(tmp_path: Path) -> None:
