@@ -129,6 +129,8 @@ class Incomplete(Corrupt):
     as far as that is known. With a `tensor` it is said of that tensor alone, which has a part in the file.
     """
 
+    code = "incomplete"
+
     def __init__(
         self,
         message: str,

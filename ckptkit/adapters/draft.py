@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptkit.adapters.changes import check, saved_base, trained_biases, without_copies
 from ckptkit.adapters.config import NAME as CONFIG
 from ckptkit.adapters.config import AdapterConfig, find_adapter_config, without_training
+from ckptkit.adapters.empty import find_empty
 from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
 from ckptkit.checkpoints.part import Part
@@ -78,6 +79,8 @@ def open_adapters(part: Part, options: ConvertOptions) -> Opened | None:
     weights = find_weights(edits.select(part.layout, chosen.admit))
     adapted = find_adapters(weights.layout)
     if adapted is not None:
+        if part.is_adapter and (error := find_empty(weights.layout)):
+            raise error
         return Opened(part, weights, adapted)
     refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
     return None

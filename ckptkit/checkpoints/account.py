@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, and_more
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
 from ckptkit.tensors.box import Box
 
 NAME = "salvage.json"
 LIMIT = 1 << 28  # bytes
+_NAMED = 3  # of what is lost
 _DAMAGED = "bytes changed after they were written: their CRC-32 is not that recorded"
 
 
@@ -71,11 +74,37 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
+class SalvagedWeights:
+    """The model's tensors with their bytes: those of the checkpoint itself, those of another one, and the lost ones."""
+
+    own: Mapping[str, int] = field(default_factory=dict)
+    filled: Mapping[str, int] = field(default_factory=dict)
+    lost: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def are_all_lost(self) -> bool:
+        """Return whether the checkpoint has weights, and none of them is left."""
+        return bool(self.lost) and not (self.own or self.filled)
+
+    def share(self, part: Mapping[str, int]) -> str:
+        """Return how many of all weights are in a part of them: `3 of 21 weights (14%, 1.2 MB)`."""
+        total = len(self.own) + len(self.filled) + len(self.lost)
+        some, every = sum(part.values()), sum(map(sum, (one.values() for one in (self.own, self.filled, self.lost))))
+        return f"{len(part):,} of {count(total, 'weight')} ({percent(some, every)}, {format_bytes(some)})"
+
+    def to_json(self) -> dict[str, int]:
+        """Return the numbers as `--json` prints them."""
+        parts = {"own": self.own, "filled": self.filled, "lost": self.lost}
+        numbers = {name: len(part) for name, part in parts.items()}
+        return numbers | {f"{name}_bytes": sum(part.values()) for name, part in parts.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The account of a salvage: lost tensors, tensors with bytes from elsewhere, and tensors with another copy.
 
     `source` is the checkpoint that was salvaged; `described_by` is the one whose metadata describes its files, if its
-    own is missing.
+    own is missing; `other` is the checkpoint that lost tensors were taken from.
     """
 
     lost: Sequence[Lost] = ()
@@ -84,6 +113,8 @@ class Account:
     kept: int = 0
     source: Path = Path()
     described_by: Path | None = None
+    other: Path | None = None
+    weights: SalvagedWeights = SalvagedWeights()
 
     @property
     def is_whole(self) -> bool:
@@ -94,7 +125,16 @@ class Account:
         """Return it as `--json` prints it."""
         lost, filled = ([one.to_json() for one in found] for found in (self.lost, self.filled))
         described = {"described_by": str(self.described_by.absolute())} if self.described_by else {}
-        return {"lost": lost, "filled": filled, "repaired": list(self.repaired), **described}
+        more = {"repaired": list(self.repaired), "weights": self.weights.to_json(), **described}
+        return {"lost": lost, "filled": filled, **more}
+
+    def warnings(self, output: Path) -> Iterator[str]:
+        """Yield how many of the weights are in `output` as another checkpoint has them, and how many are not there."""
+        weights = self.weights
+        if weights.filled:
+            yield f"{weights.share(weights.filled)} come from {self.other}, not from {self.source}"
+        if weights.lost:
+            yield f"{weights.share(weights.lost)} are lost and not in {output}"
 
     def to_bytes(self, before: Path | None = None) -> bytes:
         """Return the content of the account's file; it includes the account that the source had at path `before`."""
@@ -102,6 +142,12 @@ class Account:
         earlier = read_account(before.parent) if before else None
         value |= {"before": earlier} if earlier else {}
         return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def percent(part: int, total: int) -> str:
+    """Return a share of the bytes in percent, rounded down: 100% is all of them."""
+    tenths = part * 1000 // total if total else 1000
+    return f"{tenths // 10}%" if tenths % 10 == 0 else f"{tenths / 10}%"
 
 
 def span(start: int, size: int, extent: int) -> str:
@@ -117,6 +163,13 @@ def read_account(root: Path) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def name_lost(found: Mapping[str, Any]) -> str:
+    """Return the first names of what an account says is lost, and how many more there are; "" if nothing is."""
+    entries = found.get("lost")
+    names = [str(one.get("name") or one.get("path")) for one in entries or () if isinstance(one, dict)]
+    return f"{', '.join(f'`{name}`' for name in names[:_NAMED])}{and_more(len(names) - _NAMED)}" if names else ""
+
+
 def describe_account(found: Mapping[str, Any]) -> str:
     """Return a summary of an account: how many tensors were lost and filled."""
     sizes = {kind: len(one) for kind in ("lost", "filled") if isinstance(one := found.get(kind), list)}
@@ -127,4 +180,7 @@ def describe_account(found: Mapping[str, Any]) -> str:
     ]
     if found.get("described_by"):
         words.append(f"names and shapes from {found['described_by']}")
+    numbers = found.get("weights")
+    if isinstance(numbers, dict) and (total := sum(numbers.get(part, 0) for part in ("own", "filled", "lost"))):
+        words.append(f"{numbers.get('own', 0):,} of {count(total, 'weight')} are its own")
     return f"salvaged from a damaged checkpoint: {', '.join(words)}"

@@ -12,14 +12,14 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse, translate_os_errors
 from ckptkit.files.crc32 import crc32, tell_damage
-from ckptkit.files.file import read_small
+from ckptkit.files.file import names_in, read_small
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.names.wrappers import is_flat_name
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
-from ckptkit.trainers import is_other_part
+from ckptkit.trainers import is_exported, is_other_part
 
 _LARGEST = 1 << 26  # bytes of a file that is read again to compare it with its manifest
 MODEL = "model"  # the key of a model that has none of its own, and lies beside an optimizer
@@ -89,6 +89,11 @@ class Part:
             layout = replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
         known = {path: manifest.files[path] for path in layout.paths & manifest.files.keys()}
         return replace(layout, file_sums={path: (one.nbytes, one.crc32) for path, one in known.items()})
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether it is a file with an adapter for use, or a directory with such a file."""
+        return any(map(is_exported, (self.path.name, *(names_in(self.path) if self.path.is_dir() else ()))))
 
     @cached_property
     def manifest(self) -> Manifest | None:

@@ -79,6 +79,8 @@ def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
     """Print the result, for a reader or for scripts; of several ranks the first speaks."""
     if is_rank() and os.environ["RANK"] != "0":
         return
+    for text in done.salvaged.warnings(done.output) if done.salvaged else ():
+        note(f"warning: {text}")
     if json:
         print_json(to_json(done))
     else:

@@ -30,6 +30,12 @@ def doctor(
         Path | None, typer.Option(parser=to_path, metavar="OTHER", help="Load it where this checkpoint is loaded.")
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Load it with so many ranks.")] = None,
+    fix: Annotated[
+        Path | None,
+        typer.Option(
+            parser=to_path, metavar="OUT", help="Run the command that is certain to help, and write its result to OUT."
+        ),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="List every finding.")] = False,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -38,27 +44,33 @@ def doctor(
     """Find what breaks when a checkpoint is loaded, and the fix.
 
     Names, shapes, the optimizer's states and groups, and what belongs to single ranks are held against the model, the
-    ranks or the other checkpoint that is given. Only metadata are read.
+    ranks or the other checkpoint that is given. Only metadata are read. With --fix, nothing is guessed or dropped: a
+    fix that is not certain is only suggested, and CKPT stays as it is.
 
     Example: ckptkit doctor run/ckpt-500 --model org/model --world-size 16
 
-    Exit codes: 0 nothing will break; 1 findings, each with the command that fixes it, where there is one; 2 usage;
-    3 not a checkpoint; 4 an I/O failure.
+    Exit codes: 0 nothing will break, in OUT with --fix; 1 findings, each with the command that fixes it, where there is
+    one; 2 usage; 3 not a checkpoint; 4 an I/O failure; 5 OUT exists.
     """
     from ckptkit.ops.doctor import doctor as examine
 
-    found = examine(with_others(ckpt, also), model=model, like=like, world_size=world_size)
+    found = examine(with_others(ckpt, also), model=model, like=like, world_size=world_size, fix=fix)
     if json:
         print_json(to_json(found))
     else:
         report(found, every=every)
+        if found.fixed:
+            say(f"fixed: wrote {found.fixed.path}")
+            report(found.fixed, every=every)
     if not found.is_ok:
         raise typer.Exit(1)
 
 
 def to_json(found: Diagnosis) -> dict[str, Any]:
     findings = [pick(one, "code", "tensor", "message", "fix", "count", "names") for one in found.findings]
-    return {"ok": found.is_ok, "path": found.path, "findings": findings, "notes": found.notes}
+    result = {"ok": found.is_ok, "path": found.path, "findings": findings, "notes": found.notes}
+    fixed = {"fixed_by": str(found.fixed_by), "fixed": to_json(found.fixed)} if found.fixed else {}
+    return result | fixed
 
 
 def report(found: Diagnosis, *, every: bool) -> None:

@@ -119,7 +119,8 @@ def to_json(found: Sequence[Verified]) -> dict[str, Any]:
         "unchecked_bytes": sum(part.unchecked_bytes for part in found),
         "left_behind": [pick(one, "path", "why") for part in found for one in part.left_behind],
         "checkpoints": [
-            {"ok": part.is_ok, **pick(part, "path", "format", "tensors", "nbytes", "has_manifest")} for part in found
+            {"ok": part.is_ok, **pick(part, "path", "format", "tensors", "nbytes", "has_manifest", "salvaged")}
+            for part in found
         ],
         "compared": [
             {"path": pair.a, "other": pair.b, **pick(pair, "tensors", "nbytes")}
@@ -143,6 +144,8 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
         for part in found
     ]
     print_table(rows, ("", "size", "checked", "unchecked", "manifest", "checkpoint"))
+    for text in dict.fromkeys(part.loss for part in found if part.loss):
+        note(f"warning: {text}")
     for part in found:
         for text in (*part.notes, *describe_left(part.left_behind, "not looked at")):
             note(f"note: {part.path}: {text}")

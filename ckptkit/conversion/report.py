@@ -80,6 +80,7 @@ class Converted(Summarized):
     salvaged: Account | None = None
 
     def summary(self) -> Iterator[str]:
+        yield from self.salvaged.warnings(self.output) if self.salvaged else ()
         yield headline(self, "averaged" if self.weights else "converted")
         yield from amounts(self)
         yield from (f"warning: {text}" for text in self.warnings)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.damage import find_torch_version
+from ckptkit.diagnosis.exports import find_config_dtype, find_empty_adapter, find_index
 from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.layers import find_unserved
 from ckptkit.diagnosis.likeness import find_unlike
 from ckptkit.diagnosis.names import find_names, find_wrappers
 from ckptkit.diagnosis.optimizer import find_groups, find_missing_states
@@ -18,7 +20,7 @@ Finder = Callable[[Case], Iterator[Finding]]
 
 # of a checkpoint that can be read, in the order in which they are said
 KINDS: tuple[Finder, ...] = (
-    *(find_torch_version, find_model, find_adapters, find_quantized, find_extra_state, find_predictors),
-    *(find_wrappers, find_names, find_shapes, find_ties),
+    *(find_torch_version, find_index, find_config_dtype, find_empty_adapter, find_model, find_adapters, find_quantized),
+    *(find_extra_state, find_predictors, find_wrappers, find_names, find_unserved, find_shapes, find_ties),
     *(find_missing_states, find_ranks, find_groups, find_unlike),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.diagnosis.finding import Finding, group
@@ -12,7 +14,16 @@ from ckptkit.errors import CkptError
 
 _ALONE = frozenset(["include", "salvage"])  # look at what these make before you do more to it
 _RESHARD, _CONVERT, _EXPORT = "reshard", "convert", "consolidate"
-DryRun = Callable[[Fix], CkptError | None]  # returns the error that a command would end with
+
+
+class Trial(NamedTuple):
+    """What a dry run of a command shows: the error that it would end with, and what there is to say of its result."""
+
+    error: CkptError | None = None
+    remark: str = ""
+
+
+DryRun = Callable[[Fix], Trial]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +43,25 @@ def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: D
     joint = join_all(own, is_sharded=checkpoint.model_part.reader.name == SHARDS)
     trials = Trials(dry_run, {})
     chosen = {fix: trials.first(joint[fix], fix) for fix in own}
-    refused = {fix: error for fix in own if chosen[fix] is None and (error := trials.errors[fix])}
-    notes = tuple(f"`{fix}` would end with: {error.message}" for fix, error in refused.items())
+    refused = {fix: error for fix in own if chosen[fix] is None and (error := trials.known[fix].error)}
+    notes = [f"`{fix}` would end with: {error.message}{hint_of(error)}" for fix, error in refused.items()]
+    taken = dict.fromkeys(fix for fix in chosen.values() if fix)
+    notes += [f"`{fix}`: {remark}" for fix in taken if (remark := trials.known[fix].remark)]
     return ChosenFixes(
-        tuple(replace(one, fixed_by=chosen[one.fixed_by]) if one.fixed_by else one for one in found), notes
+        tuple(replace(one, fixed_by=chosen[one.fixed_by]) if one.fixed_by else one for one in found), tuple(notes)
     )
+
+
+def hint_of(error: CkptError) -> str:
+    return f" ({error.hint})" if error.hint else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The commands that were tried, each once, and the errors of those that would be refused."""
+    """The commands that were tried, each once, and what each trial shows."""
 
     dry_run: DryRun
-    errors: dict[Fix, CkptError | None]
+    known: dict[Fix, Trial]
 
     def first(self, *fixes: Fix) -> Fix | None:
         """Return the first of the commands, or of those that do nearly the same, that is not refused; else None."""
@@ -53,19 +70,21 @@ class Trials:
 
     def admits(self, fix: Fix) -> bool:
         """Return whether a command is not refused."""
-        if fix not in self.errors:
-            self.errors[fix] = self.dry_run(fix)
-        return self.errors[fix] is None
+        if fix not in self.known:
+            self.known[fix] = self.dry_run(fix)
+        return self.known[fix].error is None
 
 
 def others(fix: Fix) -> Iterator[Fix]:
     """Yield commands that do nearly the same where the command itself is refused.
 
     With `names="keep"` a model is not compared with its config, which may be incomplete. Files that cannot be written
-    for other ranks become shards.
+    for other ranks become shards. Where nothing of a model can be saved, the checkpoint that would fill it is used.
     """
     options = dict(fix.options)
-    if fix.verb == _EXPORT and "names" not in options:
+    if "fill_from" in options:
+        yield Fix.of("doctor", Path(str(options["fill_from"])))
+    elif fix.verb == _EXPORT and "names" not in options:
         yield Fix.of(fix.verb, *fix.paths, **options, names="keep")
     elif fix.verb == _RESHARD:
         yield as_shards(fix)

@@ -11,9 +11,8 @@ from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import Fix, rewrite
-from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure, Unsafe, Unsupported
-from ckptkit.layout import Chunk
+from ckptkit.diagnosis.fix import rewrite
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
 
 Damage = Mapping[Path, Sequence[CkptError]]
 
@@ -43,47 +42,13 @@ def problems_of(part: Part) -> Sequence[CkptError]:
 def find_damage(checkpoint: Checkpoint, damage: Damage) -> Iterator[Finding]:
     """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one."""
     whole = find_whole(checkpoint) if damage else None
-    fix = find_fix(checkpoint, whole) if damage else None
+    fix = rewrite(checkpoint, salvage=True, fill_from=whole) if damage else None
     other = f"; {whole.name} beside it is whole" if whole else ""
     for problem in (problem for problems in damage.values() for problem in problems):
         where = "" if problem.path is None else f"{name_in(checkpoint.path, problem.path)}: "
         hint = f" ({problem.hint})" if problem.hint else ""
         message = f"{where}{problem.message}{hint}{other}"
-        yield Finding(code_of(problem), problem.tensor, message, fix if isinstance(problem, Corrupt) else None)
-
-
-def find_fix(checkpoint: Checkpoint, whole: Path | None) -> Fix | None:
-    """Return the command that keeps what can be read and takes the rest from a whole checkpoint, if there is one.
-
-    Where nothing says what lies in the files there is only that other to use, None without one.
-    """
-    if can_be_salvaged(checkpoint.model_part, is_filled=whole is not None):
-        return rewrite(checkpoint, salvage=True, fill_from=whole)
-    return Fix.of("doctor", whole) if whole else None
-
-
-def can_be_salvaged(part: Part, *, is_filled: bool) -> bool:
-    """Return whether a part can be read with what is wrong in it left out, and something of it stays.
-
-    Where what is lost `is_filled` from another checkpoint, nothing has to stay.
-    """
-    try:
-        layout = part.reader.read(part.path, lambda _: None)
-        sizes = {
-            path: size_of(layout.root / path) for path in {c.path for t in layout.tensors.values() for c in t.chunks}
-        }
-    except (Corrupt, IOFailure, Unsafe, Unsupported):
-        return False
-
-    def is_there(chunk: Chunk) -> bool:
-        return chunk.is_in_file and chunk.offset + chunk.length <= sizes[chunk.path]
-
-    return is_filled or any(all(map(is_there, tensor.chunks)) for tensor in layout.tensors.values())
-
-
-def size_of(path: Path) -> int:
-    """Return the size of a file, -1 if it is not there."""
-    return path.stat().st_size if path.is_file() else -1
+        yield Finding(problem.code, problem.tensor, message, fix if isinstance(problem, Corrupt) else None)
 
 
 def find_whole(checkpoint: Checkpoint) -> Path | None:
@@ -95,11 +60,6 @@ def find_whole(checkpoint: Checkpoint) -> Path | None:
         return next((one.path for one in others if one.name != checkpoint.name and one.is_complete), None)
     except IOFailure:
         return None
-
-
-def code_of(problem: CkptError) -> str:
-    """Return the code of a problem: what is not there at all is told apart from what is damaged."""
-    return "incomplete" if isinstance(problem, Incomplete) else problem.code
 
 
 def name_in(root: Path, path: Path) -> str:

@@ -8,6 +8,11 @@ from dataclasses import dataclass, replace
 from ckptkit.diagnosis.fix import Fix
 from ckptkit.names.renames import fold
 
+# the kinds whose fix loses nothing and guesses nothing
+_CERTAIN = frozenset(
+    ["index", "empty_entry", "config_dtype", "empty_adapter", "experts", "wrapper", "torch_version", "world_size"]
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -28,6 +33,11 @@ class Finding:
     def fix(self) -> str | None:
         """Return the command that fixes it as a line for a shell, None if no command does."""
         return None if self.fixed_by is None else str(self.fixed_by)
+
+    @property
+    def is_certain(self) -> bool:
+        """Return whether its fix is certain to help: it loses nothing, guesses nothing, and the model's names fit."""
+        return self.fixed_by is not None and self.code in _CERTAIN and ("names", "keep") not in self.fixed_by.options
 
     @property
     def line(self) -> str:

@@ -242,7 +242,8 @@ MESSAGES: tuple[Message, ...] = (
         "transformers, `from_pretrained`",
         "no_model",
         "The directory is a training checkpoint, such as FSDP's `pytorch_model_fsdp_0` or shards of ZeRO, and "
-        "`from_pretrained` wants safetensors: `ckptkit consolidate CKPT OUT`.",
+        "`from_pretrained` wants safetensors: `ckptkit consolidate CKPT OUT`. Several files of safetensors need an "
+        "index: `ckptkit doctor MODEL --fix OUT` writes one.",
         explanations.find_model,
     ),
     Message(
@@ -274,7 +275,8 @@ MESSAGES: tuple[Message, ...] = (
         "corrupt",
         "The file is cut short (`incomplete metadata`, before `MetadataIncompleteBuffer`), or no safetensors (`header "
         "too large`, `header too small`, `invalid header`): a download that broke off, a pointer of git-lfs, or a "
-        "`model.safetensors` of empty FSDP shards beside the real ones. `ckptkit verify` names it.",
+        "`model.safetensors` of empty FSDP shards beside the real ones. `ckptkit verify` names it. With `unknown "
+        "variant`, an entry has no dtype: `ckptkit doctor MODEL --fix OUT` drops it.",
     ),
     Message(
         "invalid load key, …",

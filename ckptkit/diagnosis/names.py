@@ -9,6 +9,7 @@ from fnmatch import translate
 from glob import escape
 
 from ckptkit.diagnosis.case import Case, Misfits, Shapes, TargetModel
+from ckptkit.diagnosis.exports import find_named_experts
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, Value, convert, export, is_model, rewrite
 from ckptkit.diagnosis.renamed import say_renamed
@@ -77,6 +78,10 @@ def find_names(case: Case) -> Iterator[Finding]:
             return  # the names are its trainer's, which loads it
         yield turned.finding
         misfits = Misfits.of(turned.shapes, closest(model.forms, turned.shapes.keys()), model)
+    experts = find_named_experts(case, model, misfits)
+    if experts is not None:
+        yield experts.finding
+        misfits = experts.misfits
     pairs = misfits.renamed()
     yield from find_renamed(case, pairs)
     missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
@@ -24,15 +24,19 @@ from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
 from ckptkit.destinations.staging import check_destination
-from ckptkit.errors import Mismatch
+from ckptkit.errors import CkptError, Mismatch
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import remarks_on_id, to_local, to_model_path
+from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.weights import UNKNOWN
 from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.pictures.words import count
 from ckptkit.quantized.signs import may_be_quantized, may_hold_quantized
+
+if TYPE_CHECKING:
+    from ckptkit.salvaging.repair import Look
 
 
 @spell_out
@@ -179,12 +183,15 @@ def draft_opened(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertO
     return with_earlier_account(conversion, source) if is_there(source / ACCOUNT) else conversion
 
 
-def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
-    """Draft what is whole of a damaged checkpoint, with an account of what is lost."""
+def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: Look | None = None) -> Conversion:
+    """Draft what is whole of a damaged checkpoint, with an account of what is lost.
+
+    By default, `look` reads every byte to find the damage.
+    """
     from ckptkit.salvaging.salvage import salvage
 
     options.check_salvage()
-    salvaged = salvage(checkpoint, dst, options)
+    salvaged = salvage(checkpoint, dst, options, look)
     return salvaged.account(draft_of([salvaged.checkpoint], dst, options))
 
 
@@ -207,15 +214,24 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
     return draft_model(parts, remarks, dst, options)
 
 
+def find_empty(layout: Layout) -> CkptError | None:
+    from ckptkit.adapters import empty
+
+    return empty.find_empty(layout)
+
+
 def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
     """Return the part of each checkpoint with the model that is to be written, and words on what else it could be."""
     parts: list[Part] = []
     notes: list[str] = []
     for checkpoint in checkpoints:
         exported = None if options.salvage or options.weights_from == MODULE else checkpoint.exported
+        name, states = exported.path.name if exported else "", checkpoint.model_part.place
+        if exported and (error := find_empty(exported.layout)):
+            notes.append(f"`{name}` was not taken but the states in `{states}`: {error.message}")
+            exported = None
         parts.append(exported or checkpoint.model_part)
         if exported:
-            name, states = exported.path.name, checkpoint.model_part.place
             notes.append(f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states")
     return parts, list(dict.fromkeys(notes))
 

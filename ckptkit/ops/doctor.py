@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,48 +13,62 @@ from ckptkit.diagnosis import KINDS
 from ckptkit.diagnosis.case import Case, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes
 from ckptkit.diagnosis.damage import find_damage, look_for_damage
+from ckptkit.diagnosis.exports import find_broken_export
 from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.fix import Fix
 from ckptkit.diagnosis.optimizer import list_missing_states
 from ckptkit.errors import Usage, and_more
 from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import CONFIG
-from ckptkit.ops.dry_run_fix import dry_run_fix
+from ckptkit.ops.dry_run_fix import dry_run_fix, run_fix
 from ckptkit.pictures.words import count
 from ckptkit.summary import Summarized, first_few
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Summarized):
-    """The checkpoint at `path`, and what will break when it is loaded. `notes` say what else there is to know."""
+    """The checkpoint at `path`, and what will break when it is loaded. `notes` say what else there is to know.
+
+    `fixed_by` is the command that was run to fix it, `fixed` the diagnosis of what that made; None if none was.
+    """
 
     path: Path
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
+    fixed_by: Fix | None = None
+    fixed: Diagnosis | None = None
 
     @property
     def is_ok(self) -> bool:
-        """Return whether nothing will break."""
-        return not self.findings
+        """Return whether nothing will break, in what was made of the checkpoint if it was fixed."""
+        return self.fixed.is_ok if self.fixed else not self.findings
 
     @property
     def verdict(self) -> str:
         """Return the result in one line."""
-        what = "nothing found that would break" if self.is_ok else count(len(self.findings), "finding")
+        what = count(len(self.findings), "finding") if self.findings else "nothing found that would break"
         return f"{self.path}: {what}"
 
     def summary(self) -> Iterator[str]:
         yield self.verdict
         yield from first_few((f"{one.code}: {one.line}" for one in self.findings), len(self.findings))
+        yield from [f"fixed: {self.fixed.verdict}"] if self.fixed else []
 
 
 @collector_paused()
 def doctor(
-    ckpt: Source, *, model: str | Path | None = None, like: Source | None = None, world_size: int | None = None
+    ckpt: Source,
+    *,
+    model: str | Path | None = None,
+    like: Source | None = None,
+    world_size: int | None = None,
+    fix: str | Path | None = None,
 ) -> Diagnosis:
     """Find what will break when the checkpoint at `ckpt`, or the latest of the run there, is loaded.
 
     By itself, into the `model` in a directory, a config.json or a Hub repository, in a job of `world_size` ranks, or
-    where the checkpoint `like` is loaded. Reads no tensor, but for two that are said to be the same.
+    where the checkpoint `like` is loaded. Reads no tensor, but for two that are said to be the same. With `fix`, the
+    one command that certainly helps writes the fixed checkpoint to this directory, and that is diagnosed too.
 
     Raises `NotACheckpoint` if there is none, `Usage` for a model that is not there.
     """
@@ -62,13 +76,26 @@ def doctor(
         raise Usage(f"world_size is {world_size}; it must be at least 1")
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_case(checkpoint, model, like, world_size)
-    if case is None:
-        chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
-        return Diagnosis(checkpoint.path, chosen.findings, ("nothing else was looked at", *chosen.notes))
-    findings += [found for kind in KINDS for found in kind(case)]
+    findings += [found for kind in KINDS for found in kind(case)] if case else []
     chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
     notes = (*remarks_on_id(model), *unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
-    return Diagnosis(checkpoint.path, chosen.findings, notes)
+    found = Diagnosis(checkpoint.path, chosen.findings, notes)
+    if fix is None or not chosen.findings:
+        return found
+    certain = certain_fixes(chosen.findings)
+    if len(certain) != 1:
+        many = f"{len(certain)} commands would each fix a part: run one, and `ckptkit doctor` on what it made"
+        return replace(found, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}"))
+    made = run_fix(certain[0], checkpoint, fix)
+    fixed = doctor(fix, model=model, like=like, world_size=world_size)
+    left_out = (f"left out `{one.name}`" for one in made.dropped)
+    return replace(found, fixed_by=certain[0], fixed=replace(fixed, notes=(*made.notes, *left_out, *fixed.notes)))
+
+
+def certain_fixes(findings: Sequence[Finding]) -> list[Fix]:
+    """Return the commands that are certain to help with all findings that they are suggested for."""
+    fixes = dict.fromkeys(one.fixed_by for one in findings if one.fixed_by)
+    return [fix for fix in fixes if all(one.is_certain for one in findings if one.fixed_by == fix)]
 
 
 def open_case(
@@ -81,6 +108,8 @@ def open_case(
 
     Returns what is damaged too.
     """
+    if broken := find_broken_export(checkpoint):
+        return None, broken
     damage = look_for_damage(checkpoint)
     findings = list(find_damage(checkpoint, damage))
     if checkpoint.model_part.path in damage:
@@ -100,8 +129,11 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
     return TargetModel.of(str(own.found_in / CONFIG), own.config, {}, asked=False)
 
 
-def notes_on(case: Case) -> Iterator[str]:
+def notes_on(case: Case | None) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
+    if case is None:
+        yield "nothing else was looked at"
+        return
     states = [] if case.checkpoint.model_part.reader.is_sharded else list(list_missing_states(case))
     if states:
         what = f"`{states[0].tensor}`{and_more(len(states) - 1)}"

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ckptkit.checkpoints.account import NAME as ACCOUNT
+from ckptkit.checkpoints.account import describe_account, name_lost, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
@@ -48,7 +51,8 @@ class Verified(Summarized):
     compared with and `unchecked_bytes` had none. `looked_at` are its files, `sums` those of the files that were read,
     `left_behind` other files in the directory of the checkpoint, at which nobody looked. `compared` is how it differs
     from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
-    tensors, if they were asked for.
+    tensors, if they were asked for. `salvaged` is the account of what was lost when it was made of a damaged one, None
+    if it was not.
     """
 
     path: Path
@@ -66,16 +70,27 @@ class Verified(Summarized):
     left_behind: tuple[LeftBehind, ...] = ()
     compared: Diff | None = None
     stats: tuple[TensorStats, ...] = ()
+    salvaged: Mapping[str, Any] | None = None
 
     @property
     def is_ok(self) -> bool:
         """Return whether no problem was found."""
         return not self.problems
 
+    @property
+    def loss(self) -> str | None:
+        """Return what a salvage lost or filled, in one line; None for a checkpoint that was not salvaged."""
+        if self.salvaged is None:
+            return None
+        missing = name_lost(self.salvaged)
+        what = f"{describe_account(self.salvaged)}{f'; missing: {missing}' if missing else ''}"
+        return f"{self.path}: {what}; {ACCOUNT} lists them"
+
     def summary(self) -> Iterator[str]:
         found = count(len(self.problems), "problem") if self.problems else "ok"
         checked, unchecked = format_bytes(self.checked_bytes), format_bytes(self.unchecked_bytes)
         yield f"{self.path}: {found}; {checked} checked, {unchecked} without a checksum"
+        yield from [self.loss] if self.loss else []
         yield from first_few((problem.line for problem in self.problems), len(self.problems))
 
 
@@ -152,6 +167,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
     """Look at the parts of a checkpoint, and at other weights in its directory; the first knows what is left there."""
     places, root = places_of(checkpoint), checkpoint.path
     found = [look(path) for path in places]
+    found[0] = replace(found[0], salvaged=read_account(root))
     if not (root.is_dir() and checkpoint.parts):
         return found
     seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
@@ -199,6 +215,17 @@ def verify_part(
     except CkptError as error:
         problems.add(error.blame(path=path))
     return replace(found, problems=problems.list())
+
+
+def note_empty(parts: Iterable[Part], layout: Layout, problems: Problems) -> None:
+    """Note that an adapter has no elements."""
+    is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
+    if is_whole or not any(part.is_adapter for part in parts):
+        return
+    from ckptkit.adapters.empty import find_empty
+
+    if error := find_empty(layout):
+        problems.add(error)
 
 
 def skim(own: OwnFiles, problems: Problems) -> Verified:

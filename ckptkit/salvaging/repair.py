@@ -26,10 +26,9 @@ from ckptkit.files.file import is_there
 from ckptkit.layout import Chunk, Fault, Layout, Spec, StoredTensor
 from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import Form, form_or_reason
-from ckptkit.progress import Progress
 from ckptkit.salvaging.copies import complete, names_repaired, patch
 from ckptkit.salvaging.faults import Faults
-from ckptkit.salvaging.survey import Survey, survey, without_files
+from ckptkit.salvaging.survey import Survey, without_files
 from ckptkit.tensors.box import whole
 
 Look = Callable[[Layout], Survey]
@@ -40,18 +39,13 @@ _ROUNDED = "its rounded copy"
 _MASTER = "the master weights"
 
 
-def repair(
-    checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, *, jobs: int | None, progress: Progress | None
-) -> Checkpoint:
+def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, look: Look) -> Checkpoint:
     """Return a checkpoint with the damage in each part marked as lost, unless the part has a copy of the same bytes.
 
-    The metadata of `other` describes a part that has none, if everything in the files of that part matches it. Raises
-    the error that makes the part with the model unreadable; leaves out any other unreadable part.
+    `look` finds the damage in a layout. The metadata of `other` describes a part that has none, if everything in the
+    files of that part matches it. Raises the error that makes the part with the model unreadable; leaves out any other
+    unreadable part.
     """
-
-    def look(layout: Layout) -> Survey:
-        return survey(layout, jobs=jobs, progress=progress)
-
     model = checkpoint.model_part
     parts = []
     for part in checkpoint.parts:

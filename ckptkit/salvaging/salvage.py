@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ckptkit.checkpoints.account import LIMIT, NAME, Account, Filled, Lost, describe_account, read_account
+from ckptkit.checkpoints.account import (
+    LIMIT,
+    NAME,
+    Account,
+    Filled,
+    Lost,
+    SalvagedWeights,
+    describe_account,
+    read_account,
+)
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.directories import check_apart
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.engine.scan import sum_file
-from ckptkit.errors import Corrupt, IOFailure
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsupported
 from ckptkit.files.file import file_size, read_small
 from ckptkit.files.origin import Origin
-from ckptkit.layout import Fault
+from ckptkit.layout import Fault, Layout
+from ckptkit.names.weights import find_weights, has_weights
 from ckptkit.salvaging.faults import Faults, filled_tensors, lost_entries, lost_tensors
 from ckptkit.salvaging.fill import fill
-from ckptkit.salvaging.repair import repair
+from ckptkit.salvaging.repair import Look, repair
+from ckptkit.salvaging.survey import survey
+
+_FILL = "pass --fill-from OTHER to take the lost tensors from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """A checkpoint with its damage marked, its faults, and remarks for the report."""
+    """A checkpoint with its damage marked, its faults, the one that it was filled from, and remarks for the report."""
 
     checkpoint: Checkpoint
     faults: Faults
+    other: Path | None = None
     origins: tuple[Origin, ...] = ()
     notes: tuple[str, ...] = ()
 
     def account(self, conversion: Conversion) -> Conversion:
         """Return a conversion with the account of its lost tensors; an output directory gets the account as a file too.
 
-        Raises `Corrupt` if no tensor is left.
+        Raises `Corrupt` if no tensor is left, or no weight of a model that has lost some.
         """
         options, faults = conversion.options, self.faults
         lost: list[Lost] = []
@@ -48,9 +63,12 @@ class Salvage:
         kept = sum(len(draft.wanted.tensors) for draft in conversion.drafts)
         if not kept:
             raise nothing_left(self.checkpoint.path, lost)
+        weights = self.weigh(conversion)
+        if weights.are_all_lost:
+            raise no_weights_left(self.checkpoint, lost, weights)
         carried, unread = self.readable(conversion.carried)
         path, described_by = self.checkpoint.path, faults.described_by
-        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by)
+        found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by, self.other, weights)
         made: Mapping[str, bytes] = conversion.made
         if not (found.is_whole or conversion.is_file):
             made = {**made, NAME: found.to_bytes(carried.pop(NAME, None))}
@@ -62,6 +80,19 @@ class Salvage:
             notes=[*conversion.notes, *self.notes],
             salvaged=found,
         )
+
+    def weigh(self, conversion: Conversion) -> SalvagedWeights:
+        """Return which of the weights that go into the output are lost, and which come from another checkpoint."""
+        drafts = [one for one in conversion.drafts if one.place == self.checkpoint.model_part.place]
+        own, filled, lost = (dict[str, int]() for _ in range(3))
+        for draft in drafts or conversion.drafts:
+            assert draft.given is not None
+            tensors = draft.given.tensors
+            for name in tensors if draft.writer.is_model_only else weights_in(draft.given):
+                is_filled = any(self.faults.filled.get(chunk.path) == str(self.other) for chunk in tensors[name].chunks)
+                place = lost if tensors[name].is_lost else filled if is_filled else own
+                place |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
+        return SalvagedWeights(own, filled, lost)
 
     def readable(self, carried: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
         """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""
@@ -85,10 +116,28 @@ def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
     reasons = [one.describe(path) for one in files[:1]]
     if not named:
         return Corrupt(f"nothing can be salvaged: {' '.join(reasons) or 'there are no tensors'}", path=path)
-    hint = "ranks that shard every tensor each have a part of it: --fill-from OTHER takes them from another checkpoint"
     message = f"nothing can be salvaged: all {len(named)} tensors have lost something"
     reasons = [f"`{named[0].label}`: {named[0].describe(path)}", *reasons]
-    return Corrupt(f"{message}, such as {'; '.join(reasons)}", path=path, hint=hint)
+    return Corrupt(f"{message}, such as {'; '.join(reasons)}", path=path, hint=_FILL)
+
+
+def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: SalvagedWeights) -> Corrupt:
+    """Return the error for a checkpoint of which only other things than weights are whole."""
+    path = checkpoint.path
+    first = next(one for one in lost if one.name in weights.lost)
+    message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights have lost something"
+    wrapper = find_weights(checkpoint.model_part.layout).wrapper
+    rest = f"; --exclude '{wrapper}.*' salvages the rest" if wrapper else ""
+    why = f"such as `{first.label}`: {first.describe(path)}"
+    return Corrupt(f"{message}, {why}", path=path, hint=f"{_FILL}, or use an older checkpoint{rest}")
+
+
+def weights_in(layout: Layout) -> Iterable[str]:
+    """Return the names of the model's tensors in a layout; () where nothing tells these from the others."""
+    try:
+        return find_weights(layout).came_from.values() if has_weights(layout) else ()
+    except (Mismatch, Unsupported):  # no model, or several
+        return ()
 
 
 def fault_of(path: Path) -> Fault | None:
@@ -100,13 +149,17 @@ def fault_of(path: Path) -> Fault | None:
     return None
 
 
-def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Salvage:
-    """Survey a checkpoint, repair it from the copies that it has, and fill the rest from another if one is given."""
+def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look: Look | None = None) -> Salvage:
+    """Survey a checkpoint, repair it from the copies that it has, and fill the rest from another if one is given.
+
+    By default, `look` reads every byte.
+    """
     faults = Faults()
     other = None if options.fill_from is None else Checkpoint.open(options.fill_from)
     if other is not None:
         check_apart(other, output, options.writer)
-    repaired = repair(checkpoint, other, faults, jobs=options.jobs, progress=options.progress)
+    look = look or partial(survey, jobs=options.jobs, progress=options.progress)
+    repaired = repair(checkpoint, other, faults, look)
     if other is None:
         return Salvage(repaired, faults)
     notes = []
@@ -115,7 +168,7 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Sa
         notes.append(f"{checkpoint.path} has no metadata, so that of {faults.described_by} was used: {words}")
     origin = Origin.of(other.path)
     filled, remarks = fill(repaired, other, faults)
-    return Salvage(filled, faults, (origin,), (*notes, *remarks))
+    return Salvage(filled, faults, other.path, (origin,), (*notes, *remarks))
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:

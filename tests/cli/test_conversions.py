@@ -120,7 +120,7 @@ def test_what_a_reader_is_told(run: Path, tmp_path: Path) -> None:
         (["reshard", "{tmp}/absent", "--to", "2"], 3, "not_a_checkpoint"),
         (["reshard", "{tmp}/text", "{tmp}/out", "--to", "2"], 3, "not_a_checkpoint"),
         (["convert", "{tmp}/text", "{tmp}/out", "--to", "dcp"], 3, "not_a_checkpoint"),
-        (["convert", "{run}/ckpt-3", "{tmp}/out", "--to", "dcp"], 3, "corrupt"),
+        (["convert", "{run}/ckpt-3", "{tmp}/out", "--to", "dcp"], 3, "incomplete"),
         (["reshard", "{run}/ckpt-1", "{run}/ckpt-2", "--to", "2"], 5, "occupied"),
         (["reshard", "{run}/ckpt-1", "{run}", "--to", "2", "--overwrite"], 5, "unsafe"),
         (["reshard", "{run}/ckpt-1", "{run}/ckpt-1/training", "--to", "2"], 5, "unsafe"),

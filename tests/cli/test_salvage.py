@@ -12,6 +12,7 @@ import torch
 
 from tests import producers
 from tests.conftest import Produce
+from tests.ops.situations import lacks_a_rank
 from tests.producers import save_alone
 
 
@@ -48,6 +49,37 @@ def test_exit_codes_and_streams(produce: Produce, tmp_path: Path) -> None:
     assert "salvaged from a damaged checkpoint: 10 lost" in seen.stdout
     assert run("consolidate", root, tmp_path / "part", "--salvage", "--part", "1/2").returncode == 2
     assert run("consolidate", root, tmp_path / "alone", "--fill-from", made.root).returncode == 2
+
+
+def test_a_salvage_without_weights_is_refused(tmp_path: Path) -> None:
+    root = lacks_a_rank(tmp_path)
+    for words in (["convert", "--to", "dcp"], ["reshard", "--to", 2], ["consolidate"]):
+        done = run(words[0], root, tmp_path / "out", *words[1:], "--salvage")
+        assert done.returncode == 3
+        assert "all 3 weights have lost something" in done.stderr or "all 3 tensors" in done.stderr
+        assert "pass --fill-from OTHER" in done.stderr
+        assert not (tmp_path / "out").exists()
+    rest = run("convert", root, tmp_path / "rest", "--to", "dcp", "--salvage", "--exclude", "model.*")
+    assert rest.returncode == 1, rest.stderr
+    seen = run("verify", tmp_path / "rest")
+    assert seen.returncode == 0
+    assert "warning: " in seen.stderr
+    assert "missing: `optim.state.layers.0.weight.exp_avg`" in seen.stderr
+    assert json.loads(run("verify", tmp_path / "rest", "--json").stdout)["checkpoints"][0]["salvaged"]["lost"]
+
+
+def test_weights_of_another_checkpoint_are_said_first(tmp_path: Path) -> None:
+    root = lacks_a_rank(tmp_path)
+    line = ["convert", root, tmp_path / "out", "--to", "dcp", "--salvage", "--fill-from", tmp_path / "whole"]
+    done = run(*line)
+    assert done.returncode == 1
+    first = f"warning: 3 of 3 weights (100%, 384 B) come from {tmp_path / 'whole'}, not from {root}"
+    assert done.stderr.splitlines()[0] == first
+    weights = json.loads(run(*line, "--overwrite", "--json").stdout)["weights"]
+    assert weights == {"own": 0, "own_bytes": 0, "filled": 3, "filled_bytes": 384, "lost": 0, "lost_bytes": 0}
+    seen = run("verify", tmp_path / "out")
+    assert seen.returncode == 0
+    assert "0 of 3 weights are its own" in seen.stderr
 
 
 def test_what_is_lost_is_grouped_by_layer(tmp_path: Path) -> None:

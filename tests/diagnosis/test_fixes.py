@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit import Checkpoint, Finding
-from ckptkit.diagnosis.choose_fixes import choose_fixes, join_all
+from ckptkit.diagnosis.choose_fixes import Trial, choose_fixes, join_all
 from ckptkit.diagnosis.fix import Fix
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Mismatch, SeveralModels, Unsupported
+from ckptkit.errors import CkptError, Incomplete, Mismatch, SeveralModels, Unsupported
 from tests.conftest import Produce
 from tests.producers import fsdp2
 
@@ -58,9 +58,9 @@ def test_a_command_that_fails_gives_way_to_another(produce: Produce) -> None:
     findings = [Finding("family", "a.weight", "", fix), Finding("missing", "b.weight", "")]
     tried: list[Fix] = []
 
-    def dry_run(one: Fix) -> CkptError | None:
+    def dry_run(one: Fix) -> Trial:
         tried.append(one)
-        return None if ("names", "keep") in one.options else Mismatch("a tensor is missing")
+        return Trial() if ("names", "keep") in one.options else Trial(Mismatch("a tensor is missing"))
 
     found = choose_fixes(findings, checkpoint, dry_run)
     assert [one.fix for one in found.findings] == [
@@ -68,7 +68,7 @@ def test_a_command_that_fails_gives_way_to_another(produce: Produce) -> None:
         None,
     ]
     assert (len(tried), found.notes) == (2, ())
-    found = choose_fixes(findings, checkpoint, lambda _: Mismatch("a tensor is missing"))
+    found = choose_fixes(findings, checkpoint, lambda _: Trial(Mismatch("a tensor is missing")))
     assert [one.fix for one in found.findings] == [None, None]
     assert found.notes == (f"`{fix}` would end with: a tensor is missing",)
 
@@ -76,7 +76,7 @@ def test_a_command_that_fails_gives_way_to_another(produce: Produce) -> None:
 @pytest.mark.parametrize(
     ("error", "known"),
     [
-        (Incomplete("1 of 2 files is missing", files=["b"], ranks=[1]), Corrupt("1 of 2 files is missing")),
+        (Incomplete("1 of 2 files is missing", files=["b"], ranks=[1]), Incomplete("1 of 2 files is missing")),
         (SeveralModels("which?", globs=["a.*", "b.*"]), Unsupported("which?")),
     ],
 )

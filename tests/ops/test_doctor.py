@@ -531,10 +531,22 @@ def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: 
     (root / "__1_0.distcp").unlink()
     found = the_one(root, "incomplete")
     assert "ckpt-8 beside it is whole" in found.message
+    (remark,) = (note for note in doctor(root).notes if "keeps" in note)
+    assert "keeps 5 of 15 weights (6.1%, 71 B), takes 10 of 15 weights (93.8%, 1.08 KB) from" in remark
     fixed = run(found.fix, code=1)
     assert (fixed / "salvage.json").is_file()
     assert is_ok(fixed, like=earlier)
     load_into({"model": {"up.weight": torch.zeros(7, 6)}}, fixed)
+
+
+def test_a_salvage_without_weights_is_not_suggested(tmp_path: Path) -> None:
+    """Of FSDP2 every rank has rows of every weight: what is whole without one of them are counters of steps."""
+    root = situations.lacks_a_rank(tmp_path)
+    found = doctor(root)
+    assert [(one.code, one.fix) for one in found.findings] == [("incomplete", None)]
+    assert any("all 3 weights have lost something" in note and "--fill-from OTHER" in note for note in found.notes)
+    earlier = Path(shutil.copytree(tmp_path / "whole", root.with_name("ckpt-8")))
+    assert doctor(root).findings[0].fix == f"ckptkit doctor {earlier}"  # all weights would be those of this one
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - UNSEEN))
@@ -557,7 +569,8 @@ def test_a_save_that_did_not_finish(produce: Produce, tmp_path: Path) -> None:
     found = doctor(tmp_path / "run" / "ckpt-2")
     assert [one.code for one in found.findings] == ["incomplete"]
     assert "did not finish" in found.findings[0].message
-    assert found.findings[0].fix == f"ckptkit doctor {tmp_path / 'run' / 'ckpt-1'}"  # nothing says what the shards hold
+    fixed = run(found.findings[0].fix, code=1)  # by the metadata of the earlier step
+    assert is_ok(fixed, like=tmp_path / "run" / "ckpt-1")
     assert "ckpt-2" in doctor(tmp_path / "run").notes[0]
     assert is_ok(tmp_path / "run")
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ckptkit import consolidate, convert, doctor, finalize, make_manifest, reshard, storage, verify
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest, read_manifest
-from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Usage
+from ckptkit.errors import CkptError, Corrupt, Incomplete, NotACheckpoint, Occupied, Usage
 from ckptkit.files.crc32 import crc32
 from ckptkit.formats import find_format, locate
 from ckptkit.ops.verify import Verified
@@ -272,12 +272,29 @@ def test_the_file_of_a_rank_is_one_problem(produce: Produce, tmp_path: Path, kin
     (problem,) = one(root).problems
     (finding,) = doctor(root).findings
     assert problem.tensor is finding.tensor is None
-    assert finding.code == ("incomplete" if how == "missing" else "corrupt")
+    assert finding.code == problem.code == ("incomplete" if how == "missing" else "corrupt")
     found = re.search(r"; (\d+) tensors are incomplete: (\S+), \S+, \S+, \.\.\.$", problem.message)
     assert found, problem.message
     assert int(found[1]) == (13 if kind == "model" else 26)
     assert found[2] == ("model.embed.weight" if kind == "model" else "optimizer.state.embed.weight.exp_avg")
     assert found[0] in finding.message
+
+
+@pytest.mark.parametrize("kind", ["dcp", "hf"])
+def test_a_missing_file_has_the_code_that_doctor_gives_it(produce: Produce, tmp_path: Path, kind: str) -> None:
+    made = produce(producers.fsdp2).root
+    root = tmp_path / "ckpt-3"
+    if kind == "dcp":
+        shutil.copytree(made, root)
+        (root / "__1_0.distcp").unlink()
+    else:
+        consolidate(made, root, max_shard_size=500)
+        (root / "model-00002-of-00003.safetensors").unlink()
+    assert {problem.code for problem in one(root).problems} == {"incomplete"}
+    assert {finding.code for finding in doctor(root).findings} == {"incomplete"}
+    with pytest.raises(Incomplete) as raised:
+        convert(root, tmp_path / "out", to="pt")
+    assert (raised.value.code, raised.value.exit_code) == ("incomplete", 3)
 
 
 def test_all_files_of_a_rank_are_named(produce: Produce, tmp_path: Path) -> None:

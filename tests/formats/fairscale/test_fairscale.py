@@ -70,7 +70,7 @@ def test_a_missing_shard_is_never_overlooked(produce: Produce, tmp_path: Path, r
     file.unlink()
     with pytest.raises(CkptError, match="the file is missing") as raised:
         open_layout(root)
-    assert (raised.value.code, raised.value.path) == ("corrupt", file)
+    assert (raised.value.code, raised.value.path) == ("incomplete", file)
 
 
 def test_shards_of_two_checkpoints_are_refused(produce: Produce, tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""Recognize an adapter that was saved without its elements, as PEFT under ZeRO-3 did: its tensors have shape [0].
+
+Source: transformers' pull request 41416; before it, `Trainer.save_model` did not gather the parameters of an adapter.
+"""
+
+from __future__ import annotations
+
+from ckptkit.errors import Corrupt
+from ckptkit.layout import Layout
+
+_WHY = "ZeRO-3 saved it without gathering the parameters"
+
+
+def find_empty(layout: Layout) -> Corrupt | None:
+    """Return what is wrong with an adapter's own file that has no tensors, or tensors without elements; else None."""
+    empty = sorted(name for name, tensor in layout.tensors.items() if not tensor.spec.numel)
+    if layout.tensors and not empty:
+        return None
+    what = f"{len(empty)} of {len(layout.tensors)} tensors have size 0" if empty else "the file holds no tensors"
+    hint = "name the training's checkpoint: its `global_step` directory has the weights"
+    return Corrupt(f"the adapter is empty, {what}: {_WHY}", path=layout.root, tensor=next(iter(empty), None), hint=hint)

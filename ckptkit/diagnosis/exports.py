@@ -1,0 +1,176 @@
+"""Find exports that other tools broke: a wrong index or none, entries without dtype, names with a number at the end.
+
+Their tensors are whole, so what is wrong beside them can be fixed without doubt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.adapters.empty import find_empty
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.part import Part
+from ckptkit.diagnosis.case import Case, Misfits, TargetModel
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.fix import Fix, beside, export, is_model, rewrite
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
+from ckptkit.files.file import names_in
+from ckptkit.formats.hf.format import INDEX
+from ckptkit.formats.hf.headers import HeaderFiles, read_headers
+from ckptkit.formats.indices import read_index
+from ckptkit.models.companions import CONFIG, find_companions
+from ckptkit.models.expected import closest
+from ckptkit.tensors.dtypes import DTYPES
+
+_HF = "hf"
+_UNREAD = (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported)
+# from `experts.gate_proj.weight100` to `experts.100.gate_proj.weight`
+_EXPERT = (r"(\.experts)\.([^.]+)\.weight([0-9]+)$", r"\1.\3.\2.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenExport:
+    """A model whose tensors are whole: what the headers of its files list, and what its index says instead."""
+
+    found: HeaderFiles
+    index: Mapping[str, str] | None
+
+    @property
+    def unlisted(self) -> tuple[str, ...]:
+        """Return the tensors that the index does not name, or in another file; all of them without an index."""
+        tensors = self.found.layout.tensors
+        return tuple(name for name, one in tensors.items() if (self.index or {}).get(name) != one.chunks[0].path)
+
+    def findings(self, fix: Fix) -> Iterator[Finding]:
+        """Yield what is wrong, with the command that fixes it."""
+        for name, file in self.found.empty.items():
+            message = (
+                f"`{file}` lists it without dtype and elements, as torch does for a tied weight: nothing reads that"
+            )
+            yield Finding("empty_entry", name, message, fix)
+        if unlisted := self.unlisted:
+            files = len(self.found.layout.paths)
+            what = "there is no index" if self.index is None else f"`{INDEX}` does not name {len(unlisted)} of them"
+            message = f"{files} files hold {len(self.found.layout.tensors)} tensors, and {what}"
+            yield Finding("index", None, message, fix)
+
+
+def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
+    """Return what is wrong with the index or the headers of a model, [] unless its tensors are certainly whole."""
+    part = checkpoint.model_part
+    broken = read_export(part) if may_be_broken(part) else None
+    fix = Fix.of("doctor", checkpoint.path, fix=beside(checkpoint.path, "fixed"))
+    return list(broken.findings(fix)) if broken else []
+
+
+def may_be_broken(part: Part) -> bool:
+    """Return whether a directory of safetensors cannot be read, or has more of them than are read."""
+    if part.reader.name != _HF or not part.path.is_dir():
+        return False
+    try:
+        return any(name.endswith(".safetensors") and name not in part.layout.paths for name in names_in(part.path))
+    except _UNREAD:
+        return True
+
+
+def read_export(part: Part) -> BrokenExport | None:
+    """Return what the headers of a model's files list, None unless that is certainly all of the model.
+
+    That is certain if config.json calls for just these tensors, or files are numbered to the last and nothing is
+    missing.
+    """
+    try:
+        found = read_headers(part.path, _HF)
+        index = index_in(part.path)
+        config = find_companions(part.path, part.base).config
+    except _UNREAD:
+        return None
+    if found is None or not found.layout.tensors:
+        return None
+    model = TargetModel.of(CONFIG, config or {}, {})
+    shapes = found.layout.shapes
+    misfits = Misfits.of(shapes, closest(model.forms, shapes.keys()), model) if model.forms else None
+    if misfits is None:
+        return BrokenExport(found, index) if found.is_series else None
+    return BrokenExport(found, index) if (found.is_series and not misfits.missing) or not misfits else None
+
+
+def index_in(root: Path) -> Mapping[str, str] | None:
+    """Return the file of each tensor by the index in a directory, {} if it cannot be read, None if there is none."""
+    try:
+        return read_index(root / INDEX)[0] if INDEX in names_in(root) else None
+    except Corrupt:
+        return {}
+
+
+def repaired(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a broken export with the tensors that the headers of its files list."""
+    part = checkpoint.model_part
+    broken = read_export(part)
+    assert broken is not None
+    return replace(checkpoint, parts=(replace(part, salvaged=broken.found.layout),))
+
+
+def find_index(case: Case) -> Iterator[Finding]:
+    """Yield that several numbered files have no index, which transformers needs."""
+    part = case.checkpoint.model_part
+    files = part.layout.paths
+    if (
+        part.reader.name == _HF
+        and part.layout.world_size is None
+        and len(files) > 1
+        and not (part.path / INDEX).exists()
+    ):
+        message = f"there is no `{INDEX}` beside {len(files)} files: transformers finds no model here"
+        yield Finding("index", None, message, export(case.checkpoint))
+
+
+def find_config_dtype(case: Case) -> Iterator[Finding]:
+    """Yield that config.json names a dtype that torch does not have, such as an empty one."""
+    own = case.checkpoint.companions
+    config = own.config or {}
+    named = {key: config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
+    for key, value in named.items() if is_model(case.checkpoint) else ():
+        if value != "auto" and value.removeprefix("torch.") not in DTYPES:
+            message = f"`{key}` of {CONFIG} is `{value}`: transformers ends with an AttributeError of torch"
+            yield Finding("config_dtype", None, message, export(case.checkpoint))
+
+
+def find_empty_adapter(case: Case) -> Iterator[Finding]:
+    """Yield that an adapter has no elements; the states beside it have its weights."""
+    checkpoint = case.checkpoint
+    saved = checkpoint.exported or checkpoint.model_part
+    error = find_empty(saved.layout) if saved.is_adapter else None
+    if error is None:
+        return
+    if saved is checkpoint.model_part:
+        yield Finding("empty_adapter", error.tensor, f"{error.message} ({error.hint})")
+    else:
+        message = f"{error.message}; the states in `{checkpoint.model_part.place}` have its weights"
+        yield Finding("empty_adapter", error.tensor, message, export(checkpoint))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedExperts:
+    """What is missing and unexpected once the number of each expert stands where the model has it, and the finding."""
+
+    misfits: Misfits
+    finding: Finding
+
+
+def find_named_experts(case: Case, model: TargetModel, misfits: Misfits) -> NamedExperts | None:
+    """Return the tensors of experts whose number stands at the end of the name; None where that explains nothing."""
+    pattern = re.compile(_EXPERT[0])
+    if not any(pattern.search(name) for name in misfits.extra):
+        return None
+    shapes = {pattern.sub(_EXPERT[1], name): shape for name, shape in case.plain_shapes.items()}
+    found = Misfits.of(shapes, closest(model.forms, shapes.keys()), model)
+    names = tuple(name for name in misfits.extra if pattern.search(name))
+    if len(shapes) != len(case.plain_shapes) or any(pattern.sub(_EXPERT[1], name) in found.extra for name in names):
+        return None
+    message = f"the number of the expert stands at the end: {model.name} calls it `{pattern.sub(_EXPERT[1], names[0])}`"
+    fix = rewrite(case.checkpoint, rename=("=>".join(_EXPERT),), base=model.name if model.asked else None)
+    return NamedExperts(found, Finding("experts", names[0], message, fix, names))

@@ -1,0 +1,72 @@
+"""Read the files of a Hugging Face model by their headers alone, where the index or an entry of a header is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.files.file import names_in
+from ckptkit.formats.safetensors_headers import check_contiguous, load_header, read_entry, read_starts
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+
+_SUFFIX = ".safetensors"
+_SERIES = re.compile(r"(.*?)[-_.]?([0-9]+)-of-([0-9]+)(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderFiles:
+    """The tensors that the headers in a directory list, by name, and the entries without dtype and elements.
+
+    `is_series` says that the files are numbered, and all of them are here.
+    """
+
+    layout: Layout
+    empty: Mapping[str, str]  # the file of each
+    is_series: bool
+
+
+def read_headers(root: Path, name: str) -> HeaderFiles | None:
+    """Return what all safetensors files in a directory hold, as a layout of the format `name`.
+
+    Returns None where that is ambiguous: two files have a tensor of one name, or a rank wrote its own part.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    empty: dict[str, str] = {}
+    files = set()
+    for file in sorted(file for file in names_in(root) if file.endswith(_SUFFIX)):
+        header, start, size = load_header(root / file)
+        if read_starts(header.pop("__metadata__", None), root / file):
+            return None
+        dropped = {key for key, entry in header.items() if is_empty(entry)}
+        chunks = {key: read_entry(key, header[key], None, root / file, start) for key in header.keys() - dropped}
+        check_contiguous(chunks, root / file, start, size)
+        if chunks.keys() & tensors.keys():
+            return None
+        tensors |= {key: stored(chunk) for key, chunk in sorted(chunks.items())}
+        empty |= dict.fromkeys(dropped, file)
+        files |= {file} if chunks else set()
+    return HeaderFiles(Layout(root, name, tensors), empty, is_series(files))
+
+
+def stored(chunk: Chunk) -> StoredTensor:
+    return StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,))
+
+
+def is_empty(entry: Any) -> bool:
+    """Return whether an entry has neither a dtype nor elements, as torch's `_FqnData` before it is filled."""
+    if not isinstance(entry, dict) or entry.get("dtype") != "":
+        return False
+    offsets = entry.get("data_offsets")
+    return isinstance(offsets, list) and len(offsets) == 2 and offsets[0] == offsets[1]
+
+
+def is_series(files: set[str]) -> bool:
+    """Return whether files are numbered alike from 1 to their number, such as `model-00001-of-00002.safetensors`."""
+    found = [match for file in files if (match := _SERIES.fullmatch(file))]
+    kinds = {(match[1], int(match[3]), match[4]) for match in found}
+    numbers = {int(match[2]) for match in found}
+    is_numbered = len(found) == len(files) and numbers == set(range(1, len(files) + 1))
+    return is_numbered and len(kinds) == 1 and next(iter(kinds))[1] == len(files)
