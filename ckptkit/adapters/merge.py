@@ -27,6 +27,7 @@ from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import find_companions, tokenizer_beside
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.known_types import find_embedding
+from ckptkit.models.transformers_model import NotBuilt
 from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
 from ckptkit.names import HUB
 from ckptkit.quantized.plain import make_all_plain
@@ -116,7 +117,10 @@ def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) 
     may_be_quantized = may_hold_quantized(base.part.layout.specs, base.config)
     plain = make_all_plain(base) if may_be_quantized else base
     own = unwrap(plain)
-    named = give_names(own, HUB, options)
+    try:
+        named = give_names(own, HUB, options)
+    except NotBuilt:  # the names in the files of the base stay, which fit_config reports
+        return merge_into(own, adapters, options)
     try:
         return merge_into(named, adapters, options)
     except (Mismatch, Unsupported):
