@@ -87,7 +87,7 @@ def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
         report(src, done, verb)
     if done.salvaged is not None:
         report_salvage(done.salvaged, done.output, dry_run=done.dry_run)
-    for text in done.warnings:
+    for text in () if json else done.warnings:
         note(f"warning: {text}")
     if done.salvaged is not None and not done.salvaged.is_whole:
         raise typer.Exit(1)
