@@ -232,7 +232,7 @@ class Reader(LayoutReader):
         if self._failure is not None:
             raise self._failure
         rank = kwargs.get("rank", self.rank)
-        if rank != self.rank:
+        if rank != self.rank and any(OWN in layout.key(name) for layout in self.layouts for name in layout.names):
             self.rank = rank
             self.layouts = self.open()
 

@@ -52,6 +52,7 @@ def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layo
         world_size=ranks_of(parts[0]) * len(parts),
         descriptions=tuple(sorted(names_of(files))),
         twins=gathering.twins,
+        spares=gathering.flat.spares,
     )
 
 

@@ -16,7 +16,8 @@ from ckptkit.formats.deepspeed.parts import PartOfModel
 from ckptkit.formats.deepspeed.pieces import join, runs_of_each, share_of
 from ckptkit.formats.deepspeed.zero import ZeroParameter
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
-from ckptkit.layout import StoredTensor
+from ckptkit.formats.shards.join import STATISTICS
+from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.tensors.box import Shape
 
 
@@ -48,6 +49,7 @@ def put_module(
             put_copy(gathering, model.flattening, str(name), value, known[str(name)])
         elif name not in model.frozen or not is_empty(value):
             put_value(gathering, model, str(name), value)
+            put_replicas(gathering, part, str(name))
     for name, shape in model.frozen.items():
         full = ".".join((MODEL, name))
         if without_number(name) is not None or name in known or full in gathering.flat.keys:
@@ -81,6 +83,20 @@ def put_value(gathering: Gathering, model: ModelStates, name: str, value: Any) -
     if is_tensor(value) and as_tensor(value).shape == (0,) and name not in model.buffers:
         raise Corrupt("an empty tensor, and nothing here says where its data is", tensor=name)
     gathering.flatten(model.flattening, value, (MODEL, name))
+
+
+def put_replicas(gathering: Gathering, part: PartOfModel, name: str) -> None:
+    """Put what other ranks have of a buffer as spare chunks, but for statistics, which each rank counts for itself."""
+    known = gathering.flat.tensors.get(".".join((MODEL, name)))
+    if known is None or name.endswith(STATISTICS):
+        return
+    found: list[Chunk] = []
+    for model in part.models[1:]:
+        value = (model.module or {}).get(name)
+        if is_tensor(value):
+            found += model.flattening.stored(value).chunks
+    if found:
+        gathering.flat.spares[".".join((MODEL, name))] = tuple(found)
 
 
 def frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:

@@ -208,7 +208,10 @@ def parse_rebuild(call: Record) -> TensorRecord:
         raise Unsupported("data.pkl describes a tensor of a kind that ckptkit does not know") from error
     flags = [bit for bits_of in bits if isinstance(bits_of, dict) for bit, value in bits_of.items() if value]
     if flags:
-        raise Unsupported(f"the tensor is a lazy view ({', '.join(map(str, flags))}): its bytes are not its values")
+        raise Unsupported(
+            f"the tensor is a lazy view ({', '.join(map(str, flags))}): its bytes are not its values",
+            hint="save `tensor.resolve_conj().resolve_neg()`, as storage.Writer does",
+        )
     if kind != "storage" or type(key) is not str or type(offset) is not int or offset < 0 or len(shape) != len(strides):
         raise Corrupt("data.pkl describes an impossible tensor")
     return TensorRecord(key, dtype, offset, shape, strides)

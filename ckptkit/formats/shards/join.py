@@ -115,9 +115,13 @@ def join_placed(held: Mapping[int, RankTensor], of_first: Placed, report: Report
 
 
 def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> None:
-    """Raise `Unsupported` if by their checksums two ranks have other numbers where they should have the same."""
+    """Raise `Unsupported` if by their checksums two ranks have other numbers where they should have the same.
+
+    The checksum of a storage that a tensor is a part of does not tell.
+    """
     for chunk, again in zip(held.chunks, other_held.chunks, strict=True):
-        if None not in (chunk.crc32, again.crc32) and chunk.crc32 != again.crc32:
+        is_told = None not in (chunk.crc32, again.crc32) and chunk.run is None
+        if is_told and chunk.crc32 != again.crc32:
             raise Unsupported(
                 f"ranks {one} and {other} have other numbers under this name, and nothing says how they fit",
                 hint="is it local to each rank, as experts and stages of a pipeline may be?",

@@ -328,7 +328,7 @@ CONTRADICTIONS: dict[str, Callable[[Metadata], object]] = {
     "the tensor is larger": lambda m: setattr(entry_of(m), "size", torch.Size((8, 6))),
     "the tensor is huge": lambda m: setattr(entry_of(m), "size", torch.Size((2**40, 2**22))),
     "another dtype": lambda m: setattr(entry_of(m).properties, "dtype", torch.int32),
-    "a dtype of another size": lambda m: setattr(entry_of(m).properties, "dtype", torch.float64),
+    "a dtype of another size": lambda m: setattr(entry_of(m).properties, "dtype", torch.int64),
     "nobody knows where": lambda m: m.storage_data.pop(MetadataIndex(NAME, entry_of(m).chunks[0].offsets)),
     "an offset past the end": lambda m: setattr(place_of(m), "offset", 1 << 50),
     "an offset past everything": lambda m: setattr(place_of(m), "offset", 1 << 200),

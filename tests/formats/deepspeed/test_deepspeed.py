@@ -181,6 +181,22 @@ def test_files_of_two_runs_are_not_mixed(copy: Any, produce: Produce, tmp_path: 
     assert "of two runs" in refused(root).message
 
 
+def test_buffers_that_ranks_have_with_other_values_are_told(copy: Any, tmp_path: Path) -> None:
+    root = copy("zero3")
+    file = root / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["module"]["frequencies"] += 1
+    torch.save(state, file)
+    error = refused(root)
+    assert error.tensor == "model.frequencies"
+    assert f"expected the bytes of its copy in `{file.name}`, found others" in error.message
+    assert error.line in [problem.line for problem in ckptkit.verify(root)[0].problems]
+    done = ckptkit.consolidate(root, tmp_path / "out", salvage=True)
+    assert done.salvaged is not None
+    assert [lost.name for lost in done.salvaged.lost] == ["model.frequencies"]
+    assert ckptkit.open(tmp_path / "out")["frequencies"].torch().tolist() == [0.0, 1.0, 2.0]
+
+
 def test_sizes_that_do_not_add_up_are_told(copy: Any, produce: Produce) -> None:
     root = copy("zero2-fp32")
     other = produce(zero.on_two).root / "zero2" / "global_step2"
