@@ -13,7 +13,7 @@ from ckptkit.adapters.config import AdapterConfig, find_adapter_config, without_
 from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
 from ckptkit.checkpoints.part import Part
-from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.draft import Conversion, Draft, Entries
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.files.origin import Origin
@@ -22,7 +22,7 @@ from ckptkit.models.companions import CONFIG as MODEL_CONFIG
 from ckptkit.models.companions import read_config, tokenizer_beside
 from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.models.vocabulary import vocabulary_of
-from ckptkit.names.weights import LeftOut, Weights, find_weights
+from ckptkit.names.weights import Weights, find_weights
 from ckptkit.names.wrappers import may_be_adapted
 
 WEIGHTS = "adapter_model.safetensors"
@@ -138,7 +138,7 @@ def draft_adapters(
         drafts=drafts,
         made=made,
         carried={} if options.adapter_config else tokenizer_beside(first.part.path),
-        dropped=left_out(first),
+        entries=[entries_of(first, drafts, options)],
         wrapper=first.weights.wrapper,
         notes=notes,
     )
@@ -180,12 +180,11 @@ def describe(adapter: Adapter) -> str:
     return f"{adapter.method}{rank} on {named}"
 
 
-def left_out(opened: Opened) -> list[LeftOut]:
-    """Return what is not written: what is no weight, the base, and copies."""
-    specs, adapted = opened.weights.layout.specs, opened.adapted
-    sizes = {
-        "base_layer": [specs[name].nbytes for name in adapted.base.values()],
-        "original_module": [specs[name].nbytes for name in adapted.copies],
-    }
-    more = [LeftOut(key, len(found), sum(found)) for key, found in sizes.items() if found]
-    return [*opened.weights.left_out, *more]
+def entries_of(opened: Opened, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
+    """Return what became of the entries beside adapters: what is no weight, the base, and copies are not written."""
+    adapted, read, weights = opened.adapted, opened.part.layout, opened.weights
+    dropped = options.edits.reasons_to_drop(read.names) | dict(weights.left_out)
+    dropped |= dict.fromkeys(weights.origins_of(adapted.base.values()), "of the base, not the adapter")
+    dropped |= dict.fromkeys(weights.origins_of(adapted.copies), "a copy that PEFT makes")
+    sources = [layout for draft in drafts for layout in draft.sources]
+    return Entries.of(read, (), dropped, weights.prefix, sources)

@@ -14,7 +14,7 @@ from ckptkit.adapters.tied import choose_ties
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.checkpoints.part import Part
-from ckptkit.conversion.destination import check_apart
+from ckptkit.conversion.directories import check_apart
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
@@ -72,6 +72,7 @@ def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptio
 def finish(model: Model, options: ConvertOptions) -> Model:
     """Return the merged model as far as you ask for it, under the names and in the dtypes that you ask for."""
     asked = options.edits
+    model = model.note_dropped(asked.reasons_to_drop(model.layout.tensors))
     model = model.select(set(filter(asked.admit, model.layout.tensors)))
     asked.check_renames(model.layout.tensors, model.part.path)
     model = model.rename(asked.renaming())

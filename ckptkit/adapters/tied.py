@@ -43,12 +43,19 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
     left_out = {target for target in bound if {target, tied[target]} & changed or target not in base.tensors}
     for target in left_out & base.tensors.keys():
         check_equal(base, target, tied[target])
-    model = model.select(layout.tensors.keys() - left_out).say(
-        *(
-            f"{one} and {tied[one]} were tied, and are not any more: {because(one, tied, changed)}"
-            for one in sorted(loose)
-        ),
-        *(f"{one} is what {tied[one]} became: the model's class has one for both" for one in sorted(apart & always)),
+    model = (
+        model.note_merged(left_out)
+        .select(layout.tensors.keys() - left_out)
+        .say(
+            *(
+                f"{one} and {tied[one]} were tied, and are not any more: {because(one, tied, changed)}"
+                for one in sorted(loose)
+            ),
+            *(
+                f"{one} is what {tied[one]} became: the model's class has one for both"
+                for one in sorted(apart & always)
+            ),
+        )
     )
     return model.with_config(unbound) if loose else model
 

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckptkit.cli.output import be_quiet, note, print_json, print_table, say
+from ckptkit.cli.output import be_quiet, note, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
+from ckptkit.conversion.directories import WEIGHTS, describe_left
 from ckptkit.conversion.options import RANK, ConvertOptions
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import describe_writable, writable_formats
-from ckptkit.names.weights import LeftOut
+from ckptkit.names.weights import UNKNOWN, LeftOut
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.settings import settings_of
@@ -100,7 +101,9 @@ def to_json(done: Converted) -> dict[str, Any]:
         "nbytes": done.nbytes,
         "seconds": done.seconds,
         "renamed": dict(done.renamed),
-        "dropped": [{"name": left.name, "entries": left.entries, "nbytes": left.nbytes} for left in done.dropped],
+        "dropped": [plain(left) for left in done.dropped],
+        "entries": dict(done.entries),
+        "left_behind": [{"path": str(left.path), "why": left.why} for left in done.left_behind],
         "cast": dict(done.cast),
         "completed": dict(done.completed),
         "plan": done.plan,
@@ -137,6 +140,8 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
         say(line)
     for line in amounts(done):
         say(line)
+    for line in warnings(done):
+        note(f"warning: {line}")
 
 
 def files_of(done: Converted) -> list[tuple[str, str]]:
@@ -152,10 +157,11 @@ def remarks(done: Converted) -> list[str]:
     lines = []
     if done.wrapper:
         lines.append(f"the model was under `{done.wrapper}`")
-    lines += [f"left out `{left.name}`: {amount_of(left)}" for left in done.dropped[:_MOST_LEFT_OUT]]
-    others = done.dropped[_MOST_LEFT_OUT:]
+    dropped = [left for left in done.dropped if left.why != UNKNOWN]
+    lines += [f"left out `{left.name}`: {amount_of(left)} ({left.why})" for left in dropped[:_MOST_LEFT_OUT]]
+    others = dropped[_MOST_LEFT_OUT:]
     if others:
-        rest = LeftOut("", sum(left.entries for left in others), sum(left.nbytes for left in others))
+        rest = LeftOut("", sum(left.entries for left in others), sum(left.nbytes for left in others), "")
         lines.append(f"left out the like of these: {amount_of(rest)}")
     named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
     if named:
@@ -163,7 +169,19 @@ def remarks(done: Converted) -> list[str]:
     for change in sorted(set(done.cast.values())):
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
     lines += completed(done.completed)
-    return lines + [f"note: {text}" for text in done.notes]
+    lines += [f"note: {text}" for text in done.notes]
+    return lines + describe_left([left for left in done.left_behind if left.why != WEIGHTS], "left behind")
+
+
+def warnings(done: Converted) -> list[str]:
+    """Return what may be a loss: tensors and weights that are not in the output though nothing asks for that."""
+    tensors = [left for left in done.dropped if left.why == UNKNOWN]
+    files = [left for left in done.left_behind if left.why == WEIGHTS]
+    lines = [
+        f"not in the output: `{left.name}`, {amount_of(left)} ({left.why}); --include '{left.name}*' writes it alone"
+        for left in tensors
+    ]
+    return lines + describe_left(files, "left behind")
 
 
 def completed(entries: Mapping[str, str]) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 from ckptkit.checkpoints.account import describe_account
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.conversion.directories import describe_left
 from ckptkit.errors import and_more
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, format_count
@@ -87,6 +88,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         "adapters": [adapter_json(adapter) for adapter in found.adapters],
         "quantized": quantized_json(found.quantized),
         "salvaged": found.salvaged,
+        "left_behind": [pick(left, "path", "why") for left in found.left_behind],
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
@@ -133,6 +135,8 @@ def report(found: Inspected, asked: Path) -> None:
         say(line)
     for tie in found.ties:
         say(f"tied: {' = '.join(tie)}")
+    for line in describe_left(found.left_behind, "beside it"):
+        say(line)
     for fault in found.unread:
         note(f"warning: a part cannot be read: {fault}")
 

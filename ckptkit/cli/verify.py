@@ -11,6 +11,7 @@ import typer
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_problem, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.conversion.directories import describe_left
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
@@ -116,6 +117,7 @@ def to_json(found: Sequence[Verified]) -> dict[str, Any]:
         "problems": [problem.to_json() for problem in problems],
         "checked_bytes": sum(part.checked_bytes for part in found),
         "unchecked_bytes": sum(part.unchecked_bytes for part in found),
+        "left_behind": [pick(one, "path", "why") for part in found for one in part.left_behind],
         "checkpoints": [
             {"ok": part.is_ok, **pick(part, "path", "format", "tensors", "nbytes", "has_manifest")} for part in found
         ],
@@ -142,7 +144,7 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
     ]
     print_table(rows, ("", "size", "checked", "unchecked", "manifest", "checkpoint"))
     for part in found:
-        for text in part.notes:
+        for text in (*part.notes, *describe_left(part.left_behind, "not looked at")):
             note(f"note: {part.path}: {text}")
         for problem in part.problems:
             print_problem(problem)

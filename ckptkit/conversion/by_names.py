@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.completion import Completed, complete_optimizers
-from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.draft import Conversion, Draft, Entries
 from ckptkit.conversion.optimizers import by_name
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.parts import with_other_files, without_copy
@@ -20,13 +20,14 @@ from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
 from ckptkit.names.parameters import is_list_of_parameters, parameters_in, rename_parameters, way_in_optimizer
-from ckptkit.names.weights import Weights, find_weights, summarise
+from ckptkit.names.weights import Weights, find_weights
 from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.keys import find_optimizers
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 STEPS = "global_steps"
+NO_PLACE = "no place in the format"
 _HALVES = ("bfloat16", "float16")
 
 
@@ -49,13 +50,14 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     ways = ways_by_names(renamed, find_weights(renamed))
     layout = with_steps(with_names(renamed, ways), checkpoint.step)
     world_size = whole.world_size or 1
-    left = [name for name in whole.names if names.get(name, name) not in ways]
+    no_place = {name: NO_PLACE for name in whole.names if names.get(name, name) not in ways}
+    written = [name for name in whole.names if name not in no_place]
     conversion = Conversion(
         origins=[Origin.of(checkpoint.path)],
         output=output,
         options=options,
         drafts=[Draft.of([layout], options, world_size, renamed=names)],
-        dropped=summarise(whole, (), left),
+        entries=[Entries.of(whole, written, no_place | options.edits.reasons_to_drop(whole.names))],
         notes=[*remarks, *completed.remarks],
         completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -12,20 +14,23 @@ from typing import Any, Self
 
 from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.manifest import source_of
+from ckptkit.conversion.directories import LeftBehind
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import and_more, translate_os_errors
+from ckptkit.errors import Unsupported, and_more, translate_os_errors
 from ckptkit.files.file import file_size
 from ckptkit.files.joined import roots_of
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import FormatWriter, locate, unpack
-from ckptkit.layout import Layout, NewFile, StoredTensor, WriterOptions
+from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
-from ckptkit.names.weights import LeftOut
+from ckptkit.names.weights import UNKNOWN, LeftOut, Weights, summarise
 from ckptkit.tensors.box import whole
 from ckptkit.version import __version__
+
+DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +91,76 @@ def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe])
     return replace(first, tensors=tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What becomes of the entries of a layout that was read: each is `written`, or `dropped` for a reason.
+
+    The groups of dropped ones are counted from the key path `prefix` on.
+    """
+
+    read: Layout
+    written: frozenset[str]
+    dropped: Mapping[str, str]
+    prefix: KeyPath = ()
+
+    @classmethod
+    def of(
+        cls,
+        read: Layout,
+        written: Iterable[str],
+        dropped: Mapping[str, str],
+        prefix: KeyPath = (),
+        used: Iterable[Layout] = (),
+    ) -> Self:
+        """Return the balance of a layout: `written` are known by their names, and all whose bytes are `used` are too.
+
+        Raises `Unsupported` unless each entry is accounted for.
+        """
+        names = frozenset(read.names).intersection(written)
+        rest = [name for name in read.names if name not in names and name not in dropped]
+        names |= with_bytes_in(read, rest, used) if rest else frozenset()
+        lost = [name for name in rest if name not in names]
+        if lost:
+            message = f"it would be lost without a reason{and_more(len(lost) - 1)}"
+            raise Unsupported(message, path=read.root, tensor=lost[0], hint=f"drop it with --exclude '{lost[0]}'")
+        return cls(read, names, {name: why for name, why in dropped.items() if name not in names}, prefix)
+
+    @property
+    def left(self) -> int:
+        """Return how many tensors were dropped though no rule or option asks for it."""
+        return sum(why == UNKNOWN for why in self.dropped.values())
+
+    def groups(self) -> tuple[LeftOut, ...]:
+        """Count what was dropped, by where it lies and why."""
+        return summarise(self.read, self.prefix, self.dropped)
+
+
+def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
+    """Return the tensors of which bytes are used in other layouts, under whatever names, whole or cut."""
+    offsets: dict[Path, list[int]] = defaultdict(list)
+    for layout in used:
+        for tensor in layout.tensors.values():
+            for chunk in tensor.chunks:
+                offsets[layout.root / chunk.path].append(chunk.offset)
+    places = {path: sorted(found) for path, found in offsets.items()}
+
+    def is_used(chunk: Chunk) -> bool:
+        found = places.get(read.root / chunk.path, [])
+        at = bisect_left(found, chunk.offset)
+        return at < len(found) and found[at] < chunk.offset + max(chunk.length, 1)
+
+    tensors = (name for name in names if name in read.tensors)
+    return frozenset(name for name in tensors if any(map(is_used, read.tensors[name].chunks)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """All that an output is made of: a draft for each part of a checkpoint, and other files, made or carried along.
 
-    All of it comes from the `origins`. `dropped` is what does not come along, `wrapper` the key that a model is taken
-    out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are zeros because the
-    sources lack them, `notes` what else there is to say, `salvaged` the account of what was damaged, if that was asked
-    for.
+    All of it comes from the `origins`. `entries` are what became of all that was read, `left_behind` the files of the
+    sources that are neither read nor carried, `wrapper` the key that a model is taken out of, `world_size` the ranks
+    that a sharded output is for, `completed` the entries that are zeros because the sources lack them, `notes` what
+    else there is to say, `salvaged` the account of what was damaged, if that was asked for.
     """
 
     origins: Sequence[Origin]
@@ -102,7 +169,8 @@ class Conversion:
     drafts: Sequence[Draft]
     made: Mapping[str, bytes] = field(default_factory=dict)
     carried: Mapping[str, Path] = field(default_factory=dict)
-    dropped: Sequence[LeftOut] = ()
+    entries: Sequence[Entries] = ()
+    left_behind: Sequence[LeftBehind] = ()
     wrapper: str = ""
     world_size: int | None = None
     completed: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +180,12 @@ class Conversion:
     @property
     def is_file(self) -> bool:
         return self.output.suffix in self.options.writer.suffixes
+
+    @property
+    def files_used(self) -> set[Path]:
+        """Return the files of the sources that were read, for whatever is in them, and those that are carried."""
+        read = {path for draft in self.drafts for path in draft.read} | set(self.carried.values())
+        return read | {one.read.root / name for one in self.entries for name in one.read.files}
 
     @property
     def file_sizes(self) -> dict[str, int]:
@@ -164,11 +238,24 @@ def draft_of_model(model: Model, origins: Sequence[Origin], output: Path, option
         options=options,
         drafts=[draft],
         made=model.companions.to_files() if is_alone else {},
-        dropped=model.weights.left_out,
+        entries=[entries_of(model, draft)],
         wrapper=model.weights.wrapper if is_alone else "",
         world_size=world_size if options.writer.is_sharded else None,
         notes=model.remarks,
     )
+
+
+def entries_of(model: Model, draft: Draft) -> Entries:
+    """Return what became of the entries that a model was read from."""
+    written = model.weights.origins_of(draft.wanted.tensors) | model.merged
+    dropped = {**model.weights.left_out, **model.dropped, **lost_in(draft, model.weights)}
+    return Entries.of(model.part.layout, written, dropped, model.weights.prefix, draft.sources)
+
+
+def lost_in(draft: Draft, weights: Weights) -> dict[str, str]:
+    """Return why entries of a damaged checkpoint are not written."""
+    lost = draft.given.tensors.keys() - draft.wanted.tensors if draft.given else ()
+    return dict.fromkeys(weights.origins_of(lost), DAMAGED)
 
 
 def renamed_in(model: Model) -> dict[str, str]:

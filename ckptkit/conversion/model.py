@@ -31,7 +31,8 @@ class Model:
     `siblings` are the same tensors in further checkpoints, for the mean of all. Source N of a recipe is
     `others[N - 1]`, source 0 the model itself. A recipe is made last, when the name and the dtype of its tensor are
     final. `stored_as` says in words what computed tensors are stored as, `casts` what became of dtypes, `made_of` what
-    the manifest says of the source, `remarks` what the report will say.
+    the manifest says of the source, `remarks` what the report will say. Of the entries of the source `dropped` are not
+    written, each for a reason; `merged` are the same as others, which are.
     """
 
     part: Part
@@ -44,6 +45,8 @@ class Model:
     recipes: Mapping[str, RecipeFor] = field(default_factory=dict)
     stored_as: Mapping[str, str] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    merged: frozenset[str] = frozenset()
     made_of: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
@@ -79,6 +82,15 @@ class Model:
         """Return the model without the tensors of other names, and without their recipes."""
         recipes = {name: recipe for name, recipe in self.recipes.items() if name in names}
         return replace(self.with_layout(edits.select(self.layout, names.__contains__)), recipes=recipes)
+
+    def note_dropped(self, reasons: Mapping[str, str]) -> Model:
+        """Return the model with reasons why the entries that became tensors of these names are not written."""
+        dropped = {old: why for name, why in reasons.items() for old in self.weights.origins_of([name])}
+        return replace(self, dropped={**self.dropped, **dropped})
+
+    def note_merged(self, names: Iterable[str]) -> Model:
+        """Return the model with the remark that tensors of these names are the same as others, which are written."""
+        return replace(self, merged=self.merged | self.weights.origins_of(names))
 
     def rename(self, new_name: Callable[[str], str]) -> Model:
         """Return the model with a new name for each tensor."""

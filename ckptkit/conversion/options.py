@@ -90,7 +90,9 @@ class ConvertOptions:
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
     ] = MASTER
-    strict: Annotated[bool, About("A tensor that config.json does not call for is an error.")] = False
+    strict: Annotated[
+        bool, About("Refuse what config.json does not call for, and to leave anything unknown behind.")
+    ] = False
     salvage: Annotated[
         bool, About("Of a damaged checkpoint write what is whole; list what is lost, and exit with 1 if anything is.")
     ] = False
@@ -150,9 +152,8 @@ class ConvertOptions:
         self.check_quantize()
         self.check_salvage()
         needs_config = writer.is_model_only or self.merge or self.changes_names
-        if (self.base is not None and not needs_config) or (self.strict and not (writer.is_model_only or self.merge)):
-            hint = f"leave {'--strict' if self.strict else '--base'} out"
-            raise Usage(f"`{self.to}` is not held against a model's config.json", hint=hint)
+        if self.base is not None and not needs_config:
+            raise Usage(f"`{self.to}` is not compared with a model's config.json", hint="leave --base out")
 
     def check_names_and_dtypes(self) -> None:
         """Raise `Usage` for a rule, a family or a table that is not understood."""

@@ -12,12 +12,11 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.part import Part, join_layouts
 from ckptkit.conversion.completion import Completed, complete_optimizers
-from ckptkit.conversion.destination import entry_at
-from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.directories import entry_at, files_beside, own_files
+from ckptkit.conversion.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
 from ckptkit.conversion.optimizers import Rekeying, key_optimizers
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.conversion.other_files import files_beside, own_files
-from ckptkit.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks
+from ckptkit.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
 from ckptkit.conversion.steps import require_plain
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.origin import Origin
@@ -30,7 +29,7 @@ from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP, get_family
 from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.parameters import parameters_in, rename_parameters
-from ckptkit.names.weights import LeftOut, find_weights, has_weights, summarise
+from ckptkit.names.weights import find_weights, has_weights
 from ckptkit.trainers import say_opaque, who_wrote
 
 CheckCasts = Callable[[Part, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
@@ -63,10 +62,17 @@ class Piece:
         """Return where in the output it belongs."""
         return self.parts[0].place
 
-    def dropped_from(self, chosen: Layout) -> tuple[LeftOut, ...]:
-        """Return what is not to be written if `chosen` is."""
-        left = set(chosen.names) | self.restored
-        return summarise(self.layout, (), [name for name in self.layout.names if name not in left])
+    def entries(self, chosen: Layout, sources: Sequence[Layout], options: ConvertOptions) -> Entries:
+        """Return what becomes of its entries if `chosen` become `sources`. Those with new names are found by bytes."""
+        layout = edits.select(self.layout, lambda name: name not in self.restored)
+        lost = [name for name in chosen.tensors if chosen.tensors[name].is_lost] if options.salvage else []
+        dropped = reasons_of_ranks(layout) | options.edits.reasons_to_drop(layout.names) | dict.fromkeys(lost, DAMAGED)
+        written = frozenset(chosen.names).difference(lost)
+        if options.changes_names:
+            unused = (written - chosen.blobs.keys()) - with_bytes_in(chosen, chosen.tensors, sources)
+            dropped |= dict.fromkeys(unused, f"no place in {options.names} names")
+            written -= unused
+        return Entries.of(layout, written, dropped)
 
 
 def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, check_casts: CheckCasts) -> Conversion:
@@ -87,12 +93,18 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     chosen, remarks = zip(*(choose(piece, options, world_size) for piece in pieces), strict=True)
     check_edits(chosen, options)
     rekeyings = key_optimizers(checkpoint, layouts, options)
-    drafted = [
-        draft_piece(piece, one, options, world_size, optimizers, check_casts)
-        for piece, one, optimizers in zip(pieces, chosen, rekeyings, strict=True)
-        if one.names or not piece.layout.names
-    ]
-    drafts = [draft for draft, _ in drafted]
+    drafts: list[Draft] = []
+    entries: list[Entries] = []
+    notes = [*completed.remarks, *chain(*remarks)]
+    notes += [rekeying.remark for one in rekeyings for rekeying in one if rekeying.remark]
+    for piece, one, optimizers in zip(pieces, chosen, rekeyings, strict=True):
+        sources: Sequence[Layout] = ()
+        if one.names or not piece.layout.names:
+            draft, more = draft_piece(piece, one, options, world_size, optimizers, check_casts)
+            sources = draft.sources
+            drafts.append(draft)
+            notes += more
+        entries.append(piece.entries(one, sources, options))
     if not drafts:
         raise Mismatch("nothing is left to be written", path=checkpoint.path, hint="check --include and --exclude")
     conversion = Conversion(
@@ -100,14 +112,9 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
         output=output,
         options=options,
         drafts=drafts,
-        dropped=[left for piece, one in zip(pieces, chosen, strict=True) for left in piece.dropped_from(one)],
+        entries=entries,
         world_size=world_size if options.writer.is_sharded else None,
-        notes=[
-            *completed.remarks,
-            *chain(*remarks),
-            *(rekeying.remark for one in rekeyings for rekeying in one if rekeying.remark),
-            *(remark for _, more in drafted for remark in more),
-        ],
+        notes=notes,
         made=files_of_family(checkpoint, options),
         completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
     )

@@ -12,6 +12,8 @@ from ckptkit.layout import Layout, edits
 from ckptkit.pictures.words import count
 from ckptkit.trainers import owner_of_file, owner_of_key
 
+OF_RANKS = "state of single ranks, of no use to another number of ranks"
+
 
 def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
     """Return the checkpoint without the state of single ranks if they were not `world_size`, and words on that."""
@@ -28,6 +30,12 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
                 f"dropped `{group}`: it is the state of {count(ranks, 'rank')} one by one, of no use to {world_size}"
             )
     return edits.select(layout, lambda name: name not in dropped), notes
+
+
+def reasons_of_ranks(layout: Layout) -> dict[str, str]:
+    """Return the entries beside and below the state of single ranks, and why a job of another size has none of them."""
+    groups = {layout.key(name)[0] for name in layout.names if owner_of_key(layout.key(name)) is not None}
+    return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
 
 
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.account import Account
-from ckptkit.conversion.draft import Conversion
+from ckptkit.conversion.directories import LeftBehind
+from ckptkit.conversion.draft import Conversion, Entries
 from ckptkit.destinations.allocation import free_bytes
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
@@ -34,6 +35,9 @@ class Written(NamedTuple):
 class Converted(Summarized):
     """The result of a conversion. Names are the tensors' new ones; `dropped` is by the names they had.
 
+    `entries` is how many of the sources' entries were "written", how many "dropped" by a rule or an option, and how
+    many "left" though nothing asks for that. `left_behind` are the files beside them that were neither read nor taken.
+
     `source` is the first of the `sources`, of which there are several, with `weights` that add up to 1, for a mean.
     `wrapper` is the key that the model was under, if it was taken out of there; `world_size` the ranks that a sharded
     output is for. Of the sources, `checked_bytes` were compared with a recorded CRC-32; `unchecked_bytes` have none.
@@ -53,6 +57,8 @@ class Converted(Summarized):
     nbytes: int
     renamed: Mapping[str, str]
     dropped: Sequence[LeftOut]
+    entries: Mapping[str, int]
+    left_behind: Sequence[LeftBehind]
     cast: Mapping[str, str]
     notes: Sequence[str]
     wrapper: str = ""
@@ -91,7 +97,9 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         tensors=sum(len(draft.wanted.tensors) for draft in drafts),
         nbytes=sum(draft.wanted.nbytes for draft in drafts),
         renamed={old: new for draft in drafts for old, new in draft.renamed.items()},
-        dropped=conversion.dropped,
+        dropped=[group for entries in conversion.entries for group in entries.groups()],
+        entries=count_entries(conversion.entries),
+        left_behind=conversion.left_behind,
         cast={name: change for draft in drafts for name, change in draft.cast.items() if name in draft.wanted.tensors},
         notes=[*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)],
         wrapper=conversion.wrapper,
@@ -104,6 +112,14 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         plan=conversion.fingerprint,
         salvaged=conversion.salvaged,
     )
+
+
+def count_entries(found: Iterable[Entries]) -> dict[str, int]:
+    """Return how many entries were written, dropped for a reason, and left though nothing asks for that."""
+    found = list(found)
+    left = sum(entries.left for entries in found)
+    dropped = sum(len(entries.dropped) for entries in found) - left
+    return {"written": sum(len(entries.written) for entries in found), "dropped": dropped, "left": left}
 
 
 def complete(prospect: Converted, written: Written, seconds: float) -> Converted:

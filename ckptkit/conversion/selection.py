@@ -44,6 +44,12 @@ class Edits:
         included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
         return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
+    def reasons_to_drop(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the entries that are not to be taken, each with the option that says so."""
+        left = [name for name in names if not self.admit(name)]
+        excluded = {name for name in left if any(fnmatchcase(name, glob) for glob in self.exclude)}
+        return {name: "--exclude" if name in excluded else "--include" for name in left}
+
     def check_globs(self, layouts: Sequence[Layout]) -> None:
         """Raise `Usage` if an `--include` or `--exclude` matches no entry of the layouts, or if all leave no entry."""
         names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]

@@ -32,11 +32,19 @@ from ckptkit.trainers import who_wrote
 def open_model(part: Part, options: ConvertOptions) -> Model:
     """Return the weights of a checkpoint as far as you ask for them, under the names that you give them."""
     layout = part.layout
+    dropped: Mapping[str, str] = {}
     if options.include or options.exclude:
         options.edits.check_globs([layout])
+        dropped = options.edits.reasons_to_drop(layout.names)
         layout = edits.select(layout, options.edits.admit)
     companions = find_companions(part.path, options.base) if options.writer.is_model_only else Companions()
-    model = Model(part=part, weights=find_weights(layout), companions=companions, ask_base=names_of_base(options.base))
+    model = Model(
+        part=part,
+        weights=find_weights(layout),
+        companions=companions,
+        ask_base=names_of_base(options.base),
+        dropped=dropped,
+    )
     if not options.rename:
         return model
     options.edits.check_renames(model.layout.tensors, part.path)
@@ -128,8 +136,10 @@ def resize_vocabulary(model: Model, options: ConvertOptions) -> Model:
 def fit_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
     expected = expect(model)
-    layout, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
+    layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
+    tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
+    model = model.note_dropped(dropped).note_merged(tied)
     return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks)
 
 
@@ -150,7 +160,8 @@ def restore_keys(model: Model, options: ConvertOptions) -> Model:
     layout, renamed = rename_parameters(chosen, names, options.edits.renaming())
     place = {new: renamed.get(old, old) for new, old in weights.came_from.items()}
     siblings = tuple(edits.rename(other, place.__getitem__) for other in model.siblings)
-    return replace(model.with_layout(layout), siblings=siblings)
+    came_from = {renamed.get(old, old): old for old in names}
+    return replace(model, weights=replace(weights, layout=layout, came_from=came_from), siblings=siblings)
 
 
 def cast(model: Model, options: ConvertOptions) -> Model:

@@ -22,16 +22,19 @@ _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 
 def fit(
     layout: Layout, companions: Companions, form: Form | Unsupported | None, *, strict: bool
-) -> tuple[Layout, list[str]]:
+) -> tuple[Layout, dict[str, str], list[str]]:
     """Hold the weights against config.json: tied ones are written once, missing ones are an error, others are said.
 
-    `form` is what config.json calls for, or why that is not known.
+    `form` is what config.json calls for, or why that is not known. Returns what is to be written, why other tensors are
+    not unless they are tied to these, and remarks.
     """
+    given = layout
     layout, notes = without_extra_state(layout)
+    dropped = dict.fromkeys(given.tensors.keys() - layout.tensors, "state of a module, not a weight")
     config = companions.config
     if config is None or form is None:
         absent = "no config.json found: loaders need one beside the weights (--base takes it from another model)"
-        return layout, [absent, *notes]
+        return layout, dropped, [absent, *notes]
     notes.insert(0, f"{', '.join(companions.files)} from {companions.found_in}")
     if companions.absent:
         missing = ", ".join(companions.absent)
@@ -39,10 +42,11 @@ def fit(
     layout, remarks = drop_tied(layout, ties_of(layout, config, form))
     notes += remarks
     if isinstance(form, Unsupported):
-        return layout, [*notes, f"names not compared with config.json: {form.message}"]
+        return layout, dropped, [*notes, f"names not compared with config.json: {form.message}"]
     unsaved = form.unsaved & layout.tensors.keys()
     if unsaved:
         notes.append(f"left out {abridge(sorted(unsaved))}, which transformers makes anew")
+        dropped |= dict.fromkeys(unsaved, "transformers makes it anew")
         layout = edits.select(layout, lambda name: name not in unsaved)
     check_names(layout, form, str(companions.found_in))
     extra = sorted(layout.tensors.keys() - form.shapes.keys())
@@ -52,7 +56,7 @@ def fit(
             hint = "leave them out with --exclude"
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
         notes.append(f"kept {message}")
-    return layout, notes
+    return layout, dropped, notes
 
 
 def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:

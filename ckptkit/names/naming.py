@@ -23,7 +23,7 @@ from ckptkit.names.sizes import Sizes
 from ckptkit.names.training import translate_training
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.names.turn import settle_family, turn_between
-from ckptkit.names.weights import OF_ONE, Weights, find_model_key, find_weights
+from ckptkit.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
 from ckptkit.pictures.words import count
 
 Config = Mapping[str, Any] | None
@@ -68,10 +68,11 @@ def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]
     if change is not None and change.there is None and asked.config is not None:
         check_complete(made.tensors, Sizes(asked.config), layout.root)
     came_from = {
-        new: " + ".join(dict.fromkeys(found.came_from[old] for old in olds)) for new, olds in made.came_from.items()
+        new: JOINED.join(dict.fromkeys(found.came_from[old] for old in olds)) for new, olds in made.came_from.items()
     }
     named = replace(layout, tensors=made.tensors, blobs={}, keys={}, twins={})
-    return replace(found, layout=named, came_from=came_from), remarks(
+    left_out = {**found.left_out, **dict.fromkeys(found.origins_of(made.unplaced), f"no place in {asked.names} names")}
+    return replace(found, layout=named, came_from=came_from, left_out=left_out), remarks(
         found.layout, change, made, asked.config, vocabulary
     )
 

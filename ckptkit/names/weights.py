@@ -6,8 +6,9 @@ model's own names begin; the recorded key paths do: `("model", "model.norm.weigh
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import escape
 from shlex import quote
@@ -19,27 +20,52 @@ from ckptkit.names.wrappers import unwrapped, without_ddp
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _TRAINING_STATE = ("optim", "chained_", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state")
+_GENERATOR = re.compile(r"(^|_)rng(_|s?$)|random_state")
+JOINED = " + "  # between the names of entries that one tensor came from
 OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and rank has under one name
+
+# Why an entry of a checkpoint is not among the model's tensors. Nobody asked to leave out what is UNKNOWN.
+TRAINING = "state of the training"
+VALUE = "not a tensor"
+UNKNOWN = "not known: perhaps another model"
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Entries that are not the model's: those under `name`, how many, and their bytes."""
+    """Entries that are not written: those under `name`, how many, their bytes, and why."""
 
     name: str
     entries: int
     nbytes: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The model's tensors under their own names; each `came_from` a name of the checkpoint, of which all is `whole`."""
+    """The model's tensors under their own names; each `came_from` a name of the checkpoint, of which all is `whole`.
+
+    They lie under the key path `prefix`. `left_out` is why each other entry of the checkpoint is not among them.
+    """
 
     layout: Layout
-    wrapper: str
+    prefix: KeyPath
     came_from: dict[str, str]
-    left_out: tuple[LeftOut, ...]
+    left_out: Mapping[str, str]
     whole: Layout
+
+    @property
+    def wrapper(self) -> str:
+        """Return the keys that the model is under, joined by dots."""
+        return ".".join(map(str, self.prefix))
+
+    def origins_of(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the entries of the checkpoint that tensors of these names are made of."""
+        olds = (self.came_from[name] for name in names if name in self.came_from)
+        return frozenset(old for joined in olds for old in joined.split(JOINED))
+
+    def summarise(self) -> tuple[LeftOut, ...]:
+        """Count what was left out, by where it lies and why."""
+        return summarise(self.whole, self.prefix, self.left_out)
 
 
 def find_weights(layout: Layout) -> Weights:
@@ -50,8 +76,33 @@ def find_weights(layout: Layout) -> Weights:
     names = {name: unwrapped(".".join(map(str, key))) for name, key in below.items() if key[0] not in training}
     names = without_ddp(names)
     weights = rename(select(layout, names.__contains__), names.__getitem__)
-    left_out = summarise(layout, prefix, [name for name in (*layout.tensors, *layout.blobs) if name not in names])
-    return Weights(weights, ".".join(map(str, prefix)), {new: old for old, new in names.items()}, left_out, layout)
+    left_out = reasons_for(layout, prefix, [name for name in layout.names if name not in names])
+    return Weights(weights, prefix, {new: old for old, new in names.items()}, left_out, layout)
+
+
+def reasons_for(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[str, str]:
+    """Return why entries are not among the tensors of the model under `prefix`."""
+    training = [training_state(layout, prefix[:depth]) for depth in range(len(prefix) + 1)]
+
+    def reason(name: str) -> str:
+        key = layout.key(name)
+        depth = depth_shared(key, prefix)
+        if depth < len(key) and (key[depth] in training[depth] or is_generator(key)):
+            return TRAINING
+        return VALUE if name in layout.blobs else UNKNOWN
+
+    return {name: reason(name) for name in names}
+
+
+def is_generator(key: KeyPath) -> bool:
+    """Return whether a step of a key path says that a state of a random generator lies there."""
+    return any(_GENERATOR.search(step) for step in key if isinstance(step, str))
+
+
+def depth_shared(key: KeyPath, prefix: KeyPath) -> int:
+    """Return how many first steps two key paths have in common."""
+    pairs = enumerate(zip(key, prefix, strict=False))
+    return next((depth for depth, (a, b) in pairs if a != b), min(len(key), len(prefix)))
 
 
 def has_weights(layout: Layout) -> bool:
@@ -117,16 +168,13 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
     )
 
 
-def summarise(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> tuple[LeftOut, ...]:
-    """Count entries by where their key path leaves that of the model; objects of layers and ranks by what they are."""
-    entries: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    for name in names:
+def summarise(layout: Layout, prefix: KeyPath, left_out: Mapping[str, str]) -> tuple[LeftOut, ...]:
+    """Count entries by why they are left out and where their key path leaves `prefix`; objects of layers as one."""
+    entries: Counter[tuple[str, str]] = Counter()
+    nbytes: Counter[tuple[str, str]] = Counter()
+    for name, why in left_out.items():
         key = layout.key(name)
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(key, prefix, strict=False)) if a != b), min(len(key), len(prefix))
-        )
-        group = ".".join(map(str, key[: shared + 1])).partition(OF_ONE)[0]
-        entries[group] += 1
-        nbytes[group] += layout.tensors[name].spec.nbytes if name in layout.tensors else layout.blobs[name].length
-    return tuple(LeftOut(group, count, nbytes[group]) for group, count in entries.items())
+        group = ".".join(map(str, key[: depth_shared(key, prefix) + 1])).partition(OF_ONE)[0]
+        entries[group, why] += 1
+        nbytes[group, why] += layout.tensors[name].spec.nbytes if name in layout.tensors else layout.blobs[name].length
+    return tuple(LeftOut(group, count, nbytes[group, why], why) for (group, why), count in entries.items())

@@ -16,7 +16,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.destination import check_apart
+from ckptkit.conversion.directories import LeftBehind, check_apart, files_taken, find_left_behind
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
 from ckptkit.conversion.options import MODULE, ConvertOptions, Keywords, spell_out
@@ -24,11 +24,14 @@ from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
 from ckptkit.destinations.staging import check_destination
+from ckptkit.errors import Mismatch
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import remarks_on_id, to_local
 from ckptkit.names import HUB, KEEP
+from ckptkit.names.weights import UNKNOWN
 from ckptkit.names.wrappers import may_be_adapted
+from ckptkit.pictures.words import count
 from ckptkit.quantized.signs import may_be_quantized, may_hold_quantized
 
 
@@ -136,6 +139,9 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)
     conversion = draft_opened(checkpoints, dst, options)
+    conversion = with_left_behind(conversion, checkpoints)
+    if options.strict:
+        require_all_taken(conversion)
     if options.overwrite:
         check_replaceable(dst, conversion.file_sizes)
     return replace(conversion, notes=(*conversion.notes, *remarks_on_id(options.base)))
@@ -199,6 +205,29 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, option
     return draft_of_model(
         replace(model, remarks=(*remarks, *model.remarks)), [Origin.of(part.path) for part in parts], dst, options
     )
+
+
+def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Conversion:
+    """Return the conversion with the files that stay in the directories of its sources."""
+    found: list[LeftBehind] = []
+    for checkpoint in checkpoints:
+        taken = files_taken(checkpoint, conversion.made, conversion.output)
+        found += find_left_behind(checkpoint, {*conversion.files_used, *taken})
+    return replace(conversion, left_behind=tuple(found))
+
+
+def require_all_taken(conversion: Conversion) -> None:
+    """Raise `Mismatch` if a tensor or file of the sources would be left behind though no rule or option asks for it."""
+    for entries in conversion.entries:
+        for left in entries.groups():
+            if left.why == UNKNOWN:
+                message = f"`{left.name}` would be lost: {count(left.entries, 'tensor')} ({left.why})"
+                hint = f"leave it out with --exclude '{left.name}*', or drop --strict"
+                raise Mismatch(message, path=conversion.origins[0].path, hint=hint)
+    for file in conversion.left_behind:
+        if not file.is_known:
+            hint = "move the file elsewhere, or drop --strict"
+            raise Mismatch(f"`{file.name}` would be left behind ({file.why})", path=file.path, hint=hint)
 
 
 def align(models: Sequence[Model]) -> Model:

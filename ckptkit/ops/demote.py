@@ -10,6 +10,7 @@ import glob
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
@@ -20,7 +21,7 @@ from ckptkit.destinations.staging import Stage
 from ckptkit.files.system import again
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import draft
+from ckptkit.ops.convert import draft, require_all_taken
 from ckptkit.ops.verify import verify_part
 from ckptkit.progress import Told
 from ckptkit.runs.retention import read_metrics, write_metrics
@@ -31,20 +32,31 @@ _NARROW = DTYPES["bfloat16"]
 _MODEL = "model"  # the directory in the hidden one that the model is made in
 
 
-def demoted_bytes(checkpoint: Path) -> int:
-    """Return the bytes of all files that `demote` would leave, to the byte. Writes nothing.
+class Demotion(NamedTuple):
+    """What `demote` would do: the bytes of all files that it leaves, and the names of what it deletes."""
 
-    Raises a `CkptError` where `demote` would, as far as that is known without reading tensors.
+    nbytes: int
+    deletes: tuple[str, ...]
+
+
+def foresee(checkpoint: Path) -> Demotion:
+    """Return what `demote` would do, to the byte. Writes nothing.
+
+    Raises a `CkptError` where `demote` would, as far as that is known without reading tensors: also if more would be
+    deleted than state of the training, such as a second model or a file that nobody knows.
     """
     weights = Checkpoint.open(checkpoint).weights.layout
     options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
     conversion = draft([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
+    require_all_taken(conversion)
     files = {name: FileSum(nbytes, 0) for name, nbytes in conversion.file_sizes.items()}
     if metrics := metrics_file(checkpoint):
         files[METRICS] = FileSum(len(metrics), 0)
     (model,) = conversion.drafts
     manifest = Manifest(files, dict.fromkeys(model.wanted.tensors, 0), model.made_of)
-    return sum(file.nbytes for file in files.values()) + len(manifest.to_bytes())
+    nbytes = sum(file.nbytes for file in files.values()) + len(manifest.to_bytes())
+    dropped = [group.name for entries in conversion.entries for group in entries.groups()]
+    return Demotion(nbytes, (*dropped, *(left.name for left in conversion.left_behind if left.path.name != METRICS)))
 
 
 def is_wide(spec: Spec) -> bool:
@@ -58,6 +70,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     Returns how many tensors stayed in more than 16 bits, as loaders keep them so. Raises a `CkptError`, and leaves the
     checkpoint as it was, if anything does not fit or what was written is not what is read.
     """
+    foresee(checkpoint)
     stage = Stage(checkpoint, overwrite=True)
     try:
         model = stage.open().path / _MODEL

@@ -11,6 +11,7 @@ from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
+from ckptkit.conversion.directories import COMPANION, LeftBehind, find_left_behind
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.inspection.groups import Group, bytes_by_dtype, group
@@ -38,7 +39,8 @@ class Inspected(Summarized):
     have, and `parameters`, its elements with tied ones counted once, are None where nothing tells them. `groups` are
     "model", "optimizer" and "rest".
     `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer, or if some has these and some those.
-    `salvaged` is what was lost when it was made of a damaged one, None if it was not.
+    `salvaged` is what was lost when it was made of a damaged one, None if it was not. `left_behind` are files in its
+    directory that no part of it is read from.
     """
 
     layout: Layout
@@ -57,6 +59,7 @@ class Inspected(Summarized):
     adapters: tuple[InspectedAdapter, ...] = ()
     quantized: InspectedQuantized | None = None
     salvaged: Mapping[str, Any] | None = None
+    left_behind: tuple[LeftBehind, ...] = ()
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -117,7 +120,14 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         find_adapters(model),
         quantized,
         read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
+        tuple(find_others(checkpoint)),
     )
+
+
+def find_others(checkpoint: Checkpoint) -> list[LeftBehind]:
+    """Return the files in the checkpoint's directory that no part is read from, but for config and tokenizer."""
+    used = {part.layout.root / name for part in checkpoint.parts for name in part.layout.files}
+    return [left for left in find_left_behind(checkpoint, used) if left.why != COMPANION]
 
 
 def find_adapters(model: Part) -> tuple[InspectedAdapter, ...]:

@@ -14,12 +14,16 @@ from ckptkit.layout import Blob, Chunk, Extent, Layout
 
 @dataclass(frozen=True, slots=True)
 class OwnFiles:
-    """The files of a checkpoint to verify: where they lie, the layout that their format reads, and their manifest."""
+    """The files of a checkpoint to verify: where they lie, the layout that their format reads, and their manifest.
+
+    `others` are files and directories beside them that belong to other parts.
+    """
 
     reader: FormatReader
     path: Path
     layout: Layout
     manifest: Manifest | None
+    others: frozenset[Path] = frozenset()
 
     @property
     def root(self) -> Path:
@@ -43,7 +47,7 @@ class OwnFiles:
         names = set(names_in(self.root)) if self.path.is_dir() else set()
         known = {name.partition("/")[0] for name in (*self.needed, *self.recorded)}
         unused = sorted(filter(self.reader.owns, names - known))
-        return [name for name in unused if (self.root / name).lstat().st_size]
+        return [name for name in unused if self.root / name not in self.others and (self.root / name).lstat().st_size]
 
     def expected(self, extent: Extent) -> int | None:
         """Return the CRC-32 that an extent should have: from the manifest, or else from the format."""

@@ -20,11 +20,12 @@ from ckptkit.errors import (
     Unsafe,
     Unsupported,
     Usage,
+    and_more,
     translate_os_errors,
 )
 from ckptkit.files.file import folders
 from ckptkit.files.joined import roots_of
-from ckptkit.ops.demote import demote, demoted_bytes
+from ckptkit.ops.demote import demote, foresee
 from ckptkit.ops.ls import measure
 from ckptkit.ops.verify import verify_part
 from ckptkit.pictures.numbers import format_bytes
@@ -40,7 +41,7 @@ from ckptkit.trainers import is_epoch
 class PruneEntry:
     """A directory of a run: its step, if its name says one; its bytes; why it stays or goes; and the bytes it frees.
 
-    What demoting will free is known to the byte before it is done.
+    What demoting will free is known to the byte before it is done, and what it `deletes`: entries and files.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class PruneEntry:
     nbytes: int
     reason: str
     freed_bytes: int = 0
+    deletes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +162,14 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, *, demote: bool) -> PruneEn
     if saved.is_weights_only:
         return replace(entry, reason="only weights already")
     try:
-        freed = entry.nbytes - demoted_bytes(saved.path)
+        demotion = foresee(saved.path)
     except (Mismatch, NotACheckpoint, Unsupported, Usage) as error:
         return replace(entry, reason=f"cannot be demoted: {error.message}")
+    freed = entry.nbytes - demotion.nbytes
     if freed <= 0:
         return replace(entry, reason="its weights alone are no smaller")
-    return replace(entry, reason="nothing keeps all of it", freed_bytes=freed)
+    reason = f"nothing keeps all of it; deletes {', '.join(demotion.deletes[:6])}{and_more(len(demotion.deletes) - 6)}"
+    return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 
 def carry_out(plan: Pruned, jobs: int | None, progress: Progress | None) -> Pruned:

@@ -7,8 +7,9 @@ read, and compared with the CRC-32 that the format or a manifest has for it.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,13 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, n
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import sum_files
+from ckptkit.conversion.directories import WEIGHTS, LeftBehind, left_in
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.crc32 import tell_damage
 from ckptkit.files.file import children, file_size, is_there
 from ckptkit.files.origin import Origin
-from ckptkit.formats import find_format, locate
+from ckptkit.formats import detect_format, find_format, locate
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.layout.edits import twins_as_rounded
 from ckptkit.ops.own_files import OwnFiles, within
@@ -42,7 +44,8 @@ class Verified(Summarized):
     """A checkpoint at `path` that was verified, or a part of one, and what was found.
 
     Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
-    compared with and `unchecked_bytes` had none. `sums` are of the files that were read. `compared` is how it differs
+    compared with and `unchecked_bytes` had none. `looked_at` are its files, `sums` those of the files that were read,
+    `left_behind` other files in the directory of the checkpoint, at which nobody looked. `compared` is how it differs
     from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
     tensors, if they were asked for.
     """
@@ -58,6 +61,8 @@ class Verified(Summarized):
     unchecked_bytes: int = 0
     has_manifest: bool = False
     sums: Mapping[str, FileSum] = field(default_factory=dict)
+    looked_at: frozenset[Path] = frozenset()
+    left_behind: tuple[LeftBehind, ...] = ()
     compared: Diff | None = None
     stats: tuple[TensorStats, ...] = ()
 
@@ -100,9 +105,10 @@ def verify(
     Raises `NotACheckpoint` if there is none, `Unsupported` for files that are not read yet; whatever is wrong with a
     checkpoint that is there is among its problems.
     """
-    parts = [part for source in sources for part in find_all(source)]
-    tell = telling(progress, sum(map(size_of, parts)))
-    found = [verify_part(part, fast=fast, jobs=jobs, progress=tell) for part in parts]
+    checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
+    tell = telling(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
+    look = partial(verify_part, fast=fast, jobs=jobs, progress=tell)
+    found = [part for checkpoint in checkpoints for part in verify_whole(checkpoint, look)]
     if against is not None and all(part.is_ok for part in found):
         from ckptkit.ops.diff import prove  # and with it all that copies and compares
 
@@ -125,16 +131,34 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     return replace(found, problems=(*found.problems, *problems_of(compared)), compared=compared)
 
 
-def find_all(source: Source) -> list[Path]:
-    """Return the parts of a checkpoint, or of all those of a run, whether complete or not, oldest first."""
+def find_all(source: Source) -> list[Checkpoint]:
+    """Return a checkpoint, or all those of a run, whether complete or not, oldest first."""
     path = path_of(source)
     here = Checkpoint.at(path)
     found = [] if here.is_direct else checkpoints_in(path)
     if found and not all(one.unreadable for one in found):
-        return [part for one in found for part in one.places or [one.path]]
+        return found
     if not here.parts:
         raise here.unreadable or no_checkpoint(path)
-    return here.places
+    return [here]
+
+
+def places_of(checkpoint: Checkpoint) -> list[Path]:
+    return checkpoint.places or [checkpoint.path]
+
+
+def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> list[Verified]:
+    """Look at the parts of a checkpoint, and at other weights in its directory; the first knows what is left there."""
+    places, root = places_of(checkpoint), checkpoint.path
+    found = [look(path) for path in places]
+    if not (root.is_dir() and checkpoint.parts):
+        return found
+    seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
+    with translate_os_errors(root):
+        left = list(left_in(root, seen, set()))
+    weights = [one.path for one in left if one.why == WEIGHTS and detect_format(one.path)]
+    rest = tuple(one for one in left if one.path not in weights)
+    return [replace(found[0], left_behind=rest), *found[1:], *map(look, weights)]
 
 
 def size_of(part: Path) -> int:
@@ -164,7 +188,7 @@ def verify_part(
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             manifest = read_known(path, problems) if with_manifest else None
-            own = OwnFiles(reader, path, layout, manifest)
+            own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.parts[1:]))
             found = skim(own, problems) if fast else read_all(own, problems, jobs, progress)
             if layout.twins and not (fast or problems.list()):
                 found = compare_twins(found, layout, problems, jobs)
@@ -336,6 +360,7 @@ def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
         own.reader.name,
         notes=(f"not of this checkpoint: {', '.join(extra)}",) if extra else (),
         files=len(sizes),
+        looked_at=frozenset(own.root / name for name in sizes),
         tensors=len(own.layout.tensors),
         nbytes=sum(sizes.values()),
         unchecked_bytes=content,

@@ -18,7 +18,7 @@ from ckptkit.layout import Layout, Spec, StoredTensor, edits
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.models.companions import find_config
 from ckptkit.models.fit import abridge
-from ckptkit.names.weights import LeftOut, Weights
+from ckptkit.names.weights import Weights
 from ckptkit.pictures.words import count
 from ckptkit.quantized.config import read_said, without_quantization
 from ckptkit.quantized.find import BLOCKS, Packed, Quantized, find_quantized, is_plain
@@ -157,12 +157,10 @@ def unpack(found: Weights, quantized: Quantized, chosen: frozenset[str], dtype: 
             return found.layout.tensors[new]
         return StoredTensor(Spec(dtype, quantized.weights[old].shape), ())
 
-    gone = [tensor.spec.nbytes for new, tensor in found.layout.tensors.items() if new not in kept]
     return replace(
         found,
         layout=replace(found.layout, tensors={names[new]: plain(new) for new in kept}, keys={}),
         came_from={names[new]: found.came_from[new] for new in kept},
-        left_out=(*found.left_out, LeftOut("scales", len(gone), sum(gone))),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.account import LIMIT, NAME, Account, Filled, Lost, describe_account, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.destination import check_apart
+from ckptkit.conversion.directories import check_apart
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.engine.scan import sum_file

@@ -97,6 +97,18 @@ def files_beside() -> tuple[tuple[re.Pattern[str], str], ...]:
     return tuple((re.compile(pattern), key) for trainer in TRAINERS for pattern, key in trainer.beside.items())
 
 
+def is_training_state(name: str) -> bool:
+    """Return whether a file of this name holds state of a training, which a model for use does without."""
+    is_beside = any(pattern.fullmatch(name) and not key.startswith("model") for pattern, key in files_beside())
+    return (
+        is_beside
+        or any(matches("states", name))
+        or is_tracker(name)
+        or name in metrics_files()
+        or owner_of_file(name) is not None
+    )
+
+
 def is_of_checkpoint(name: str) -> bool:
     """Return whether a trainer gives this name to a file of one of its checkpoints."""
     beside = any(pattern.fullmatch(name) for pattern, _ in files_beside())

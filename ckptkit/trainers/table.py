@@ -28,9 +28,15 @@ ACCELERATE = TrainerFacts(
         Mark("Accelerate", place=_FSDP),
     ),
     others=("optimizer_[0-9]+",),
-    beside={r"optimizer\.bin": "optimizer"},  # of `save_state` without shards
+    # of `save_state` without shards, accelerate/checkpointing.py: of several models each has a file, and so on
+    beside={
+        r"optimizer\.bin": "optimizer",
+        r"optimizer_(?P<number>[0-9]+)\.bin": "optimizer_{number}",
+        r"model_(?P<number>[0-9]+)\.safetensors": "model_{number}",
+    },
     ranks=(r"(?:pytorch_model_fsdp|optimizer)(?:_[0-9]+)?_rank([0-9]+)\.bin",),
     own_state=(r"random_states_([0-9]+)\.pkl",),
+    states=(r"(?:scheduler|sampler|dl_state_dict)(?:_[0-9]+)?\.bin", r"scaler\.pt", r"custom_checkpoint_[0-9]+\.pkl"),
 )
 
 # lightning/fabric/strategies/{fsdp,model_parallel}.py, lightning/pytorch/callbacks/model_checkpoint.py: a DCP directory
@@ -219,6 +225,7 @@ TORCH = TrainerFacts(
         Mark("torch.save", format="pt"),
         Mark("torch.distributed.checkpoint, as safetensors", format="hf", by_ranks=True),
     ),
+    states=(r"(?:optim(?:izer)?|scheduler|lr_scheduler|scaler|rng_state|sampler)[._].*|optim(?:izer)?(?:_state)?s?",),
     steps=(r"(?:ep(?:och)?[-_]?[0-9]+[-_])?(?:ckpt|checkpoint|step|global_step|iter|ba)[-_]?([0-9]{1,18})(?:_ckp)?",),
     epochs=(r"epoch(?:[-_]?|=)([0-9]{1,18})(?:\.ckpt)?",),
     step_keys=(("", ("step",)), ("", ("global_step",))),

@@ -115,6 +115,7 @@ class TrainerFacts:
     # Files of which each rank has one, and files with a rank's own state; a group is the rank.
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()  # further files of a training, which no model needs
     # Files with the weights for use, beside a directory with all states; files of metrics; and files that ckptkit does
     # not read.
     exported: tuple[str, ...] = ()

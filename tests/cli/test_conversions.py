@@ -14,6 +14,7 @@ from tests.conftest import Produce
 
 KEYS = {
     *("source", "output", "format", "world_size", "files", "tensors", "nbytes", "seconds", "renamed", "dropped"),
+    *("entries", "left_behind"),
     *("cast", "completed", "notes", "plan", "finished"),
 }
 WRITTEN = {"checked_bytes", "unchecked_bytes", "peak_rss_bytes", "resumed_bytes"}

@@ -71,6 +71,7 @@ def test_in_json(run: Path) -> None:
         "nbytes": nbytes,
         "freed_bytes": nbytes,
         "reason": "nothing keeps it",
+        "deletes": [],
     }
     assert plan["other"][0]["step"] is None
     done = json.loads(ckptkit("prune", run, "--keep-last", "1", "--json", "--yes").stdout)
