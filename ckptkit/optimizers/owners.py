@@ -22,7 +22,7 @@ from ckptkit.layout.matching import match_trained
 from ckptkit.layout.recorded_names import PARAM_NAMES, bare, match_recorded, match_with_prefix
 from ckptkit.models.companions import find_config
 from ckptkit.names.weights import find_model_key, training_state
-from ckptkit.optimizers.keys import Optimizer, recorded_names, sizes_of
+from ckptkit.optimizers.keys import Optimizer, known_sizes_of, recorded_names, sizes_of
 from ckptkit.optimizers.parameter_order import float_shapes, is_buffer, ordered_parameters, own_tensors
 from ckptkit.tensors.box import Shape
 
@@ -101,12 +101,12 @@ def find_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel],
     the names are not certain.
     """
     try:
-        sizes = sizes_of(layout, optimizer)
         recorded = recorded_names(layout, optimizer)
         if recorded:
+            sizes = known_sizes_of(layout, optimizer)
             model, names = find_recorded(recorded, sizes, models, optimizer)
             return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
-        return find_by_order(optimizer, sizes, models, find_config(path))
+        return find_by_order(optimizer, sizes_of(layout, optimizer), models, find_config(path))
     except CkptError as error:
         raise error.blame(path=layout.root) from None
 
