@@ -30,7 +30,9 @@ def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict
     recorded: dict[Any, str] = {}
     for i, (group, names) in enumerate(zip(groups, lists, strict=True)):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise Unsupported(f"group {i} of the optimizer has no list of names in `{PARAM_NAMES}`", hint=_HINT)
+            raise Unsupported(
+                f"`{PARAM_NAMES}` of group {i}: expected a list of names, found a {type(names).__name__}", hint=_HINT
+            )
         if len(names) != len(group):
             message = f"`{PARAM_NAMES}` of group {i}: expected {len(group)} names, found {len(names)}"
             raise Unsupported(message, hint=_HINT)
@@ -54,8 +56,8 @@ def match_recorded(
     wanted = {number: own_name(name, own) for number, name in recorded.items()}
     unknown = [name for name in wanted.values() if name not in own]
     if unknown:
-        message = f"`{PARAM_NAMES}` has it, and the model has no such parameter: {len(unknown)} of {len(wanted)} names"
-        raise Mismatch(f"{message} are unknown", tensor=unknown[0], hint=_HINT)
+        message = f"`{PARAM_NAMES}` lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
+        raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=_HINT)
     found = {number: own[name] for number, name in wanted.items()}
     for wrong in find_unequal(found, sizes, parameters):
         message = f"`{PARAM_NAMES}` gives this name to parameter {wrong}: expected a state of shape "

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import escape
+from itertools import accumulate
 from shlex import quote
 
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels
@@ -151,6 +152,28 @@ def keys_below(layout: Layout, prefix: KeyPath) -> Iterator[tuple[str, KeyPath]]
             yield name, key
 
 
+def names_of_training(layout: Layout) -> set[str]:
+    """Return the tensors that belong to a training's state, at any depth, as `training_state` knows it at one."""
+    keys = {name: layout.key(name) for name in layout.names}
+    optimizers = {
+        key[:at] for key in keys.values() for at, step in enumerate(key) if at and str(step).startswith("param_groups")
+    }
+    return {
+        name
+        for name in layout.tensors
+        if any(
+            key_path in optimizers or str(key_path[-1]).startswith(_TRAINING_STATE)
+            for key_path in accumulate((step,) for step in keys[name][:-1])
+        )
+        or is_in_flat_optimizer(layout, name)
+    }
+
+
+def is_in_flat_optimizer(layout: Layout, name: str) -> bool:
+    """Return whether a name without a key path begins as an optimizer's do."""
+    return not layout.keys and name.startswith(("optim.", "optimizer."))
+
+
 def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
     """Return the steps below `prefix` that lead to a training's state, by name or because `param_groups` follow."""
     found: set[str | int] = set()
@@ -159,11 +182,10 @@ def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
         key = layout.key(name)
         if key[:at] != prefix or len(key) <= at:
             continue
-        is_flat_optimizer = not layout.keys and name.startswith(("optim.", "optimizer."))
         leads_on = len(key) > at + 1
         is_named = leads_on and str(key[at]).startswith(_TRAINING_STATE)
         has_groups = leads_on and str(key[at + 1]).startswith("param_groups")
-        if is_flat_optimizer or is_named or has_groups:
+        if is_in_flat_optimizer(layout, name) or is_named or has_groups:
             found.add(key[at])
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,13 +109,25 @@ def recorded_names(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
 
 
 def sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
-    """Return the shape of the parameter of each number, where its state shows one.
+    """Return the shape of the parameter of each number that has tensors in its state.
 
-    Raises `Corrupt` for a number that the groups list twice, and for a state of a number in none of them.
+    Raises `Corrupt` for a number that the groups list twice, and for a state of a number in none of them, `Unsupported`
+    for a state that does not show the shape.
     """
     check_numbers(optimizer.groups)
     states = states_of(layout, optimizer)
     return {number: shape for number, found in states.items() if (shape := shape_of(found)) is not None}
+
+
+def known_sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+    """Return what `sizes_of` does, without the states that do not show the shape of their parameter."""
+    check_numbers(optimizer.groups)
+    found: dict[int, Shape] = {}
+    for number, state in states_of(layout, optimizer).items():
+        with suppress(Unsupported):
+            shape = shape_of(state)
+            found |= {} if shape is None else {number: shape}
+    return found
 
 
 def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported
-from ckptkit.layout import KeyPath, Layout
-from ckptkit.layout.edits import select
+from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.matching import match_trained
 from ckptkit.layout.recorded_names import PARAM_NAMES, bare, match_recorded, match_with_prefix
 from ckptkit.models.companions import find_config
-from ckptkit.names.weights import find_model_key, training_state
-from ckptkit.optimizers.keys import Optimizer, recorded_names, sizes_of
+from ckptkit.names.weights import find_model_key, names_of_training
+from ckptkit.optimizers.keys import Optimizer, known_sizes_of, recorded_names, sizes_of
 from ckptkit.optimizers.parameter_order import float_shapes, is_buffer, ordered_parameters, own_tensors
 from ckptkit.tensors.box import Shape
 
@@ -66,14 +65,15 @@ def find_models(layout: Layout) -> list[OneModel]:
     The one that is taken for the model of the checkpoint comes first.
     """
     main = main_key(layout)
-    training: dict[KeyPath, set[str | int]] = {}
-    groups: dict[KeyPath, set[str]] = {main: set()} if main is not None else {}
-    for name in layout.tensors:
+    training = names_of_training(layout)
+    groups: dict[KeyPath, dict[str, StoredTensor]] = {main: {}} if main is not None else {}
+    for name, tensor in layout.tensors.items():
         key = layout.key(name)
-        above = main if main and key[: len(main)] == main else key[:-1]
-        if isinstance(key[-1], str) and not is_of_training(layout, key[: len(above) + 1], training):
-            groups.setdefault(above, set()).add(name)
-    return [OneModel(above, select(layout, names.__contains__)) for above, names in groups.items() if names]
+        is_main = bool(main) and key[: len(main or ())] == main
+        if isinstance(key[-1], str) and (is_main or name not in training):
+            groups.setdefault(main or () if is_main else key[:-1], {})[name] = tensor
+    alone = replace(layout, blobs={}, twins={})
+    return [OneModel(above, replace(alone, tensors=tensors)) for above, tensors in groups.items() if tensors]
 
 
 def main_key(layout: Layout) -> KeyPath | None:
@@ -84,16 +84,6 @@ def main_key(layout: Layout) -> KeyPath | None:
         return None
 
 
-def is_of_training(layout: Layout, key: KeyPath, known: dict[KeyPath, set[str | int]]) -> bool:
-    """Return whether a key path leads to the state of a training; `known` has the steps to such states by prefix."""
-    for at, step in enumerate(key):
-        if key[:at] not in known:
-            known[key[:at]] = training_state(layout, key[:at])
-        if step in known[key[:at]]:
-            return True
-    return False
-
-
 def find_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path) -> NamedNumbers:
     """Return the name for each number of an optimizer in a layout.
 
@@ -101,12 +91,12 @@ def find_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel],
     the names are not certain.
     """
     try:
-        sizes = sizes_of(layout, optimizer)
         recorded = recorded_names(layout, optimizer)
         if recorded:
+            sizes = known_sizes_of(layout, optimizer)
             model, names = find_recorded(recorded, sizes, models, optimizer)
             return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
-        return find_by_order(optimizer, sizes, models, find_config(path))
+        return find_by_order(optimizer, sizes_of(layout, optimizer), models, find_config(path))
     except CkptError as error:
         raise error.blame(path=layout.root) from None
 

@@ -77,8 +77,9 @@ def match_names(
 ) -> dict[int, Parameter] | None:
     """Return the parameter behind each number by its recorded name, None where names or sizes disagree."""
     known = {one.name: one for one in sizes}
+    shown = {number: shape for number, shape in shapes.items() if shape != ()}  # not by moments of several shapes
     try:
-        found = match_recorded(recorded, shapes, {one.name: size for one, size in sizes.items()})
+        found = match_recorded(recorded, shown, {one.name: size for one, size in sizes.items()})
     except Mismatch:
         return None
     return {number: known[name] for number, name in found.items()}
