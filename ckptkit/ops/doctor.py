@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.collector import collector_paused
+from ckptkit.conversion.directories import describe_left
 from ckptkit.diagnosis import KINDS
 from ckptkit.diagnosis.case import Case, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes
@@ -88,7 +89,7 @@ def doctor(
         return replace(found, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}"))
     made = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
-    left_out = (f"left out `{one.name}`" for one in made.dropped)
+    left_out = [f"left out `{one.name}`" for one in made.dropped] + describe_left(made.left_behind, "left behind")
     return replace(found, fixed_by=certain[0], fixed=replace(fixed, notes=(*made.notes, *left_out, *fixed.notes)))
 
 

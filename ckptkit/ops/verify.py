@@ -205,6 +205,7 @@ def verify_part(
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             manifest = read_known(path, problems) if with_manifest else None
+            note_empty(here.parts, layout, problems)
             own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.parts[1:]))
             found = skim(own, problems) if fast else read_all(own, problems, jobs, progress)
             if layout.spares:
