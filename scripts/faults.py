@@ -1,5 +1,7 @@
 """Run the fault matrix: `scripts/faults [GROUP ...]` runs the cases of `tests/faults` and prints what came of them.
 
+`scripts/faults meaning [THING [COMMAND [FORMAT]]]` has a table of its own: a thing a row, a command a column.
+
 `--write` puts a table of all families into docs/reliability.md.
 
 Ends with status 1 if a run of ckptkit's came to anything but the right result or a clean error.
@@ -130,6 +132,10 @@ def to_json(tally: Tally, seconds: float) -> dict[str, object]:
 
 def main() -> None:
     """Parse the command line."""
+    if sys.argv[1:2] == ["meaning"]:
+        from scripts.meaning import main as try_things
+
+        sys.exit(try_things(sys.argv[2:]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all is cleared away
     groups = list(dict.fromkeys(listed.case.group for listed in list_cases()))
     parser = argparse.ArgumentParser(prog="scripts/faults", description="Try ckptkit and its peers under faults.")
