@@ -19,9 +19,10 @@ from ckptkit.checkpoints.find_parts import (
     OF_TRAINING,
     inner_folders,
     is_run,
+    is_stray_file,
     names_near,
-    part_in,
     parts_beside,
+    parts_inside,
     ranks_in,
     ranks_of,
     wholes_in,
@@ -88,9 +89,8 @@ class Checkpoint:
         reader = None if is_run(path) else detect_format(path)
         if words_for_unread(path, reader) is not None:
             return cls(path, ())
-        if reader is None:
-            inside = (part for folder in inner_folders(path) if (part := part_in(folder)))
-            return cls(path, tuple(sorted(inside, key=lambda part: not part.is_model)))
+        if reader is None or is_stray_file(path, reader):
+            return cls(path, parts_inside(path))
         beside = parts_beside(path)
         more = tuple(part for part in beside.values() if part)
         return cls(path, (Part("", path, reader), *more), tuple(file for file, part in beside.items() if not part))

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit import trainers
 from ckptkit.checkpoints.part import Part
 from ckptkit.files.file import folders, names_in
-from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside
+from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside, is_stray
 from ckptkit.trainers import ONE_FILE, may_be_step_name, step_of
 
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
@@ -51,6 +51,19 @@ def part_in(folder: Path) -> Part | None:
     only = folder / next(iter(names)) if len(names) == 1 else None
     reader = detect_format(only) if only is not None and only.suffix in OF_TRAINING and only.is_file() else None
     return Part(folder.name, only, reader) if only is not None and reader is not None else None
+
+
+def parts_inside(path: Path) -> tuple[Part, ...]:
+    """Return the parts in the directories of a checkpoint, the model first."""
+    found = (part for folder in inner_folders(path) if (part := part_in(folder)))
+    return tuple(sorted(found, key=lambda part: not part.is_model))
+
+
+def is_stray_file(path: Path, reader: FormatReader) -> bool:
+    """Return whether what a format claims lies beside directories with the model and the rest of a training."""
+    if not is_stray(path, reader) or not any(trainers.is_beside_model(folder.name) for folder in folders(path)):
+        return False
+    return any(part.is_model for part in parts_inside(path))
 
 
 def parts_beside(path: Path) -> dict[Path, Part | None]:

@@ -30,6 +30,7 @@ __all__ = [
     "get_writer",
     "is_known_file",
     "is_known_inside",
+    "is_stray",
     "locate",
     "one_of_dcp",
     "title_of",
@@ -43,7 +44,9 @@ class KnownFormat(NamedTuple):
 
     The class is imported when it is asked for, to detect no sooner than a name matches the pattern `files`: that of a
     file, or of anything in a directory. `perhaps` is the pattern of names that files of no format have as well: only
-    what is in the files tells whose they are.
+    what is in the files tells whose they are. `main` is the pattern of names for files that are the model itself. A
+    directory without one is of another format if that claims it too: an `ema.safetensors` beside a whole state is not
+    the checkpoint.
     """
 
     where: str
@@ -51,7 +54,10 @@ class KnownFormat(NamedTuple):
     files: str
     is_written: bool = False
     perhaps: str = r"(?!)"
+    main: str = r".*"
 
+
+_STATES = r"(state|.*model.*|checkpoint.*|ckpt.*)\.(pt|pth|bin|ckpt)"
 
 # by the word that users type; `detect_format` asks in this order
 FORMATS = {
@@ -75,6 +81,7 @@ FORMATS = {
         "Hugging Face safetensors",
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
+        main=r".*(model|consolidated).*\.safetensors|shard-.*\.safetensors|.*\.index\.json",
     ),
     "megatron": KnownFormat(
         "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
@@ -108,7 +115,7 @@ FORMATS = {
         "torch.save, several files and their index",
         r".*\.(bin|pt|pth)\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.(bin|pt|pth)",
     ),
-    "pt": KnownFormat("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True),
+    "pt": KnownFormat("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True, main=_STATES),
 }
 
 
@@ -148,12 +155,25 @@ def describe_formats() -> str:
 
 
 def detect_format(path: Path) -> FormatReader | None:
-    """Return the first format that claims `path`, or None."""
+    """Return the first format that claims `path` and has its main files there, or else the first that claims it."""
     if one_of_dcp(path) is not None:
         return None
     with translate_os_errors(path):
         names = names_in(path) if path.is_dir() else [path.name]
-        return next((reader for reader in likely_formats(names, perhaps=True) if reader.detect(path)), None)
+        claims = (reader for reader in likely_formats(names, perhaps=True) if reader.detect(path))
+        first = next(claims, None)
+        if first is None or not path.is_dir() or has_main(first, names):
+            return first
+        return next((reader for reader in claims if has_main(reader, names)), first)
+
+
+def is_stray(path: Path, reader: FormatReader) -> bool:
+    """Return whether the format claims a directory by files that may lie beside any checkpoint."""
+    return path.is_dir() and not has_main(reader, names_in(path))
+
+
+def has_main(reader: FormatReader, names: Iterable[str]) -> bool:
+    return has_name(names, FORMATS[reader.name].main)
 
 
 def one_of_dcp(path: Path) -> NotACheckpoint | None:
