@@ -146,6 +146,7 @@ class ConvertOptions:
             raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
         if self.complete_optimizer and (writer.is_model_only or self.merge):
             raise Usage("a model by itself has no optimizer", hint="leave --complete-optimizer out")
+        self.check_shard_size()
         self.check_adapters()
         self.check_quantize()
         self.check_salvage()
@@ -159,6 +160,11 @@ class ConvertOptions:
             self.edits.check_rules()
         if self.names or self.map:
             check_names(self.names, self.table)
+
+    def check_shard_size(self) -> None:
+        """Raise `Usage` for a size of safetensors files where none are written."""
+        if self.max_shard_size != DEFAULT_SHARD_SIZE and not self.writer.is_model_only:
+            raise Usage(f"`{self.to}` has no safetensors files", hint="leave --max-shard-size out")
 
     def check_adapters(self) -> None:
         """Raise `Usage` for what is asked of adapters and contradicts itself."""

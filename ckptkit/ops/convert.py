@@ -24,7 +24,7 @@ from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
 from ckptkit.destinations.staging import check_destination
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import remarks_on_id, to_local
@@ -180,6 +180,8 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
 
         if adapted := [found for part in parts if (found := open_adapters(part, options))]:
             return draft_adapters(adapted, remarks, dst, options)
+    if options.adapter_config:
+        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="leave --adapter-config out")
     return draft_model(parts, remarks, dst, options)
 
 

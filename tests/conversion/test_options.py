@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckptkit import average, consolidate, convert, reshard
 from ckptkit.conversion.options import ConvertOptions, Keywords
@@ -49,6 +50,20 @@ def test_what_is_not_an_option(tmp_path: Path) -> None:
         given: dict[str, Any] = {name: 2}
         with pytest.raises(TypeError, match=name):
             consolidate(tmp_path, tmp_path / "out", **given)
+
+
+@pytest.mark.parametrize("form", ["pt", "dcp", "ranks", "universal"])
+def test_a_size_of_safetensors_files_is_refused_where_none_are_written(form: str, tmp_path: Path) -> None:
+    with pytest.raises(Usage, match=f"`{form}` has no safetensors files"):
+        convert(tmp_path / "absent", tmp_path / "out", to=form, max_shard_size=1000)
+
+
+def test_the_config_of_an_adapter_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    save_file({"up.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "adapter.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["up"]}')
+    with pytest.raises(Usage, match="contains no adapter") as refused:
+        consolidate(tmp_path, tmp_path / "out", adapter_config=tmp_path / "adapter.json")
+    assert refused.value.hint == "leave --adapter-config out"
 
 
 def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
