@@ -23,7 +23,7 @@ from ckptkit.formats import FORMATS as KNOWN
 from tests.faults.cases import Case, Seen
 from tests.faults.meaning_outputs import Output, rows_of, words_of
 from tests.faults.meaning_sources import CONFIG, FORMATS, add_of, model
-from tests.faults.meaning_things import NEEDS_MANIFEST, THINGS, Piece, Thing, lay_adapter
+from tests.faults.meaning_things import CHANGES_WEIGHTS, NEEDS_MANIFEST, THINGS, Piece, Thing, lay_adapter
 from tests.faults.server import Ended, Server
 from tests.faults.verdicts import ERROR_CODES, Verdict
 from tests.hub_server import Hub
@@ -201,6 +201,7 @@ COMMANDS = {
             _line("convert", "PLAIN", "OUT", "--to", "pt", "--overwrite", "--no-sync"),
             _out,
             _lay_target,
+            has_model=False,
         ),
         Command("verify", _line("verify", "SRC"), good=frozenset({0, 1})),
         Command("inspect", _line("inspect", "SRC", "--tensors")),
@@ -360,10 +361,8 @@ def _run(thing: Thing, command: Command, place: Place, *, as_json: bool) -> tupl
         return (Outcome.REFUSED if named else Outcome.UNNAMED), _short(said)
     outcomes = [_judge(piece, command, place, said, last, as_json=as_json) for piece in thing.pieces]
     worst = max(outcomes, key=list(Outcome).index)
-    if command.writes is not None and command.name not in ("overwrite", "manifest") and worst is not Outcome.SILENT:
-        lost = _lost_weights(command, place)
-        if lost and not thing.options and "base" not in thing.name and "config" not in thing.name:
-            return Outcome.SILENT, f"the model's own weights are not in the output: {lost}"
+    if worst is not Outcome.SILENT and (lost := _lost_weights(thing, command, place, said)):
+        return Outcome.SILENT, f"the model's own weights are not in the output: {lost}"
     silent = [piece.words[0] for piece, each in zip(thing.pieces, outcomes, strict=True) if each is Outcome.SILENT]
     return worst, f"{', '.join(silent)} | {_short(said)}" if silent else ""
 
@@ -373,7 +372,11 @@ def _short(said: str) -> str:
 
 
 def _names(piece: Piece, said: str) -> bool:
-    return any(re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", said) for word in piece.words)
+    return any(_is_named(word, said) for word in piece.words)
+
+
+def _is_named(word: str, said: str) -> bool:
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", said) is not None
 
 
 def _judge(piece: Piece, command: Command, place: Place, said: str, last: Ended, *, as_json: bool) -> Outcome:
@@ -436,10 +439,14 @@ def _keeps_weights(command: str, name: str) -> bool:
         return ended.code == 0 and not _missing(COMMANDS[command], place)
 
 
-def _lost_weights(command: Command, place: Place) -> str:
-    if not command.has_model or not _keeps_weights(command.name, place.format):
+def _lost_weights(thing: Thing, command: Command, place: Place, said: str) -> str:
+    """Return a tensor of the model that is not in the output, if no word says which files were left; else ""."""
+    if command.writes is None or not command.has_model or thing.options or thing.base is not None:
         return ""
-    return _missing(command, place)
+    if thing.name in CHANGES_WEIGHTS or not _keeps_weights(command.name, place.format):
+        return ""
+    lost = _missing(command, place)
+    return "" if lost and any(_is_named(path.name, said) for path in place.plain.rglob("*")) else lost
 
 
 def _missing(command: Command, place: Place) -> str:

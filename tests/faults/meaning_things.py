@@ -85,7 +85,8 @@ def add_entry(
     tensors = tuple(flatten({key: value}).values())
     values = () if tensors else tuple(_leaves({key: value}))
     commands = OF_TENSORS if tensors else OF_VALUES
-    add(name, (Piece((key, *words), tensors, values),), formats, commands, more=lambda: {key: value})
+    pieces = (Piece((key, "custom_checkpoint_0.pkl", *words), tensors, values),)  # as accelerate calls the first
+    add(name, pieces, formats, commands, more=lambda: {key: value})
 
 
 def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -425,6 +426,7 @@ def _rows(value: Tensor) -> list[bytes]:
 
 
 NEEDS_MANIFEST = frozenset({"manifest-stale", "manifest-file-gone"})
+CHANGES_WEIGHTS = frozenset({"manifest-stale"})
 for _name, _lay in (
     ("manifest-stale", _lay_stale),
     ("manifest-file-gone", lambda root: (root / "notes.txt").unlink()),
