@@ -180,7 +180,14 @@ def add_files(
 
 
 def _piece_of(path: str, value: Any, words: tuple[str, ...]) -> Piece:
-    names = (path, Path(path).name, *(str(parent) for parent in Path(path).parents if str(parent) != "."), *words)
+    stem = [Path(path).stem] if path.endswith(("_1.safetensors", "_1.bin")) else []  # as entries are called
+    names = (
+        path,
+        Path(path).name,
+        *stem,
+        *(str(parent) for parent in Path(path).parents if str(parent) != "."),
+        *words,
+    )
     if isinstance(value, bytes):
         return Piece(names, content=value)
     return Piece(names, tuple(flatten(value).values()), () if flatten(value) else (((), value),))
