@@ -414,7 +414,7 @@ add(
 
 # -- manifests ---------------------------------------------------------------------------------------------------------
 
-_CHECKED = WRITERS | {"verify", "diff", "push", "manifest", "stats", "inspect"}
+_CHECKED = WRITERS - {"demote"} | {"verify", "diff", "push", "manifest", "stats", "inspect"}
 
 
 def _lay_stale(root: Path) -> None:
