@@ -541,7 +541,6 @@ add_option(
 )
 _NO_HF = COPIES - {"reshard"}
 add_option("max-shard-size-elsewhere", "--max-shard-size", "1KB", said="--max-shard-size", commands=_NO_HF)
-add_option("strict-elsewhere", "--strict", said="--strict", commands=_NO_HF)
 add_option("base-elsewhere", "--base", "BASE", said="--base", commands=_NO_HF)
 add_option("quantize-elsewhere", "--quantize", "fp8-channel", said="quantize", commands=_NO_HF)
 add_option(
