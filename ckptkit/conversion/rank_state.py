@@ -12,6 +12,8 @@ from ckptkit.layout import OWN, Layout, edits
 from ckptkit.pictures.words import count
 from ckptkit.trainers import owner_of_file, owner_of_key
 
+_MOST_NAMED = 8
+
 OF_RANKS = "state of single ranks, of no use to another number of ranks"
 
 
@@ -26,9 +28,8 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
         ranks = 1 + max(owners[name] for name in members)
         if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
-            notes.append(
-                f"dropped `{group}`: it is the state of {count(ranks, 'rank')} one by one, of no use to {world_size}"
-            )
+            words = f"it is the state of {count(ranks, 'rank')} one by one, of no use to {world_size}"
+            notes.append(f"dropped `{group}`{name_inner(layout, members)}: {words}")
         elif group == OWN:
             notes.append(
                 f"{count(len(members), 'entry', 'differs')} between ranks: each rank has its own under `{OWN}.rank_N`"
@@ -40,6 +41,13 @@ def reasons_of_ranks(layout: Layout) -> dict[str, str]:
     """Return the entries beside and below the state of single ranks, and why a job of another size has none of them."""
     groups = {layout.key(name)[0] for name in layout.names if owner_of_key(layout.key(name)) is not None}
     return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
+
+
+def name_inner(layout: Layout, members: Iterable[str]) -> str:
+    """Return the keys that each rank has something under, in brackets; "" if there are none."""
+    found = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f" ({', '.join(found[:_MOST_NAMED])}{more})" if found else ""
 
 
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:

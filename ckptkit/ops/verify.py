@@ -168,7 +168,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
     places, root = places_of(checkpoint), checkpoint.path
     found = [look(path) for path in places]
     found[0] = replace(found[0], salvaged=read_account(root))
-    if not (root.is_dir() and checkpoint.parts):
+    if not (root.is_dir() and checkpoint.parts and all(part.looked_at for part in found)):
         return found
     seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
     with translate_os_errors(root):

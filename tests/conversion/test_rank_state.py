@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptkit import convert, reshard
 from ckptkit.conversion.rank_state import drop_files_of_ranks
+from tests.faults.meaning_sources import FORMATS
 from tests.producers import counted, save_alone, spawn
 from tests.test_matrix import load_dcp
 
@@ -54,7 +55,13 @@ def test_generators_of_composer(tmp_path: Path) -> None:
     assert len(load_dcp(tmp_path / "same")["rng"]) == 3
     done = reshard(tmp_path / "in", tmp_path / "other", to=2)
     assert load_dcp(tmp_path / "other").keys() == {"state"}
-    assert done.notes == ["dropped `rng`: it is the state of 3 ranks one by one, of no use to 2"]
+    assert done.notes == ["dropped `rng` (torch, python): it is the state of 3 ranks one by one, of no use to 2"]
+
+
+def test_what_each_rank_had_of_its_own_is_named(tmp_path: Path) -> None:
+    FORMATS["fairscale"].make(tmp_path / "in", {"disc": {"w": counted(7)}, "sampler": {"seen": counted(3)}})
+    done = reshard(tmp_path / "in", tmp_path / "out", to=3)
+    assert done.notes == ["dropped `own_state` (disc, sampler): it is the state of 2 ranks one by one, of no use to 3"]
 
 
 def test_a_generator_of_all_ranks_is_kept(tmp_path: Path) -> None:

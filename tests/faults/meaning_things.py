@@ -180,7 +180,14 @@ def add_files(
 
 
 def _piece_of(path: str, value: Any, words: tuple[str, ...]) -> Piece:
-    names = (path, Path(path).name, *(str(parent) for parent in Path(path).parents if str(parent) != "."), *words)
+    stem = [Path(path).stem] if path.endswith(("_1.safetensors", "_1.bin")) else []  # as entries are called
+    names = (
+        path,
+        Path(path).name,
+        *stem,
+        *(str(parent) for parent in Path(path).parents if str(parent) != "."),
+        *words,
+    )
     if isinstance(value, bytes):
         return Piece(names, content=value)
     return Piece(names, tuple(flatten(value).values()), () if flatten(value) else (((), value),))
@@ -407,7 +414,7 @@ add(
 
 # -- manifests ---------------------------------------------------------------------------------------------------------
 
-_CHECKED = WRITERS | {"verify", "diff", "push", "manifest", "stats", "inspect"}
+_CHECKED = WRITERS - {"demote"} | {"verify", "diff", "push", "manifest", "stats", "inspect"}
 
 
 def _lay_stale(root: Path) -> None:
@@ -534,7 +541,6 @@ add_option(
 )
 _NO_HF = COPIES - {"reshard"}
 add_option("max-shard-size-elsewhere", "--max-shard-size", "1KB", said="--max-shard-size", commands=_NO_HF)
-add_option("strict-elsewhere", "--strict", said="--strict", commands=_NO_HF)
 add_option("base-elsewhere", "--base", "BASE", said="--base", commands=_NO_HF)
 add_option("quantize-elsewhere", "--quantize", "fp8-channel", said="quantize", commands=_NO_HF)
 add_option(
