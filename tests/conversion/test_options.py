@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit import average, consolidate, convert, reshard
+from ckptkit import consolidate, convert, reshard
 from ckptkit.conversion.options import ConvertOptions, Keywords
 from ckptkit.errors import Usage
 from ckptkit.tensors.dtypes import DTYPES
@@ -80,8 +80,6 @@ def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
         consolidate(absent, tmp_path / "out", part="3/2")
     with pytest.raises(Usage, match=r"config\.json"):
         convert(absent, tmp_path / "out", to="pt", base="org/name")
-    with pytest.raises(Usage, match=r"config\.json"):
-        average([absent, absent], tmp_path / "out", to="dcp", strict=True)
 
 
 def test_one_word_or_several() -> None:
