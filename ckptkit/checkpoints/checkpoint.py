@@ -17,9 +17,11 @@ from ckptkit import trainers
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.find_parts import (
     OF_TRAINING,
+    LeftBehind,
     inner_folders,
     is_run,
     is_stray_file,
+    left_in,
     names_near,
     parts_beside,
     parts_inside,
@@ -30,7 +32,16 @@ from ckptkit.checkpoints.find_parts import (
 )
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.several_disks import Others, join_places
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    IOFailure,
+    Mismatch,
+    NotACheckpoint,
+    Unsafe,
+    Unsupported,
+    translate_os_errors,
+)
 from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import list_ahead, to_local, to_path
@@ -286,6 +297,14 @@ class Checkpoint:
             hint = "name a whole checkpoint, or begin a new run with `--model` and this directory"
             message = "only the weights are here: no training can go on from them"
             raise NotACheckpoint(message, path=self.path, hint=hint)
+
+    def left_behind(self, used: Iterable[Path]) -> list[LeftBehind]:
+        """Return what of its directory is not among the files and directories `used`, each with why."""
+        if not self.path.is_dir():
+            return []
+        parts = {part.path for part in self.parts} - {self.path}
+        with translate_os_errors(self.path):
+            return list(left_in(self.path, frozenset(used), parts))
 
     @cached_property
     def unreadable(self) -> Unsupported | None:

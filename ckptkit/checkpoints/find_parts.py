@@ -1,20 +1,44 @@
 """Find the parts of a checkpoint in its directory: model and optimizer apart, or the rest of a training beside a model.
 
-Looks at names, and at the formats that they call for.
+Looks at names, and at the formats that they call for. Says of what else lies there what it seems to be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptkit import trainers
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.part import Part
-from ckptkit.files.file import folders, names_in
+from ckptkit.errors import and_more
+from ckptkit.files.file import children, folders, names_in
+from ckptkit.files.local import is_strange_link
 from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside, is_stray
+from ckptkit.models.companions import FILES
+from ckptkit.names.weights import TRAINING
 from ckptkit.trainers import ONE_FILE, may_be_step_name, step_of
 
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
+LINK = "not a regular file"
+HIDDEN = "hidden"
+WEIGHTS = "weights of another model, or of an earlier save"
+NOT_KNOWN = "not known"
+COMPANION = "config or tokenizer"
+
+
+class LeftBehind(NamedTuple):
+    """A file of a source that is neither read nor taken along, or a directory of such files, and why."""
+
+    path: Path
+    why: str
+    name: str  # as seen from the directory of the checkpoint
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether a rule says that it stays: nobody asked for the others to be lost."""
+        return self.why not in (WEIGHTS, NOT_KNOWN)
 
 
 def is_run(path: Path) -> bool:
@@ -76,8 +100,9 @@ def parts_beside(path: Path) -> dict[Path, Part | None]:
         return {}
     folder = path if path.is_dir() else path.parent
     found: dict[Path, Part | None] = {}
-    for name in sorted(names_in(folder)):
-        place, key = folder / name, trainers.key_beside(name, step)
+    names = sorted(names_in(folder))
+    for name in names:
+        place, key = folder / name, trainers.key_beside(name, step, names)
         if place.is_file() if key is not None else step is None and trainers.is_beside_model(name) and place.is_dir():
             reader = detect_format(place)
             found[place] = Part(name, place, reader, key) if reader else None
@@ -130,3 +155,47 @@ def ranks_of(names: Iterable[str]) -> Iterator[int]:
         rank, owner = trainers.rank_in(name), trainers.owner_of_file(name)
         if rank is not None or owner is not None:
             yield rank if rank is not None else owner or 0
+
+
+def is_left(name: str, beside: Iterable[str]) -> bool:
+    """Return whether a hidden file stays behind, as all do that are no part of some trainer's checkpoint."""
+    return name.startswith(".") and not trainers.is_kept(name, beside)
+
+
+def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
+    """Return a line for each reason: the verb, the first names, and the reason."""
+    names: dict[str, list[str]] = {}
+    for left in found:
+        names.setdefault(left.why, []).append(left.name)
+    return [f"{verb}: {', '.join(some[:6])}{and_more(len(some) - 6)} ({why})" for why, some in names.items()]
+
+
+def left_in(root: Path, used: frozenset[Path], parts: set[Path], folder: Path | None = None) -> Iterator[LeftBehind]:
+    """Yield what of directory `root` is not `used`, or of a folder in it; in `parts` is state of the training."""
+    there = children(folder or root)
+    names = {path.name for path in there}
+    for path in there:
+        if path in used or path.name == MANIFEST:
+            continue
+        name = str(path.relative_to(root))
+        if path in parts and path.is_dir() and not any(path in one.parents for one in used):
+            yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
+        elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and step_of(path) is None:
+            yield from left_in(root, used, parts, path)
+        else:
+            yield LeftBehind(path, TRAINING if folder in parts else reason_to_leave(path, names), name)
+
+
+def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
+    """Return what a file or directory that is not used seems to be, by its name."""
+    if is_strange_link(path) or not (path.is_file() or path.is_dir()):
+        return LINK
+    if is_left(path.name, beside):
+        return HIDDEN
+    if path.is_dir():
+        return "a checkpoint of its own"
+    if trainers.is_training_state(path.name):
+        return TRAINING
+    if path.name in FILES:
+        return COMPANION
+    return WEIGHTS if path.suffix in ONE_FILE or is_known_file([path.name]) else NOT_KNOWN

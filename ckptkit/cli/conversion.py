@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ckptkit.checkpoints.find_parts import WEIGHTS, describe_left
 from ckptkit.cli.output import be_quiet, note, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
-from ckptkit.conversion.directories import WEIGHTS, describe_left
 from ckptkit.conversion.options import RANK, ConvertOptions
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path

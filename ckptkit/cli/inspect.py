@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.checkpoints.account import describe_account
+from ckptkit.checkpoints.find_parts import describe_left
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.conversion.directories import describe_left
 from ckptkit.errors import and_more
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, format_count

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.checkpoints.find_parts import describe_left
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_problem, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.conversion.directories import describe_left
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Unsupported, and_more
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import abridge
 from ckptkit.names.renames import globs_for
@@ -121,7 +121,7 @@ def words_on(found: Differences, ours: Shapes, theirs: Shapes, base: str) -> lis
     if found.only_base:
         globs = globs_for(found.only_base, ours)
         asked = " ".join(f"--from-base {quote(glob)}" for glob in globs[:_MOST_GLOBS])
-        more = f" and {len(globs) - _MOST_GLOBS} more globs" if globs[_MOST_GLOBS:] else ""
+        more = f"{and_more(len(globs) - _MOST_GLOBS)} globs" if globs[_MOST_GLOBS:] else ""
         lack = f"{base} has {count(len(found.only_base), 'tensor')} that the output lacks: {abridge(found.only_base)}"
         words.append(f"{lack}; {asked}{more} copies {them(found.only_base)}")
     if found.only_ours:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckptkit.checkpoints.account import Account
+from ckptkit.checkpoints.find_parts import LeftBehind
 from ckptkit.checkpoints.manifest import source_of
-from ckptkit.conversion.directories import LeftBehind
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Unsupported, and_more, translate_os_errors
@@ -69,14 +69,25 @@ class Draft:
         files = options.writer.arrange(unpacked[0], WriterOptions(options.max_shard_size, world_size, file))
         remarks = tuple(options.writer.remarks(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
-        more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
         found = unpacked if options.part else tuple(map(locate, unpacked))
+        remarks += tuple(say_widened(unpacked[0], found[0]))
+        more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
         return cls(sources=found, read=read, writer=options.writer, files=files, **more)
 
     @property
     def wanted(self) -> Layout:
         """Return the layout whose names and dtypes the result has: that of the first source."""
         return self.sources[0]
+
+
+def say_widened(promised: Layout, located: Layout) -> Iterator[str]:
+    """Yield a remark if files hold floats of fewer bits than the metadata promise."""
+    pairs = zip(promised.tensors.items(), located.tensors.values(), strict=True)
+    narrow = [name for (name, one), other in pairs if one.chunks and one.chunks[0].dtype != other.chunks[0].dtype]
+    if narrow:
+        stored, dtype = (layout.tensors[narrow[0]].chunks[0].dtype for layout in (located, promised))
+        which = f"`{narrow[0]}`{and_more(len(narrow) - 1)}"
+        yield f"{which}: expected {dtype}, found {stored} in the file; cast, as torch does"
 
 
 def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe]) -> Layout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ckptkit.errors import and_more
 from ckptkit.layout import OWN, Layout, edits
 from ckptkit.pictures.words import count
 from ckptkit.trainers import owner_of_file, owner_of_key
@@ -46,7 +47,7 @@ def reasons_of_ranks(layout: Layout) -> dict[str, str]:
 def name_inner(layout: Layout, members: Iterable[str]) -> str:
     """Return the keys that each rank has something under, in brackets; "" if there are none."""
     found = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    more = and_more(len(found) - _MOST_NAMED)
     return f" ({', '.join(found[:_MOST_NAMED])}{more})" if found else ""
 
 

@@ -9,11 +9,14 @@ from ckptkit.engine.ledger import SourcePlace
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import Checksums, tell_damage
+from ckptkit.files.file import file_size
 from ckptkit.layout import Extent, Layout
 
 # Between the runs no more is read than this: a header, and what is little beside the rest.
 _NEARLY = 8  # one in so many bytes
 _FEW = 1 << 16  # bytes
+
+_CHANGED = "restore the file from a copy; `ckptkit manifest --overwrite` if it was changed on purpose"
 
 SourceFile = tuple[int, str]  # a source's number in the plan, and a file in it
 
@@ -62,6 +65,9 @@ def compare_file(layout: Layout, path: str, runs: Iterable[Extent]) -> bool:
     Raises `Corrupt` if it differs.
     """
     nbytes, recorded = layout.file_sums[path]
+    if (size := file_size(layout.root / path)) != nbytes:
+        message = f"expected {nbytes} bytes as in the manifest, found {size}"
+        raise Corrupt(message, path=layout.root / path, hint=_CHANGED)
     ordered = sorted(runs, key=lambda run: run.offset)
     ends = [0, *(run.offset + run.length for run in ordered)]
     if any(run.offset < end for run, end in zip(ordered, ends, strict=False)):
@@ -71,6 +77,5 @@ def compare_file(layout: Layout, path: str, runs: Iterable[Extent]) -> bool:
         return False
     found = sum_file(layout.root, path, nbytes, ordered)
     if found != recorded:
-        hint = "restore the file from a copy; `ckptkit manifest --overwrite` if it was changed on purpose"
-        raise Corrupt(tell_damage(nbytes, 0, found, recorded), path=layout.root / path, hint=hint)
+        raise Corrupt(tell_damage(nbytes, 0, found, recorded), path=layout.root / path, hint=_CHANGED)
     return True

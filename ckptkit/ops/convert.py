@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.find_parts import LeftBehind
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.directories import LeftBehind, check_apart, files_taken, find_left_behind
+from ckptkit.conversion.directories import check_apart, files_taken
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
 from ckptkit.conversion.options import MODULE, ConvertOptions, Keywords, spell_out
@@ -262,7 +263,7 @@ def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) 
     found: list[LeftBehind] = []
     for checkpoint in checkpoints:
         taken = files_taken(checkpoint, conversion.made, conversion.output)
-        found += find_left_behind(checkpoint, {*conversion.files_used, *taken})
+        found += checkpoint.left_behind({*conversion.files_used, *taken})
     return replace(conversion, left_behind=tuple(found))
 
 

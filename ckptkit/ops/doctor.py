@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
+from ckptkit.checkpoints.find_parts import describe_left
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.directories import describe_left
 from ckptkit.diagnosis import KINDS
 from ckptkit.diagnosis.case import Case, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes

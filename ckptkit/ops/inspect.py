@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.find_parts import COMPANION, LeftBehind
 from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.directories import COMPANION, LeftBehind, find_left_behind
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.inspection.groups import Group, bytes_by_dtype, group
@@ -127,7 +127,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
 def find_others(checkpoint: Checkpoint) -> list[LeftBehind]:
     """Return the files in the checkpoint's directory that no part is read from, but for config and tokenizer."""
     used = {part.layout.root / name for part in checkpoint.parts for name in part.layout.files}
-    return [left for left in find_left_behind(checkpoint, used) if left.why != COMPANION]
+    return [left for left in checkpoint.left_behind(used) if left.why != COMPANION]
 
 
 def find_adapters(model: Part) -> tuple[InspectedAdapter, ...]:

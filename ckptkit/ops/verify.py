@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.account import describe_account, name_lost, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
+from ckptkit.checkpoints.find_parts import WEIGHTS, LeftBehind
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
-from ckptkit.conversion.directories import WEIGHTS, LeftBehind, left_in
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.crc32 import tell_damage
@@ -171,8 +171,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
     if not (root.is_dir() and checkpoint.parts and all(part.looked_at for part in found)):
         return found
     seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
-    with translate_os_errors(root):
-        left = list(left_in(root, seen, set()))
+    left = checkpoint.left_behind(seen)
     weights = [one.path for one in left if one.why == WEIGHTS and detect_format(one.path)]
     rest = tuple(one for one in left if one.path not in weights)
     return [replace(found[0], left_behind=rest), *found[1:], *map(look, weights)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -74,18 +74,23 @@ def is_beside_model(name: str) -> bool:
     return any(matches("others", name))
 
 
-def key_beside(name: str, step: int | None) -> str | None:
+def key_beside(name: str, step: int | None, names: Collection[str]) -> str | None:
     """Return the keys that the contents of a file of this name belong under beside a model; None for other files.
 
-    The model is a directory, or else a file of this `step`.
+    The model is a directory, in which are these `names`, or else a file of this `step`.
     """
     for pattern, key in files_beside():
         match = pattern.fullmatch(name)
-        if match:
+        if match and companion_of(pattern.pattern) in (None, *names):
             said = match.groupdict()
             if step == (int(said["step"]) if "step" in said else None):
                 return key.format(**said)
     return None
+
+
+def companion_of(pattern: str) -> str | None:
+    """Return the name that must be there for files that match a pattern to belong to a model; None if none must."""
+    return next((trainer.beside_of[pattern] for trainer in TRAINERS if pattern in trainer.beside_of), None)
 
 
 def is_beside_file(name: str) -> bool:

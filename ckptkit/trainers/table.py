@@ -15,6 +15,7 @@ _FSDP = r"(?:pytorch_model_fsdp|optimizer)_[0-9]+|pytorch_model_fsdp(?:_[0-9]+)?
 _FSDP_BY_RANK = r"pytorch_model_fsdp(?:_[0-9]+)?_rank[0-9]+\.bin"
 _ENGINE = r"pytorch_model(?:_[0-9]+)?"
 _ENGINE_BY_RANK = r"(?:zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt"
+_FURTHER_MODEL = r"model_(?P<number>[0-9]+)\.safetensors"
 _BY_TRAINER = "Accelerate, by transformers' Trainer"
 
 ACCELERATE = TrainerFacts(
@@ -32,8 +33,9 @@ ACCELERATE = TrainerFacts(
     beside={
         r"optimizer\.bin": "optimizer",
         r"optimizer_(?P<number>[0-9]+)\.bin": "optimizer_{number}",
-        r"model_(?P<number>[0-9]+)\.safetensors": "model_{number}",
+        _FURTHER_MODEL: "model_{number}",
     },
+    beside_of={_FURTHER_MODEL: "model.safetensors"},
     ranks=(r"(?:pytorch_model_fsdp|optimizer)(?:_[0-9]+)?_rank([0-9]+)\.bin",),
     own_state=(r"random_states_([0-9]+)\.pkl",),
     states=(r"(?:scheduler|sampler|dl_state_dict)(?:_[0-9]+)?\.bin", r"scaler\.pt", r"custom_checkpoint_[0-9]+\.pkl"),

@@ -112,6 +112,8 @@ class TrainerFacts:
     # Files of torch.save that belong to the model beside them, each with the key that its contents get, "" for none.
     # A group `step` is that of a model that is a file; a group `rank` may be in the key.
     beside: Mapping[str, str] = field(default_factory=dict)
+    # Of these, by their patterns, those that are what they are called only next to a file of another name.
+    beside_of: Mapping[str, str] = field(default_factory=dict)
     # Files of which each rank has one, and files with a rank's own state; a group is the rank.
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()

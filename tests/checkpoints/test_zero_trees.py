@@ -47,7 +47,7 @@ def test_of_transformers_trainer(kind: str, tmp_path: Path, produce: Produce) ->
     (listed,) = ckptkit.ls(tmp_path / "run").checkpoints
     assert (listed.path, listed.step, listed.world_size, listed.is_complete) == (root, 2, 2, True)
     assert [one.path for one in ckptkit.ls(root).checkpoints] == [root]
-    assert [one.problems for one in ckptkit.verify(tmp_path / "run")] == [()]
+    assert not any(one.problems for one in ckptkit.verify(tmp_path / "run"))
     ckptkit.consolidate(root, tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     name = "embed.weight"

@@ -59,7 +59,7 @@ def test_a_second_model_is_not_left_behind_in_silence(two_models: Path, tmp_path
     assert "warning: left behind: model_1.safetensors (weights of another model" in found.stderr
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"weight", "bias"}
     with pytest.raises(Mismatch, match=r"`model_1\.safetensors` would be left behind"):
-        ckptkit.consolidate(two_models, tmp_path / "strict", strict=True)
+        ckptkit.consolidate(two_models, tmp_path / "strict", strict=True, names="keep")
     assert not (tmp_path / "strict").exists()
 
 
@@ -87,8 +87,8 @@ def test_why_each_entry_is_not_written(tmp_path: Path) -> None:
     found = run("consolidate", tmp_path / "all.pt", tmp_path / "more")
     assert "warning: not in the output: `ema`, 1 entry, 36 B" in found.stderr
     with pytest.raises(Mismatch, match="`ema` would be lost: 1 tensor"):
-        ckptkit.consolidate(tmp_path / "all.pt", tmp_path / "strict", strict=True)
-    done = ckptkit.consolidate(tmp_path / "all.pt", tmp_path / "asked", exclude=["ema.*"], strict=True)
+        ckptkit.consolidate(tmp_path / "all.pt", tmp_path / "strict", strict=True, names="keep")
+    done = ckptkit.consolidate(tmp_path / "all.pt", tmp_path / "asked", exclude=["ema.*"], strict=True, names="keep")
     assert {left.name: left.why for left in done.dropped}["ema"] == "--exclude"
 
 

@@ -332,5 +332,6 @@ def test_stats_find_damage_in_what_is_quantized(tmp_path: Path) -> None:
         if not name.endswith("0.mlp.up_proj.weight_scale_inv")
     }
     save_file(dropped, tmp_path / "out" / "model.safetensors")
+    (tmp_path / "out" / "ckptkit.json").unlink()
     with pytest.raises(CkptError, match="no scales of it"):
         stats(tmp_path / "in", tmp_path / "out")

@@ -92,7 +92,8 @@ def test_a_planner_that_rounds_what_it_gives(tmp_path: Path, writer: str, reader
 def test_a_conversion_casts_what_a_planner_rounded(tmp_path: Path) -> None:
     planner = Rounding(torch.float16, is_planned=False)
     dcp.save({"w": counted(5) / 3}, checkpoint_id=tmp_path / "run", planner=planner)  # float32 in torch's metadata
-    ckptkit.convert(tmp_path / "run", tmp_path / "out.pt", to="pt")
+    done = ckptkit.convert(tmp_path / "run", tmp_path / "out.pt", to="pt")
+    assert "`w`: expected float32, found float16 in the file; cast, as torch does" in done.notes
     assert torch.equal(torch.load(tmp_path / "out.pt")["w"], (counted(5) / 3).half().float())
     assert ckptkit.verify(tmp_path / "run")[0].is_ok
 

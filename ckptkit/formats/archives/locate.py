@@ -90,11 +90,12 @@ def locate_chunk(
 def open_envelope(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -> Chunk:
     """Return the chunk whose archive lies there with its bytes' own offset, length, order and CRC.
 
-    It may have floats of another dtype than the metadata promise, which torch casts as it loads them
-    (torch/distributed/checkpoint/filesystem.py, `target_tensor.copy_`): so planners leave what they round as they save.
+    It may have floats of fewer bits than the metadata promise, which torch casts as it loads them
+    (torch/distributed/checkpoint/filesystem.py, `target_tensor.copy_`): planners that round as they save leave these.
     """
     tensor, start, nbytes, strides, crc, _ = templates.locate(files, chunk.path, chunk.offset, chunk.length)
-    fits = tensor.dtype == chunk.dtype or tensor.dtype.can_become(chunk.dtype)
+    is_narrower = tensor.dtype.itemsize < chunk.dtype.itemsize and tensor.dtype.can_become(chunk.dtype)
+    fits = tensor.dtype == chunk.dtype or is_narrower
     if tensor.shape != chunk.box.size or not fits:
         stored, promised = Spec(tensor.dtype, tensor.shape), Spec(chunk.dtype, chunk.box.size)
         raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
