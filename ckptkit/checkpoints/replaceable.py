@@ -12,7 +12,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
 from ckptkit.files.file import children, names_in
-from ckptkit.formats import is_known_file
+from ckptkit.formats import is_main_file
 from ckptkit.models.companions import FILES, TEMPLATES
 
 _OWN = frozenset((*FILES, TEMPLATES, MANIFEST, ACCOUNT, ".gitattributes"))
@@ -86,7 +86,8 @@ def recorded_in(folder: Path) -> set[Path]:
 
 def is_known_name(name: str, beside: Iterable[str]) -> bool:
     """Return whether a format, a trainer or a model gives this name to an entry of a checkpoint."""
-    return name in _OWN or is_known_file([name]) or trainers.is_of_checkpoint(name) or trainers.is_kept(name, beside)
+    is_of_trainer = trainers.is_of_checkpoint(name) or trainers.is_training_state(name)
+    return name in _OWN or is_main_file(name) or is_of_trainer or trainers.is_kept(name, beside)
 
 
 def is_known_folder(name: str) -> bool:

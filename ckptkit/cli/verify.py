@@ -107,6 +107,8 @@ def manifest(
         return
     for part in made:
         say(f"{part.path / 'ckptkit.json'}: {count(len(part.sums), 'file')}, {format_bytes(part.nbytes)}")
+        for text in describe_left(part.left_behind, "not in the manifest"):
+            note(f"note: {text}")
 
 
 def to_json(found: Sequence[Verified]) -> dict[str, Any]:

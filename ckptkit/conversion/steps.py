@@ -12,7 +12,7 @@ from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Caution, Unsupported, and_more
 from ckptkit.layout import Layout, edits
-from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions
+from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions, find_config
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
 from ckptkit.models.fit import fit
 from ckptkit.models.known_types import find_embedding
@@ -142,10 +142,23 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     expected = expect(model)
     layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
+    remarks += differences_of_base(model, options)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
     model = model.note_dropped(dropped).note_merged(tied)
     tokens = () if options.vocab_size is not None else tokens_without_rows(model.companions, layout)
     return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks, *tokens)
+
+
+def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
+    """Return a warning if the base's config.json describes another model than the one beside the checkpoint does."""
+    own = find_config(model.part.path) if options.base is not None and model.companions.config is not None else None
+    if own is None or own == model.config:
+        return []
+    from ckptkit.models.computation import find_differences  # few checkpoints have a config.json and get another
+
+    found = [f"{one.key} ({one.here}, in {options.base} {one.there})" for one in find_differences(own, model.config)]
+    words = "the config.json of --base is written, and that beside the checkpoint differs"
+    return [Caution(f"{words}: {', '.join(found[:4])}{and_more(len(found) - 4)}")] if found else []
 
 
 def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caution]:

@@ -17,6 +17,7 @@ from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.models.expected import closest
 from ckptkit.models.fit import abridge
 from ckptkit.models.known_types import HEAD
+from ckptkit.models.predictors import predictors_in
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
 from ckptkit.names.naming import AskedNames, name_weights
@@ -90,8 +91,9 @@ def find_names(case: Case) -> Iterator[Finding]:
         yield another_model(case, model, len(missing))
         return
     yield from (missing_one(model, name) for name in missing)
-    if model.asked:
-        yield from find_unexpected(case, model, extra)
+    if model.asked or is_model(case.checkpoint):
+        heads = predictors_in(extra, model.config)
+        yield from find_unexpected(case, model, [name for name in extra if name not in heads])
 
 
 @dataclass(frozen=True, slots=True)

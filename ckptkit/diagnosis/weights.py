@@ -9,9 +9,13 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, beside, export, is_model
 from ckptkit.errors import Mismatch, SeveralModels, Unsupported
+from ckptkit.models.known_types import find_embedding
 from ckptkit.models.predictors import predictors_in, with_counts
+from ckptkit.models.tokens import warn_of_tokens
 from ckptkit.names.renames import globs_for
 from ckptkit.names.weights import find_weights
+from ckptkit.quantized.config import read_said
+from ckptkit.quantized.find import is_plain
 
 _QUANTIZATION = "quantization_config"
 _EXTRA_STATE = "_extra_state"
@@ -59,6 +63,26 @@ def find_quantized(case: Case) -> Iterator[Finding]:
     message = f"the weights are quantized ({case.quantization}), and the config of {case.model.name} does not say so"
     base = case.model.name if case.model.asked else None
     yield Finding("quantized", None, message, export(case.checkpoint, dtype=("bf16",), base=base))
+
+
+def find_said_quantized(case: Case) -> Iterator[Finding]:
+    """Yield that the config of a model for use calls weights quantized that are plain."""
+    config = case.checkpoint.companions.config
+    method = read_said(config).method if config else None
+    if method is None or case.weights is None or not is_model(case.checkpoint):
+        return
+    if is_plain(case.checkpoint.model_part.layout.specs):
+        message = f"config.json says that the weights are quantized ({method}), and they are plain"
+        yield Finding("config_quantized", None, message, export(case.checkpoint))
+
+
+def find_tokens(case: Case) -> Iterator[Finding]:
+    """Yield that the tokenizer of a model for use has tokens that its embedding has no rows for."""
+    companions = case.checkpoint.companions
+    embedding = find_embedding(case.shapes)
+    if embedding is not None and case.shapes[embedding] and is_model(case.checkpoint):
+        for words in warn_of_tokens(companions, case.shapes[embedding][0]):
+            yield Finding("tokens", None, words.partition(";")[0])
 
 
 def find_extra_state(case: Case) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ __all__ = [
     "get_writer",
     "is_known_file",
     "is_known_inside",
+    "is_main_file",
     "is_stray",
     "locate",
     "one_of_dcp",
@@ -81,7 +82,7 @@ FORMATS = {
         "Hugging Face safetensors",
         r".*\.safetensors(\.index\.json)?",
         is_written=True,
-        main=r".*(model|consolidated).*\.safetensors|shard-.*\.safetensors|.*\.index\.json",
+        main=r".*(model|consolidated).*\.safetensors|shard-.*\.safetensors|.*\.safetensors\.index\.json",
     ),
     "megatron": KnownFormat(
         "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
@@ -165,6 +166,11 @@ def detect_format(path: Path) -> FormatReader | None:
         if first is None or not path.is_dir() or has_main(first, names):
             return first
         return next((reader for reader in claims if has_main(reader, names)), first)
+
+
+def is_main_file(name: str) -> bool:
+    """Return whether some format knows a file of this name as one that a model itself lies in."""
+    return any(reader.owns(name) and has_main(reader, [name]) for reader in likely_formats([name]))
 
 
 def is_stray(path: Path, reader: FormatReader) -> bool:

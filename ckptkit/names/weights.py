@@ -88,6 +88,9 @@ def reasons_for(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[s
 
     def reason(name: str) -> str:
         key = layout.key(name)
+        if key[0] == OWN and name in layout.tensors:  # a rank's own: a state of the training, or anything else
+            is_state = any(str(step).startswith(_TRAINING_STATE) for step in key[2:3]) or is_generator(key)
+            return TRAINING if is_state else UNKNOWN
         depth = depth_shared(key, prefix)
         if depth < len(key) and (key[depth] in training[depth] or is_generator(key)):
             return TRAINING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
@@ -17,8 +18,9 @@ def make_manifest(
 ) -> list[Verified]:
     """Write `ckptkit.json` into each directory of the checkpoint at `source`, or of the latest one of a run.
 
-    Raises `Corrupt` if verifying finds a problem, and `Occupied` if there is a manifest already. With `overwrite` the
-    old manifest is not read, but replaced.
+    The first result knows which files in the directory of the checkpoint are in no manifest. Raises `Corrupt` if
+    verifying finds a problem, and `Occupied` if there is a manifest already. With `overwrite` the old manifest is not
+    read, but replaced.
     """
     checkpoint = Checkpoint.open(local_path_of(source))
     if not checkpoint.path.is_dir():
@@ -29,7 +31,9 @@ def make_manifest(
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
         raise Occupied("there is a manifest", path=known[0] / NAME, hint=hint)
     tell = telling(progress, sum(map(size_of, parts)))
-    return [freeze(part, jobs, tell) for part in parts]
+    found = [freeze(part, jobs, tell) for part in parts]
+    seen = {part.path / name for part in found for name in (*part.sums, *files_in(part.path))}
+    return [replace(found[0], left_behind=tuple(checkpoint.left_behind(seen))), *found[1:]]
 
 
 def freeze(root: Path, jobs: int | None, progress: Told | None) -> Verified:

@@ -77,7 +77,7 @@ class Salvage:
             origins=[*conversion.origins, *self.origins],
             made=made,
             carried=carried,
-            notes=[*conversion.notes, *self.notes],
+            notes=[*conversion.notes, *self.notes, *self.say_unused(filled)],
             salvaged=found,
         )
 
@@ -93,6 +93,10 @@ class Salvage:
                 place = lost if tensors[name].is_lost else filled if is_filled else own
                 place |= {name: tensors[name].spec.nbytes} if tensors[name].spec.numel else {}
         return SalvagedWeights(own, filled, lost)
+
+    def say_unused(self, filled: Sequence[Filled]) -> list[str]:
+        """Return a note if another checkpoint was named to fill this one from, and nothing was taken from it."""
+        return [] if self.other is None or filled else [f"--fill-from: nothing was taken from {self.other}"]
 
     def readable(self, carried: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
         """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""

@@ -382,6 +382,8 @@ def _is_named(word: str, said: str) -> bool:
 def _judge(piece: Piece, command: Command, place: Place, said: str, last: Ended, *, as_json: bool) -> Outcome:
     if command.name == "diff" and last.code == 1:
         return Outcome.SAID
+    if command.name == "demote" and '"demote": []' in said:
+        return Outcome.REFUSED  # it stays whole
     named = Outcome.SAID if _names(piece, said) else Outcome.SILENT
     if command.name == "manifest":
         listed = "".join(path.read_text() for path in sorted(place.home.glob("out*/**/ckptkit.json")))

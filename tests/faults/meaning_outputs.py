@@ -143,6 +143,8 @@ def _same(one: Any, other: Any) -> bool:
         shape = getattr(one, "shape", getattr(one, "size", None))
         dtype = getattr(one, "dtype", getattr(getattr(one, "properties", None), "dtype", None))
         return dtype == other.dtype and tuple(shape or ()) == tuple(other.shape)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one == other  # an OrderedDict or a dict
     return type(one) is type(other) and bool(one == other)
 
 
