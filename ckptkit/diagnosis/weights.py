@@ -66,14 +66,16 @@ def find_quantized(case: Case) -> Iterator[Finding]:
 
 
 def find_said_quantized(case: Case) -> Iterator[Finding]:
-    """Yield that the config of a model for use calls weights quantized that are plain."""
-    config = case.checkpoint.companions.config
+    """Yield that the config by which a model is loaded calls weights quantized that are plain."""
+    asked = case.model if case.is_asked else None
+    config = asked.config if asked else case.checkpoint.companions.config
     method = read_said(config).method if config else None
-    if method is None or case.weights is None or not is_model(case.checkpoint):
+    if method is None or case.weights is None or not (asked or is_model(case.checkpoint)):
         return
     if is_plain(case.checkpoint.model_part.layout.specs):
-        message = f"config.json says that the weights are quantized ({method}), and they are plain"
-        yield Finding("config_quantized", None, message, export(case.checkpoint))
+        whose = f"the config of {asked.name}" if asked else "config.json"
+        message = f"`{_QUANTIZATION}` in {whose}: expected weights quantized by {method}, found plain ones"
+        yield Finding("config_quantized", None, message, export(case.checkpoint, base=asked.name if asked else None))
 
 
 def find_tokens(case: Case) -> Iterator[Finding]:

@@ -170,13 +170,21 @@ add(
 
 
 def add_files(
-    name: str, files: Mapping[str, Any], *, formats: tuple[str, ...] = _FOLDERS, words: tuple[str, ...] = ()
+    name: str,
+    files: Mapping[str, Any],
+    *,
+    formats: tuple[str, ...] = _FOLDERS,
+    words: tuple[str, ...] = (),
+    not_in: tuple[str, ...] = (),
 ) -> None:
-    """Add files by their path below the checkpoint: bytes, or what torch or safetensors saves."""
+    """Add files by their path below the checkpoint: bytes, or what torch or safetensors saves.
+
+    Some commands may do with them what they do with the checkpoint, of which they are a part.
+    """
     pieces = tuple(_piece_of(path, value, words) for path, value in files.items())
     holds_weights = any(piece.tensors for piece in pieces)
     commands = OF_FILES | ({"inspect"} if holds_weights else set())
-    add(name, pieces, formats, frozenset(commands), lay=lambda root: _lay_files(root, files))
+    add(name, pieces, formats, frozenset(commands).difference(not_in), lay=lambda root: _lay_files(root, files))
 
 
 def _piece_of(path: str, value: Any, words: tuple[str, ...]) -> Piece:
@@ -234,6 +242,7 @@ add_files(
     "accelerate-second-model",
     {"model_1.safetensors": model(7), "optimizer_1.bin": optimizer(model(7), 2, ids=True)},
     formats=("accelerate", "trainer"),
+    not_in=("overwrite",),
 )
 add_files(
     "accelerate-second-states",
@@ -265,7 +274,7 @@ add_files(
 )
 add_files("bin-in-subdirectory", {"critic/pytorch_model.bin": model(7)})
 add_files("hidden-weights", {".stash/weights.pt": model(7)})
-add_files("random-states", {"random_states_1.pkl": {"order": torch.arange(12) * 991}})
+add_files("random-states", {"random_states_1.pkl": {"order": torch.arange(12) * 991}}, not_in=("overwrite",))
 add_files("other-optimizer-file", {"optimizer_disc.pt": optimizer(model(7), 2, ids=True)})
 add_files("scaler-file", {"scaler.pt": {"scale": 49152.0, "order": torch.arange(7) * 97}})
 add_files(
