@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ckptkit.diagnosis.case import Case, TargetModel
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, export, is_model
-from ckptkit.diagnosis.names import globs_for
+from ckptkit.names.renames import few_globs
 
 _TOWERS = {"vision_config": re.compile(r"vis(ion|ual)|image|vit\b"), "audio_config": re.compile(r"audio|speech")}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
@@ -47,7 +47,7 @@ def find_layers(case: Case, model: TargetModel) -> Iterator[Finding]:
 def from_base(case: Case, model: TargetModel, wanted: Iterable[str]) -> Fix | None:
     """Return the command that copies the wanted tensors of the model that was named; None where it has none of them."""
     names = [name for name in wanted if name not in case.shapes]
-    globs = globs_for(names, model.specs.keys() - set(names), _MOST_GLOBS) if names else None
+    globs = few_globs(names, model.specs.keys() - set(names), _MOST_GLOBS)
     return export(case.checkpoint, from_base=globs, base=model.name) if globs else None
 
 

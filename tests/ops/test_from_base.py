@@ -88,7 +88,7 @@ def test_doctor_sees_layers_without_tensors(tmp_path: Path) -> None:
     assert "declares 1 MTP layer (" in alone[0].message
     assert str(alone[0].fix).split()[1] == "consolidate"
     beside = [one for one in doctor(tmp_path / "theirs", model=tmp_path / "base").findings if one.code == "mtp"]
-    assert "--from-base 'mtp.*'" in str(beside[0].fix)
+    assert "--from-base mtp.fc.weight" in str(beside[0].fix)
     assert not [one for one in doctor(tmp_path / "base").findings if one.code == "mtp"]
 
 
@@ -165,9 +165,9 @@ def test_a_base_of_another_shape(tmp_path: Path) -> None:
     norm = tensors.pop("model.norm.weight")
     save_file(tensors | {"lm_head.weight": torch.ones(44, 32), "old.weight": norm}, base / WEIGHTS)
     notes = consolidate(tmp_path / "run", tmp_path / "out", base=base).notes
-    assert any("1 tensor that the output lacks: old.weight; --from-base 'old.*' copies it" in note for note in notes)
+    assert any("1 tensor that the output lacks: old.weight; --from-base old.weight copies it" in note for note in notes)
     assert any(f"1 tensor that {base} lacks: model.norm.weight" in note for note in notes)
-    assert any("`lm_head.weight` is [44, 32] there and [40, 32] here" in note for note in notes)
+    assert any("expected [44, 32] as in" in note for note in notes)
     said = json.loads((tmp_path / "theirs" / "config.json").read_text()) | {"_name_or_path": str(base)}
     (tmp_path / "run" / "config.json").write_text(json.dumps(said))
     origin = consolidate(tmp_path / "run", tmp_path / "again").notes
