@@ -104,6 +104,8 @@ def test_a_quantized_base(tmp_path: Path) -> None:
     consolidate(tmp_path / "run", tmp_path / "plain", base=base, from_base="mtp.*weight")
     plain = {"mtp.fc.weight": numbers.float() * 0.5}
     assert_same(load_file(tmp_path / "plain" / WEIGHTS), trained | plain)
+    consolidate(tmp_path / "run", tmp_path / "of-scale", base=base, from_base="mtp.*scale_inv")
+    assert_same(load_file(tmp_path / "of-scale" / WEIGHTS), trained | plain)
     assert "quantization_config" not in config_in(tmp_path / "plain")
     change(tmp_path / "theirs", {"x.weight": numbers, "x.weight_scale_inv": scale}, quantization_config=said)
     consolidate(tmp_path / "theirs", tmp_path / "whole", base=base, from_base="mtp.*weight")
@@ -144,9 +146,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         consolidate(run, out, base=base, from_base="mpt.*")
     with pytest.raises(Usage, match="matches only tensors that the checkpoint has"):
         consolidate(run, out, base=base, from_base="model.norm.*")
-    with pytest.raises(Usage, match="--base, which is missing"):
+    with pytest.raises(Usage, match="--base is missing"):
         consolidate(run, out, from_base="mtp.*")
-    with pytest.raises(Usage, match="names of the Hub only"):
+    with pytest.raises(Usage, match="under the Hub's names only"):
         convert(run, out, to="dcp", from_base="mtp.*", base=base)
     with pytest.raises(Usage, match="--merge or --quantize"):
         consolidate(run, out, from_base="mtp.*", base=base, quantize="fp8-block")
