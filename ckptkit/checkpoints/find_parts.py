@@ -23,6 +23,7 @@ from ckptkit.trainers import ONE_FILE, may_be_step_name, step_of
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
 LINK = "not a regular file"
 HIDDEN = "hidden"
+CHECKPOINT = "a checkpoint of its own"
 WEIGHTS = "weights of another model, or of an earlier save"
 NOT_KNOWN = "not known"
 COMPANION = "config or tokenizer"
@@ -193,7 +194,7 @@ def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
     if is_left(path.name, beside):
         return HIDDEN
     if path.is_dir():
-        return "a checkpoint of its own"
+        return CHECKPOINT
     if trainers.is_training_state(path.name):
         return TRAINING
     if path.name in FILES:
