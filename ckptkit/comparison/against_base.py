@@ -36,8 +36,8 @@ class Differences(NamedTuple):
 def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     """Report tensors that only the base has or only the model has, and those of other shapes."""
     base = origin_of(model, options)
-    if base is not None and base.damage is not None:
-        return model.say(f"not compared with the weights of {base.base}: {base.damage.message}")
+    if base is not None and base.problem is not None:
+        return model.say(f"not compared with the weights of {base.base}: {base.problem.message}")
     if base is None or base.layout is None:
         return model
     ours = model.layout.shapes

@@ -185,6 +185,10 @@ def test_a_base_without_its_large_files(tmp_path: Path) -> None:
     (tmp_path / "base" / WEIGHTS).unlink()
     alone = consolidate(tmp_path / "run", tmp_path / "alone", base=tmp_path / "base")
     assert not any("compared with the weights" in note for note in alone.notes)
+    several = {name: {"w": torch.ones(2)} for name in ("actor", "critic")}
+    torch.save(several, tmp_path / "base" / "state.pt")
+    unknown = consolidate(tmp_path / "run", tmp_path / "unknown", base=tmp_path / "base")
+    assert any("not compared with the weights of" in note and "actor, critic" in note for note in unknown.notes)
 
 
 def test_lists_for_each_layer() -> None:
