@@ -38,7 +38,7 @@ class LeftBehind(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Return whether a rule says that it stays: nobody asked for the others to be lost."""
+        """Return whether a rule says that it may stay behind."""
         return self.why not in (WEIGHTS, NOT_KNOWN)
 
 
@@ -85,7 +85,7 @@ def parts_inside(path: Path) -> tuple[Part, ...]:
 
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
-    """Return whether what a format claims lies beside directories with the model and the rest of a training."""
+    """Return whether the files that a format claims are strays beside directories with the model of a training."""
     if not is_stray(path, reader) or not any(trainers.is_beside_model(folder.name) for folder in folders(path)):
         return False
     return any(part.is_model for part in parts_inside(path))

@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 def check_replicas(layout: Layout, report: Report, *, with_bytes: bool = True) -> None:
-    """Report as `Corrupt` each tensor of which two ranks saved different bytes for the same elements.
+    """Report as `Corrupt` each tensor for which two ranks saved different bytes of the same elements.
 
     Compares the CRC-32 that the files record. Reads the bytes of copies without one, unless `with_bytes` is false.
     """

@@ -44,7 +44,7 @@ def reasons_of_ranks(layout: Layout) -> dict[str, str]:
 
 
 def name_inner(layout: Layout, members: Iterable[str]) -> str:
-    """Return the keys that each rank has something under, in brackets; "" if there are none."""
+    """Return the keys below which ranks have entries, in brackets; "" if there are none."""
     found = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
     return f" ({', '.join(found[:_MOST_NAMED])}{and_more(len(found) - _MOST_NAMED)})" if found else ""
 

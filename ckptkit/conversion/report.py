@@ -142,7 +142,7 @@ def count_entries(found: Iterable[Entries]) -> dict[str, int]:
 
 
 def complete(prospect: Converted, written: Written, seconds: float) -> Converted:
-    """Return what was done of what had been in prospect."""
+    """Return the report of a conversion that is done, from the one that was planned."""
     copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
