@@ -91,7 +91,7 @@ def and_more(number: int) -> str:
 
 
 class Caution(str):
-    """A remark on a result that cannot be used before you have done something: the last words of a command."""
+    """A remark that becomes a warning: you have to do something before you can use the result."""
 
     __slots__ = ()
 

@@ -187,7 +187,7 @@ def describe(adapter: Adapter) -> str:
 
 
 def entries_of(opened: Opened, drafts: Sequence[Draft], options: ConvertOptions) -> Entries:
-    """Return what became of the entries beside adapters: what is no weight, the base, and copies are not written."""
+    """Return what became of the entries beside adapters: other entries, the base and PEFT's copies are not written."""
     adapted, read, weights = opened.adapted, opened.part.layout, opened.weights
     dropped = options.edits.reasons_to_drop(read.names) | dict(weights.left_out)
     dropped |= dict.fromkeys(weights.origins_of(adapted.base.values()), "of the base, not the adapter")

@@ -12,10 +12,10 @@ _WHY = "ZeRO-3 saved it without gathering the parameters"
 
 
 def find_empty(layout: Layout) -> Corrupt | None:
-    """Return what is wrong with an adapter's own file that has no tensors, or tensors without elements; else None."""
+    """Return the error for an adapter file without tensors, or with tensors of size 0; None for any other."""
     empty = sorted(name for name, tensor in layout.tensors.items() if not tensor.spec.numel)
     if layout.tensors and not empty:
         return None
     what = f"{len(empty)} of {len(layout.tensors)} tensors have size 0" if empty else "the file holds no tensors"
-    hint = "name the training's checkpoint: its `global_step` directory has the weights"
+    hint = "pass the training's checkpoint, whose `global_step` directory has the weights"
     return Corrupt(f"the adapter is empty, {what}: {_WHY}", path=layout.root, tensor=next(iter(empty), None), hint=hint)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout
 
@@ -15,8 +15,8 @@ from ckptkit.layout import Layout
 class BaseWeights:
     """The weights of a base: a directory, a URL or a Hub id. Called, it gives their names, None if it has none.
 
-    The first use opens the base. One that cannot be reached counts as one without weights: from the Hub only the
-    config may be in the cache.
+    The first use opens the base. A base that cannot be reached counts as one without weights: the Hub's cache may have
+    the config only.
     """
 
     base: str
@@ -27,17 +27,17 @@ class BaseWeights:
         return self._found if isinstance(self._found, Layout) else None
 
     @property
-    def damage(self) -> Corrupt | None:
-        """Return what is wrong with the files of the weights, such as pointers of git-lfs in their place."""
-        return self._found if isinstance(self._found, Corrupt) else None
+    def problem(self) -> CkptError | None:
+        """Return why weights that are there cannot be read: pointers of git-lfs in their place, an unknown format."""
+        return self._found if isinstance(self._found, CkptError) else None
 
     @cached_property
-    def _found(self) -> Layout | Corrupt | None:
+    def _found(self) -> Layout | CkptError | None:
         try:
             return self.open().weights.layout
-        except Corrupt as error:
+        except (Corrupt, Mismatch, Unsupported) as error:
             return error
-        except (IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):
+        except (IOFailure, NotACheckpoint, Usage):
             return None
 
     def open(self) -> Checkpoint:

@@ -23,6 +23,7 @@ from ckptkit.trainers import ONE_FILE, may_be_step_name, step_of
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
 LINK = "not a regular file"
 HIDDEN = "hidden"
+CHECKPOINT = "a checkpoint of its own"
 WEIGHTS = "weights of another model, or of an earlier save"
 NOT_KNOWN = "not known"
 COMPANION = "config or tokenizer"
@@ -37,7 +38,7 @@ class LeftBehind(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Return whether a rule says that it stays: nobody asked for the others to be lost."""
+        """Return whether a rule says that it may stay behind."""
         return self.why not in (WEIGHTS, NOT_KNOWN)
 
 
@@ -84,7 +85,7 @@ def parts_inside(path: Path) -> tuple[Part, ...]:
 
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
-    """Return whether what a format claims lies beside directories with the model and the rest of a training."""
+    """Return whether the files that a format claims are strays beside directories with the model of a training."""
     if not is_stray(path, reader) or not any(trainers.is_beside_model(folder.name) for folder in folders(path)):
         return False
     return any(part.is_model for part in parts_inside(path))
@@ -193,7 +194,7 @@ def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
     if is_left(path.name, beside):
         return HIDDEN
     if path.is_dir():
-        return "a checkpoint of its own"
+        return CHECKPOINT
     if trainers.is_training_state(path.name):
         return TRAINING
     if path.name in FILES:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse, translate_os_errors
-from ckptkit.files.crc32 import crc32, tell_damage
+from ckptkit.files.crc32 import RESTORE, crc32, tell_damage
 from ckptkit.files.file import names_in, read_small
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import FormatReader
@@ -132,7 +132,7 @@ class Part:
 
 
 def check_headers(layout: Layout) -> None:
-    """Raise `Corrupt` for a local file whose header is not that of which its manifest has a CRC-32."""
+    """Raise `Corrupt` for a local file whose header does not match the CRC-32 in its manifest."""
     if layout.file_sums and not isinstance(layout.root, RemotePath) and has_sums(layout):
         from ckptkit.engine.whole_files import compare_headers  # of formats that have no CRC-32 themselves
 
@@ -140,7 +140,7 @@ def check_headers(layout: Layout) -> None:
 
 
 def check_descriptions(layout: Layout, manifest: Manifest | None, report: Report = refuse) -> None:
-    """Report as `Corrupt` a file that describes the layout and has another CRC-32 than its manifest says."""
+    """Report `Corrupt` for metadata or an index whose CRC-32 differs from that in the manifest."""
     recorded = {} if manifest is None else manifest.files
     for name in sorted(recorded.keys() & layout.descriptions):
         path, known = layout.root / name, recorded[name]
@@ -148,8 +148,7 @@ def check_descriptions(layout: Layout, manifest: Manifest | None, report: Report
             continue
         content = read_small(path, _LARGEST)
         if crc32(content) != known.crc32:
-            hint = "restore it from a copy; `ckptkit manifest --overwrite` if it was changed on purpose"
-            report(Corrupt(tell_damage(len(content), 0, crc32(content), known.crc32), path=path, hint=hint))
+            report(Corrupt(tell_damage(len(content), 0, crc32(content), known.crc32), path=path, hint=RESTORE))
 
 
 def has_sums(layout: Layout) -> bool:

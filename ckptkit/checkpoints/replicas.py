@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 def check_replicas(layout: Layout, report: Report, *, with_bytes: bool = True) -> None:
-    """Report as `Corrupt` each tensor of which two ranks saved different bytes for the same elements.
+    """Report as `Corrupt` each tensor for which two ranks saved different bytes of the same elements.
 
     Compares the CRC-32 that the files record. Reads the bytes of copies without one, unless `with_bytes` is false.
     """
@@ -79,7 +79,7 @@ def alone(layout: Layout, chunks: dict[str, Chunk]) -> Layout:
 
 
 def have_equal_sums(one: Chunk, other: Chunk) -> bool | None:
-    """Return whether two located chunks have the same CRC-32, None if that does not tell whether they are equal."""
+    """Return whether two located chunks are equal by their CRC-32, None if these cannot tell."""
     if None in (one.crc32, other.crc32):
         return None
     places = [(chunk.strides, chunk.length, chunk.offset - chunk.bytes[0], chunk.bytes[1]) for chunk in (one, other)]
@@ -94,8 +94,8 @@ def describe(layout: Layout, pair: Pair) -> Corrupt:
     """Return the error for two copies that differ."""
     start = f" at {list(pair.copy.start)}" if any(pair.copy.start) else ""
     return Corrupt(
-        f"expected the bytes of its copy in `{pair.copy.path}`{start}, found others",
+        f"its copy in `{pair.copy.path}`{start} has other bytes",
         path=layout.root / pair.chosen.path,
         tensor=pair.name,
-        hint="are these files of one save? --salvage writes the copy of the lowest rank, and lists the tensor as lost",
+        hint="restore the files of one save; --salvage writes the copy of the lowest rank and lists the tensor as lost",
     )

@@ -43,13 +43,13 @@ def doctor(
 ) -> None:
     """Find what breaks when a checkpoint is loaded, and the fix.
 
-    Names, shapes, the optimizer's states and groups, and what belongs to single ranks are held against the model, the
-    ranks or the other checkpoint that is given. Only metadata are read. With --fix, nothing is guessed or dropped: a
-    fix that is not certain is only suggested, and CKPT stays as it is.
+    doctor compares names, shapes, the optimizer's states and groups, and the state of single ranks with the model, the
+    ranks or the other checkpoint that you name. It reads metadata only. --fix drops nothing and guesses nothing: doctor
+    only suggests a fix that is not certain. CKPT does not change.
 
     Example: ckptkit doctor run/ckpt-500 --model org/model --world-size 16
 
-    Exit codes: 0 nothing will break, in OUT with --fix; 1 findings, each with the command that fixes it, where there is
+    Exit codes: 0 nothing will break (with --fix: in OUT); 1 findings, each with the command that fixes it, if there is
     one; 2 usage; 3 not a checkpoint; 4 an I/O failure; 5 OUT exists.
     """
     from ckptkit.ops.doctor import doctor as examine

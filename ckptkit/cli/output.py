@@ -118,7 +118,7 @@ def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None
 
 
 def narrow(widths: list[int], room: int) -> None:
-    """Take from the widest columns what there is no room for."""
+    """Narrow the widest columns until the table fits."""
     while sum(widths) > room and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import Corrupt, Mismatch, Unsupported, and_more
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import abridge
-from ckptkit.names.renames import globs_for
+from ckptkit.names.renames import few_globs
 from ckptkit.pictures.words import count
 from ckptkit.quantized.find import find_quantized
 from ckptkit.quantized.plain import plain_name
@@ -36,8 +36,8 @@ class Differences(NamedTuple):
 def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     """Report tensors that only the base has or only the model has, and those of other shapes."""
     base = origin_of(model, options)
-    if base is not None and base.damage is not None:
-        return model.say(f"not compared with the weights of {base.base}: {base.damage.message}")
+    if base is not None and base.problem is not None:
+        return model.say(f"not compared with the weights of {base.base}: {base.problem.message}")
     if base is None or base.layout is None:
         return model
     ours = model.layout.shapes
@@ -119,19 +119,18 @@ def words_on(found: Differences, ours: Shapes, theirs: Shapes, base: str) -> lis
         return [f"not compared with the weights of {base}: they have no name in common"] if theirs else []
     words = []
     if found.only_base:
-        globs = globs_for(found.only_base, ours)
-        asked = " ".join(f"--from-base {quote(glob)}" for glob in globs[:_MOST_GLOBS])
-        more = f"{and_more(len(globs) - _MOST_GLOBS)} globs" if globs[_MOST_GLOBS:] else ""
+        globs = few_globs(found.only_base, theirs.keys() - set(found.only_base), _MOST_GLOBS) or ("GLOB",)
+        asked = " ".join(f"--from-base {quote(glob)}" for glob in globs)
         lack = f"{base} has {count(len(found.only_base), 'tensor')} that the output lacks: {abridge(found.only_base)}"
-        words.append(f"{lack}; {asked}{more} copies {them(found.only_base)}")
+        words.append(f"{lack}; {asked} copies {them(found.only_base)}")
     if found.only_ours:
         words.append(
             f"the output has {count(len(found.only_ours), 'tensor')} that {base} lacks: {abridge(found.only_ours)}"
         )
     if found.shapes:
         name = found.shapes[0]
-        shapes = f"{list(theirs[name])} there and {list(ours[name])} here"
-        words.append(f"{base} has another shape for {count(len(found.shapes), 'tensor')}: `{name}` is {shapes}")
+        shapes = f"expected {list(theirs[name])} as in {base}, found {list(ours[name])}"
+        words.append(f"{count(len(found.shapes), 'tensor', 'has')} another shape than in {base}: `{name}`: {shapes}")
     return words
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -21,6 +21,8 @@ from ckptkit.pictures.words import count
 from ckptkit.quantized.find import Quantized, find_quantized
 from ckptkit.quantized.plain import dtype_of, plain_name, recipe_of
 
+Added = dict[str, tuple[Spec, RecipeFor]]  # tensors that the output gets, by name
+
 
 def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     """Add the tensors of the base that match `--from-base` and that the checkpoint does not have.
@@ -38,18 +40,12 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):
         quantized = None
-    number = len(model.others) + 1
+    chosen = list(dict.fromkeys(one for name in chosen for one in with_partners(name, quantized)))
+    stored_as: dict[str, str] = {}
     if quantized is None or is_quantized(model):
-        names = {one: None for name in chosen for one in with_partners(name, quantized)}
-        added = {name: (layout.specs[name], taken(name, number)) for name in names}
-        stored_as: Mapping[str, str] = {}
+        added = copied(chosen, layout, model)
     else:
-        quantized.require_known()
-        plain = [name for name in chosen if name not in quantized.members]
-        packed = {plain_name(name): name for name in chosen if name in quantized.weights}
-        added = {name: (layout.specs[name], taken(name, number)) for name in plain}
-        added |= {new: made_plain(quantized, old, model, number) for new, old in packed.items()}
-        stored_as = {new: f"{layout.specs[old].dtype} times scales" for new, old in packed.items()}
+        added, stored_as = dequantized(chosen, quantized, layout, model)
     tensors = {**model.layout.tensors, **{name: StoredTensor(spec, ()) for name, (spec, _) in added.items()}}
     nbytes = format_bytes(sum(spec.nbytes for spec, _ in added.values()))
     return replace(
@@ -58,6 +54,28 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
         recipes={**model.recipes, **{name: recipe for name, (_, recipe) in added.items()}},
         stored_as={**model.stored_as, **stored_as},
     ).say(f"copied {count(len(added), 'tensor')} ({nbytes}) from {options.base}: {abridge([*added])}")
+
+
+def copied(chosen: Sequence[str], layout: Layout, model: Model) -> Added:
+    """Return the chosen tensors of a base as they are."""
+    return {name: (layout.specs[name], taken(name, number_in(model))) for name in chosen}
+
+
+def dequantized(
+    chosen: Sequence[str], quantized: Quantized, layout: Layout, model: Model
+) -> tuple[Added, dict[str, str]]:
+    """Return the chosen tensors of a base with plain weights for quantized ones, and what these are stored as there."""
+    quantized.require_known()
+    packed = {plain_name(name): name for name in chosen if name in quantized.weights}
+    plain = [name for name in chosen if name not in quantized.members]
+    added = copied(plain, layout, model)
+    added |= {new: made_plain(quantized, old, model) for new, old in packed.items()}
+    return added, {new: f"{layout.specs[old].dtype} times scales" for new, old in packed.items()}
+
+
+def number_in(model: Model) -> int:
+    """Return the number that the base gets as a further source of the model."""
+    return len(model.others) + 1
 
 
 def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> list[str]:
@@ -87,6 +105,7 @@ def taken(name: str, number: int) -> RecipeFor:
     return lambda _, dtype: Taken(Operand(number, name, dtype))
 
 
-def made_plain(quantized: Quantized, name: str, model: Model, number: int) -> tuple[Spec, RecipeFor]:
+def made_plain(quantized: Quantized, name: str, model: Model) -> tuple[Spec, RecipeFor]:
     """Return the spec of a plain weight, and the recipe that computes it from numbers and scales of a source."""
-    return Spec(dtype_of(model.config), quantized.weights[name].shape), always(recipe_of(quantized, name, number))
+    recipe = always(recipe_of(quantized, name, number_in(model)))
+    return Spec(dtype_of(model.config), quantized.weights[name].shape), recipe

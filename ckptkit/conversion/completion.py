@@ -64,7 +64,7 @@ def parameters_for(checkpoint: Checkpoint, layout: Layout, states: States) -> di
     for other in fitting[1:]:
         name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
         if name is not None:
-            message = f"two models have it, as {fitting[0][name].spec} and as {other[name].spec}"
+            message = f"two models have it: one as {fitting[0][name].spec}, the other as {other[name].spec}"
             raise Unsupported(message, path=layout.root, tensor=name, hint="leave --complete-optimizer out")
     return fitting[0]
 

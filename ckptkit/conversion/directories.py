@@ -107,7 +107,7 @@ def own_files(layout: Layout) -> list[Path]:
 
 
 def files_taken(checkpoint: Checkpoint, made: Iterable[str], dst: Path) -> Iterator[Path]:
-    """Yield what else is used in a checkpoint's directory: companions of the names `made`, and the result at `dst`."""
+    """Yield further files that a conversion uses: companions of the names `made`, and the output at `dst`."""
     places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.parts)]
     yield from (place / name for name in made for place in places)
     result = entry_at(checkpoint.path, dst)

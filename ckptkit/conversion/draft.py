@@ -104,7 +104,7 @@ def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe])
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What becomes of the entries of a layout that was read: each is `written`, or `dropped` for a reason.
+    """What becomes of the entries of a layout: each is `written`, or `dropped` for a reason.
 
     The groups of dropped ones are counted from the key path `prefix` on.
     """
@@ -123,7 +123,7 @@ class Entries:
         prefix: KeyPath = (),
         used: Iterable[Layout] = (),
     ) -> Self:
-        """Return the balance of a layout: `written` are known by their names, and all whose bytes are `used` are too.
+        """Return the balance of a layout: entries are written that `written` names, or whose bytes are `used`.
 
         Raises `Unsupported` unless each entry is accounted for.
         """
@@ -132,13 +132,13 @@ class Entries:
         names |= with_bytes_in(read, rest, used) if rest else frozenset()
         lost = [name for name in rest if name not in names]
         if lost:
-            message = f"it would be lost without a reason{and_more(len(lost) - 1)}"
+            message = f"no rule or option drops it, but it would be lost{and_more(len(lost) - 1)}"
             raise Unsupported(message, path=read.root, tensor=lost[0], hint=f"drop it with --exclude '{lost[0]}'")
         return cls(read, names, {name: why for name, why in dropped.items() if name not in names}, prefix)
 
     @property
     def left(self) -> int:
-        """Return how many tensors were dropped though no rule or option asks for it."""
+        """Return how many tensors are dropped although no rule or option asks for it."""
         return sum(why == UNKNOWN for why in self.dropped.values())
 
     def groups(self) -> tuple[LeftOut, ...]:
@@ -147,7 +147,7 @@ class Entries:
 
 
 def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
-    """Return the tensors of which bytes are used in other layouts, under whatever names, whole or cut."""
+    """Return the tensors whose bytes other layouts use, under any name, whole or in part."""
     offsets: dict[Path, list[int]] = defaultdict(list)
     for layout in used:
         for tensor in layout.tensors.values():

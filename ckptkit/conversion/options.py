@@ -99,7 +99,9 @@ class ConvertOptions:
     ] = MASTER
     strict: Annotated[
         bool,
-        About("Refuse a missing config.json, tensors that it does not call for, and to leave anything unknown behind."),
+        About(
+            "Refuse a missing config.json, tensors that it does not call for, and the loss of unknown tensors or files."
+        ),
     ] = False
     salvage: Annotated[
         bool, About("Of a damaged checkpoint write what is whole; list what is lost, and exit with 1 if anything is.")
@@ -158,6 +160,7 @@ class ConvertOptions:
             raise Usage("a model by itself has no optimizer", hint="leave --complete-optimizer out")
         self.check_shard_size()
         self.check_adapters()
+        self.check_text_only()
         self.check_from_base()
         self.check_quantize()
         self.check_salvage()
@@ -185,22 +188,26 @@ class ConvertOptions:
             hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
             raise Usage("an adapter fits the names and rows that its model had in training", hint=hint)
 
-    def check_from_base(self) -> None:
-        """Raise `Usage` for what is asked of the base's tensors or the text model and contradicts itself."""
-        is_for_loaders = self.writer.is_model_only and self.names in (None, HUB)
-        if self.text_only and (self.merge or self.from_base or self.vocab_size or not is_for_loaders):
+    def check_text_only(self) -> None:
+        """Raise `Usage` for options that contradict --text-only."""
+        if not self.text_only:
+            return
+        if not self.is_for_hub:
+            hint = "run `ckptkit consolidate SRC OUT --text-only` first, and convert OUT"
+            raise Usage("--text-only writes a Hugging Face model under the Hub's names only", hint=hint)
+        if self.merge or self.from_base or self.vocab_size:
             hint = "consolidate with the other options first, and the result with --text-only"
-            message = (
-                "--text-only writes a Hugging Face model, and does not go with --from-base, --merge or --vocab-size"
-            )
-            raise Usage(message, hint=hint)
+            raise Usage("--text-only does not go with --from-base, --merge or --vocab-size", hint=hint)
+
+    def check_from_base(self) -> None:
+        """Raise `Usage` for options that contradict --from-base."""
         if not self.from_base:
             return
         if self.base is None:
-            raise Usage("--from-base copies tensors of --base, which is missing", hint="pass --base MODEL")
-        if not is_for_loaders:
-            hint = "ckptkit consolidate SRC OUT --base MODEL --from-base GLOB writes a Hugging Face model"
-            raise Usage("--from-base copies tensors under the names of the Hub only", hint=hint)
+            raise Usage("--from-base copies tensors of --base, but --base is missing", hint="pass --base MODEL")
+        if not self.is_for_hub:
+            hint = "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, and convert OUT"
+            raise Usage("--from-base writes a Hugging Face model under the Hub's names only", hint=hint)
         if self.merge or self.quantize:
             first, then = ("--merge", "--from-base") if self.merge else ("--from-base", "--quantize")
             hint = f"consolidate with {first} first, and the result with {then}"
@@ -232,8 +239,13 @@ class ConvertOptions:
             raise Usage("a damaged checkpoint is salvaged by itself", hint="salvage it first, and then use the result")
 
     @property
+    def is_for_hub(self) -> bool:
+        """Return whether the output is a Hugging Face model under the Hub's names."""
+        return self.writer.is_model_only and self.names in (None, HUB)
+
+    @property
     def family(self) -> Family | None:
-        """Return the family of names that the model is asked for under, None for the Hub, a table, or its own."""
+        """Return the family of names that the output gets; None for the Hub's, those of a table, or the model's own."""
         names = self.names or HUB
         return get_family(names) if names in FAMILIES else None
 

@@ -153,7 +153,7 @@ def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: Conv
 
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
-    """Return what lies beside a model in DCP under the names that are asked for."""
+    """Return the files that the family of the output's names needs beside a model in DCP."""
     family = options.family if options.to == WITH_FILES else None
     if family is None:
         return {}

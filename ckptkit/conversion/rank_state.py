@@ -14,7 +14,6 @@ from ckptkit.pictures.words import count
 from ckptkit.trainers import owner_of_file, owner_of_key
 
 _MOST_NAMED = 8
-
 OF_RANKS = "state of single ranks, of no use to another number of ranks"
 
 
@@ -39,16 +38,15 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
 
 
 def reasons_of_ranks(layout: Layout) -> dict[str, str]:
-    """Return the entries beside and below the state of single ranks, and why a job of another size has none of them."""
+    """Return the entries below the keys with the state of single ranks, and why a job of another size drops them."""
     groups = {layout.key(name)[0] for name in layout.names if owner_of_key(layout.key(name)) is not None}
     return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
 
 
 def name_inner(layout: Layout, members: Iterable[str]) -> str:
-    """Return the keys that each rank has something under, in brackets; "" if there are none."""
+    """Return the keys below which ranks have entries, in brackets; "" if there are none."""
     found = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
-    more = and_more(len(found) - _MOST_NAMED)
-    return f" ({', '.join(found[:_MOST_NAMED])}{more})" if found else ""
+    return f" ({', '.join(found[:_MOST_NAMED])}{and_more(len(found) - _MOST_NAMED)})" if found else ""
 
 
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:

@@ -46,7 +46,7 @@ class Converted(Summarized):
     `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
     `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
     `salvaged` is the account of what was damaged in the source, if that was salvaged.
-    `warnings` say what may be lost, and what you have to do before the output can be used; `notes` all else.
+    `warnings` say what may be lost, and what you have to do before you can use the output; `notes` all else.
     """
 
     source: Path
@@ -123,7 +123,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
 
 
 def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> list[str]:
-    """Return what may be a loss: tensors and weights that are not in the output though nothing asks for that."""
+    """Return a warning for each group of tensors, and each file of weights, that no rule or option drops."""
     lines = [
         f"not in the output: `{left.name}`, {count(left.entries, 'entry')}, {format_bytes(left.nbytes)} ({left.why}); "
         f"--include '{left.name}*' writes it alone"
@@ -142,15 +142,15 @@ def count_entries(found: Iterable[Entries]) -> dict[str, int]:
 
 
 def complete(prospect: Converted, written: Written, seconds: float) -> Converted:
-    """Return what was done of what had been in prospect."""
+    """Return the report of a conversion that is done, from the one that was planned."""
     copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
     notes = [f"integers and booleans that differ are those of {last}: {abridge(noted)}"] if noted else []
     left = [path for done in copied for path in done.uncompared]
     if left:
-        what = f"{count(len(left), 'file')} of the source: the manifest has a CRC-32 of all of it, and a part was read"
-        notes.append(f"not compared: {what}; `ckptkit verify {left[0].parent}` compares it")
+        what = f"{count(len(left), 'file')} of the source, since only a part was read"
+        notes.append(f"not compared with the manifest: {what}; `ckptkit verify {left[0].parent}` compares whole files")
     return replace(
         prospect,
         notes=[*prospect.notes, *notes],

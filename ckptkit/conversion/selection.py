@@ -66,16 +66,17 @@ class Edits:
             raise Usage(f"--include and --exclude leave none of {count(len(names), 'entry')}", path=root, hint=hint)
 
     def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
-        """Return the edits with dtypes by names in the output where a glob matches names in the checkpoint only.
+        """Return the edits with every `--dtype` glob made one of names in the output, and a note for each that changed.
 
-        `made_of` are the names in the checkpoint of what each tensor of the output is made of. Each has a remark.
+        `made_of` gives, for each name in the output, the names in the checkpoint that it is made of.
         """
         rules, remarks = [], []
         for rule in self.dtype:
             glob, dtype = rule.rpartition("=")[0], rule.rpartition("=")[2]
             became = became_of(glob, made_of) if parse_cast(rule)[0] is not None else []
             rules += [f"{escape(name)}={dtype}" for name in became] or [rule]
-            remarks += [f"--dtype '{glob}' matches names in the checkpoint"] if became else []
+            if became:
+                remarks.append(f"--dtype '{glob}' matches names in the checkpoint, none in the output")
         return replace(self, dtype=rules), remarks
 
     def check_dtypes(self, layouts: Sequence[Layout]) -> None:
@@ -185,7 +186,7 @@ class Like:
 
 
 def became_of(glob: str, made_of: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the names in the output of what a glob matches in the checkpoint; [] if it matches names in the output."""
+    """Return the names in the output made of tensors that a glob matches; [] if it matches names in the output."""
     if any(fnmatchcase(name, glob) for name in made_of):
         return []
     return [name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]

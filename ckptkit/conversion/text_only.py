@@ -26,8 +26,8 @@ def take_text(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 -
     text model alone, or the weights are quantized.
     """
     if model.companions.config is None:
-        hint = "--base MODEL takes it from the model that the training began with"
-        raise Usage("--text-only needs config.json, and none was found", path=model.part.path, hint=hint)
+        hint = "pass --base MODEL, the model that the training began with"
+        raise Usage("--text-only needs config.json, but none was found", path=model.part.path, hint=hint)
     require_plain(model.weights, model.config)
     try:
         return in_text(model)

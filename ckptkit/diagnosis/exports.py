@@ -1,6 +1,6 @@
-"""Find exports that other tools broke: a wrong index or none, entries without dtype, names with a number at the end.
+"""Find exports that other tools broke: a wrong or missing index, entries without dtype, names with a number at the end.
 
-Their tensors are whole, so what is wrong beside them can be fixed without doubt.
+Their tensors are whole, so the fix is certain.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class BrokenExport:
     def findings(self, fix: Fix) -> Iterator[Finding]:
         """Yield what is wrong, with the command that fixes it."""
         for name, file in self.found.empty.items():
-            message = (
-                f"`{file}` lists it without dtype and elements, as torch does for a tied weight: nothing reads that"
-            )
+            message = f"`{file}` lists it without dtype and elements, as torch does for a tied weight: loaders fail"
             yield Finding("empty_entry", name, message, fix)
         if unlisted := self.unlisted:
             files = len(self.found.layout.paths)
@@ -79,8 +77,8 @@ def may_be_broken(part: Part) -> bool:
 def read_export(part: Part) -> BrokenExport | None:
     """Return what the headers of a model's files list, None unless that is certainly all of the model.
 
-    That is certain if config.json calls for just these tensors, or files are numbered to the last and nothing is
-    missing.
+    It is certain if config.json calls for exactly these tensors, or if the files are a complete numbered series and no
+    tensor is missing.
     """
     try:
         found = read_headers(part.path, _HF)
@@ -124,7 +122,7 @@ def find_index(case: Case) -> Iterator[Finding]:
         and len(files) > 1
         and not (part.path / INDEX).exists()
     ):
-        message = f"there is no `{INDEX}` beside {len(files)} files: transformers finds no model here"
+        message = f"there is no `{INDEX}` beside {len(files)} files: transformers finds no model"
         yield Finding("index", None, message, export(case.checkpoint))
 
 
@@ -135,7 +133,7 @@ def find_config_dtype(case: Case) -> Iterator[Finding]:
     named = {key: config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
     for key, value in named.items() if is_model(case.checkpoint) else ():
         if value != "auto" and value.removeprefix("torch.") not in DTYPES:
-            message = f"`{key}` of {CONFIG} is `{value}`: transformers ends with an AttributeError of torch"
+            message = f"`{key}` of {CONFIG} is `{value}`: transformers fails with an AttributeError of torch"
             yield Finding("config_dtype", None, message, export(case.checkpoint))
 
 
@@ -155,14 +153,14 @@ def find_empty_adapter(case: Case) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class NamedExperts:
-    """What is missing and unexpected once the number of each expert stands where the model has it, and the finding."""
+    """The finding, and the tensors that are still missing or unexpected once each expert has the name of the model."""
 
     misfits: Misfits
     finding: Finding
 
 
 def find_named_experts(case: Case, model: TargetModel, misfits: Misfits) -> NamedExperts | None:
-    """Return the tensors of experts whose number stands at the end of the name; None where that explains nothing."""
+    """Return the tensors of experts whose number is at the end of the name; None if that does not explain the names."""
     pattern = re.compile(_EXPERT[0])
     if not any(pattern.search(name) for name in misfits.extra):
         return None
@@ -171,6 +169,6 @@ def find_named_experts(case: Case, model: TargetModel, misfits: Misfits) -> Name
     names = tuple(name for name in misfits.extra if pattern.search(name))
     if len(shapes) != len(case.plain_shapes) or any(pattern.sub(_EXPERT[1], name) in found.extra for name in names):
         return None
-    message = f"the number of the expert stands at the end: {model.name} calls it `{pattern.sub(_EXPERT[1], names[0])}`"
+    message = f"the number of the expert is at the end: {model.name} calls it `{pattern.sub(_EXPERT[1], names[0])}`"
     fix = rewrite(case.checkpoint, rename=("=>".join(_EXPERT),), base=model.name if model.asked else None)
     return NamedExperts(found, Finding("experts", names[0], message, fix, names))

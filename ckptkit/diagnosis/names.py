@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import translate
-from glob import escape
 
 from ckptkit.diagnosis.case import Case, Misfits, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
@@ -21,7 +19,7 @@ from ckptkit.models.predictors import predictors_in
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
 from ckptkit.names.naming import AskedNames, name_weights
-from ckptkit.names.renames import fold, rules_for
+from ckptkit.names.renames import few_globs, rules_for
 from ckptkit.names.weights import find_model_key
 from ckptkit.names.wrappers import WRAPPERS
 from ckptkit.pictures.words import count
@@ -190,38 +188,7 @@ def find_unexpected(case: Case, model: TargetModel, extra: list[str]) -> Iterato
     came_from = case.weights.came_from
     names = {came_from.get(name, name) for name in extra}
     others = set(case.checkpoint.model_part.layout.names) - names
-    globs = globs_for(sorted(names), others, _MOST_GLOBS)
+    globs = few_globs(sorted(names), others, _MOST_GLOBS)
     fix = rewrite(case.checkpoint, exclude=globs, base=model.name) if globs else None
     message = f"{model.name} does not call for it: `load_state_dict` refuses it, other loaders leave it out"
     yield from (Finding("unexpected", name, message, fix) for name in extra)
-
-
-def globs_for(names: Collection[str], others: Collection[str], most: int) -> tuple[str, ...] | None:
-    """Return globs that match all `names` and none of the `others`; None if it takes more than `most`.
-
-    Those come first that match the most: all that lies in a layer, or the same in all layers.
-    """
-    found: list[str] = []
-    left = dict.fromkeys(names)
-    while left:
-        if len(found) == most:
-            return None
-        matches = {glob: matched(glob, left) for glob in globs_of(next(iter(left))) if not matched(glob, others)}
-        best = max(matches, key=lambda glob: len(matches[glob]))
-        found.append(best)
-        for name in matches[best]:
-            del left[name]
-    return tuple(found)
-
-
-def globs_of(name: str) -> Iterator[str]:
-    """Yield the name itself as a glob, with all numbers, and all that lies in the same modules, from the innermost."""
-    yield escape(name)
-    yield fold(escape(name))
-    words = escape(name).split(".")
-    yield from (".".join([*words[:end], "*"]) for end in range(len(words) - 1, 0, -1))
-
-
-def matched(glob: str, names: Collection[str]) -> list[str]:
-    pattern = re.compile(translate(glob))
-    return [name for name in names if pattern.match(name)]

@@ -107,7 +107,7 @@ def find_predictors(case: Case) -> Iterator[Finding]:
     if not words:
         return
     base = case.model.name if case.is_asked and case.model else None
-    names = BaseWeights(base)() if base else None
-    heads = sorted(predictors_in(names or (), config) - case.shapes.keys())
-    found = {"base": base, "from_base": tuple(globs_for(heads, case.shapes))} if heads else {}
+    names = BaseWeights(base)() or frozenset() if base else frozenset()
+    heads = predictors_in(names, config) - case.shapes.keys()
+    found = {"base": base, "from_base": tuple(globs_for(sorted(heads), names - heads))} if heads else {}
     yield Finding("mtp", None, words[0].partition(";")[0], export(case.checkpoint, **found))

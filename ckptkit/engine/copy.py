@@ -36,7 +36,7 @@ ByteRun = tuple[int, Chunk, int, int]  # where in the block, of which chunk, whe
 class Copied:
     """The CRC-32 of each chunk written, and how many source bytes had one to compare with.
 
-    `uncompared` are source files that a CRC-32 is known of as a whole, and of which too little was read to compare it.
+    `uncompared` are source files that have one CRC-32 for the whole file, and were read too little to compare it.
     """
 
     checksums: Mapping[FileOffset, int]

@@ -1,4 +1,4 @@
-"""Compare whole files with a CRC-32 that is known of them, from those of the runs that were read of them anyway."""
+"""Compare whole files with the CRC-32 that a manifest has, using the runs that a conversion read anyway."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 from ckptkit.engine.ledger import SourcePlace
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Corrupt
-from ckptkit.files.crc32 import Checksums, tell_damage
+from ckptkit.files.crc32 import RESTORE, Checksums, tell_damage
 from ckptkit.files.file import file_size
 from ckptkit.layout import Extent, Layout
 
-# Between the runs no more is read than this: a header, and what is little beside the rest.
+# The most that is read again to complete a file: a header, and bytes that nobody asked for.
 _NEARLY = 8  # one in so many bytes
 _FEW = 1 << 16  # bytes
-
-_CHANGED = "restore the file from a copy; `ckptkit manifest --overwrite` if it was changed on purpose"
 
 SourceFile = tuple[int, str]  # a source's number in the plan, and a file in it
 
@@ -67,7 +65,7 @@ def compare_file(layout: Layout, path: str, runs: Iterable[Extent]) -> bool:
     nbytes, recorded = layout.file_sums[path]
     if (size := file_size(layout.root / path)) != nbytes:
         message = f"expected {nbytes} bytes as in the manifest, found {size}"
-        raise Corrupt(message, path=layout.root / path, hint=_CHANGED)
+        raise Corrupt(message, path=layout.root / path, hint=RESTORE)
     ordered = sorted(runs, key=lambda run: run.offset)
     ends = [0, *(run.offset + run.length for run in ordered)]
     if any(run.offset < end for run, end in zip(ordered, ends, strict=False)):
@@ -77,5 +75,5 @@ def compare_file(layout: Layout, path: str, runs: Iterable[Extent]) -> bool:
         return False
     found = sum_file(layout.root, path, nbytes, ordered)
     if found != recorded:
-        raise Corrupt(tell_damage(nbytes, 0, found, recorded), path=layout.root / path, hint=_CHANGED)
+        raise Corrupt(tell_damage(nbytes, 0, found, recorded), path=layout.root / path, hint=RESTORE)
     return True

@@ -26,6 +26,10 @@ def combine(first: int, second: int, length: int) -> int:
     return isal_zlib.crc32_combine(first, second, length)
 
 
+RESTORE = "restore the file from a copy, or run `ckptkit manifest --overwrite` if you changed it on purpose"
+WAS_CHANGED = "the file changed after it was written: restore it from a copy, or use another checkpoint"
+
+
 def tell_damage(length: int, offset: int, found: int | None, recorded: int | None) -> str:
     """Tell in words that bytes have another CRC-32 than they should have, both of which are known."""
     return f"the {length} bytes at {offset} are damaged: their CRC-32 is {found:08x}, recorded is {recorded:08x}"

@@ -31,6 +31,7 @@ MayHold = Callable[[int, Any], bool]  # whether the group of an index may list t
 
 _MOST_WAYS = 32  # that are followed at the same time
 _MOST_STEPS = 1 << 22  # groups times parameters
+KEEP_NUMBERS = "pass --optimizer-keys ids to keep the numbers"
 _HINT = "is the optimizer that of another model?"
 
 
@@ -153,7 +154,7 @@ def trace_back(way: Way | None) -> list[int]:
 
 def ambiguous(key: Hashable) -> Unsupported:
     message = "shapes do not tell in which group of the optimizer it is, and so not which number it has"
-    return Unsupported(message, tensor=str(key), hint="--optimizer-keys ids leaves the numbers as they are")
+    return Unsupported(message, tensor=str(key), hint=KEEP_NUMBERS)
 
 
 def as_text(size: Size) -> str:

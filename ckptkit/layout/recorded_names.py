@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.layout.matching import Size, as_text
+from ckptkit.layout.matching import KEEP_NUMBERS, Size, as_text
 from ckptkit.names.wrappers import DDP, own_name, unwrapped, without_ddp
 
 PARAM_NAMES = "param_names"
-_HINT = "--optimizer-keys ids leaves the numbers as they are"
 
 
 def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict[Any, str]:
@@ -30,17 +29,16 @@ def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict
     recorded: dict[Any, str] = {}
     for i, (group, names) in enumerate(zip(groups, lists, strict=True)):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise Unsupported(
-                f"`{PARAM_NAMES}` of group {i}: expected a list of names, found a {type(names).__name__}", hint=_HINT
-            )
+            message = f"`{PARAM_NAMES}` of group {i}: expected a list of names, found a {type(names).__name__}"
+            raise Unsupported(message, hint=KEEP_NUMBERS)
         if len(names) != len(group):
             message = f"`{PARAM_NAMES}` of group {i}: expected {len(group)} names, found {len(names)}"
-            raise Unsupported(message, hint=_HINT)
+            raise Unsupported(message, hint=KEEP_NUMBERS)
         recorded |= dict(zip(group, names, strict=True))
     twice = [name for name, times in Counter(recorded.values()).items() if times > 1]
     if twice:
         message = f"`{PARAM_NAMES}`: expected {len(recorded)} different names, found {len(set(recorded.values()))}"
-        raise Unsupported(message, tensor=twice[0], hint=_HINT)
+        raise Unsupported(message, tensor=twice[0], hint=KEEP_NUMBERS)
     return recorded
 
 
@@ -57,12 +55,12 @@ def match_recorded(
     unknown = [name for name in wanted.values() if name not in own]
     if unknown:
         message = f"`{PARAM_NAMES}` lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
-        raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=_HINT)
+        raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=KEEP_NUMBERS)
     found = {number: own[name] for number, name in wanted.items()}
     for wrong in find_unequal(found, sizes, parameters):
         message = f"`{PARAM_NAMES}` gives this name to parameter {wrong}: expected a state of shape "
         message += f"{as_text(parameters[found[wrong]])}, found {as_text(sizes[wrong])}"
-        raise Mismatch(message, tensor=found[wrong], hint=_HINT)
+        raise Mismatch(message, tensor=found[wrong], hint=KEEP_NUMBERS)
     return found
 
 

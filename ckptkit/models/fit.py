@@ -23,10 +23,10 @@ _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 def fit(
     layout: Layout, companions: Companions, form: Form | Unsupported | None, *, strict: bool
 ) -> tuple[Layout, dict[str, str], list[str]]:
-    """Hold the weights against config.json: tied ones are written once, missing ones are an error, others are said.
+    """Compare the weights with config.json: tied ones are written once, missing ones are an error, others are notes.
 
-    `form` is what config.json calls for, or why that is not known. Returns what is to be written, why other tensors are
-    not unless they are tied to these, and remarks.
+    `form` is what config.json calls for, or why that is not known. Returns the tensors to write, remarks, and why the
+    others are dropped, except those tied to a tensor that is written.
     """
     given = layout
     layout, notes = without_extra_state(layout)
@@ -67,7 +67,7 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
         return [Caution(f"{words}; copy it into {companions.found_in}, and run this again")] if missing else []
     problem = "no config.json found: loaders of Hugging Face models cannot open the output"
     if strict:
-        hint = "--base MODEL takes it from a directory or Hub id; --names keep is for a model that is not the Hub's"
+        hint = "pass --base MODEL (a directory or Hub id), or --names keep for a model that is not the Hub's"
         raise Mismatch(problem, path=layout.root, hint=hint)
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
 

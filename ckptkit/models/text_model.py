@@ -54,7 +54,7 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
         inner = known.get_text_config()
         said: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
     if inner is known:
-        raise Usage(f"a model of type `{model_type}` has no text model in it", hint="leave --text-only out")
+        raise Usage(f"expected a model with a text model, found type `{model_type}`", hint="leave --text-only out")
     classes = transformers.AutoModelForCausalLM._model_mapping
     same = _SAME_AS.get(inner.model_type, {"model_type": inner.model_type})
     kind = transformers.CONFIG_MAPPING[same["model_type"]]
@@ -86,6 +86,6 @@ def names_in(whole: MetaModel, text: MetaModel, model_type: str) -> dict[str, st
     names = {name: prefix + name.removeprefix(own) if name.startswith(own) else name for name in text.shapes}
     different = [name for name, old in names.items() if whole.shapes.get(old) != text.shapes[name]]
     if different:
-        message = f"the names of the text model in a `{model_type}` are not known"
+        message = f"ckptkit does not know the names of the text model in `{model_type}`"
         raise Unsupported(message, tensor=different[0], hint="leave --text-only out")
     return names

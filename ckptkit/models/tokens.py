@@ -38,17 +38,17 @@ def check_tokens(companions: Companions, rows: int) -> list[str]:
 
 
 def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
-    """Return a warning if the tokenizer has a token for which an embedding of so many rows has none."""
+    """Return a warning if the tokenizer has a token beyond the last row of an embedding of `rows` rows."""
     likely = any(largest_number(name, content) >= rows for name, content in companions.files.items())
     number, file = largest_token(companions.files, {}) or (-1, "") if likely else (-1, "")
     if number < rows:
         return []
-    words = f"{file} has a token {number}, but the embedding has {rows} rows: a model that gets it fails"
+    words = f"{file} has token {number}, but the embedding has only {rows} rows"
     return [Caution(f"{words}; copy the tokenizer of this model, or run this again with --vocab-size {number + 1}")]
 
 
 def largest_number(name: str, content: bytes) -> int:
-    """Return a number that no token of a file of a tokenizer is greater than, without parsing JSON."""
+    """Return an upper bound for the tokens in a file of a tokenizer, -1 for no tokens. Does not parse JSON."""
     if not name.endswith(".json"):
         return max(numbers_in(name, content), default=-1)
     if name not in _IN_JSON:

@@ -46,7 +46,7 @@ class NotInstalled(Unsupported):
 
 
 class NotBuilt(Unsupported):
-    """A type of models that transformers has, with a config.json of which it builds no model, and so loads none."""
+    """A model type that transformers has, with a config.json from which it cannot build a model."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from fnmatch import translate
+from glob import escape
+from itertools import islice
 
 from ckptkit.errors import Usage
 from ckptkit.tensors.box import Shape
@@ -219,13 +222,34 @@ def spell(change: WordChange) -> str:
 # -- globs -------------------------------------------------------------------------------------------------------------
 
 
-def globs_for(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the shortest globs `a.b.*` that match all of the names and none of the others."""
-    taken = {prefix for other in others for prefix in prefixes(other)}
-    return list(dict.fromkeys(next((f"{p}.*" for p in prefixes(name) if p not in taken), name) for name in names))
+def few_globs(names: Iterable[str], others: Collection[str], most: int) -> tuple[str, ...] | None:
+    """Return globs that match all of the names and none of the others; None if it takes more than `most`, or none."""
+    globs = tuple(islice(globs_for(names, others), most + 1))
+    return globs if 0 < len(globs) <= most else None
 
 
-def prefixes(name: str) -> list[str]:
-    """Return the steps that lead to a tensor: `a`, `a.b`."""
-    steps = name.split(".")
-    return [".".join(steps[:i]) for i in range(1, len(steps))]
+def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:
+    """Yield globs that together match all of the names and none of the others.
+
+    Each matches as many of the names as it can: all tensors of a module, or the same tensor in all layers.
+    """
+    left = dict.fromkeys(names)
+    while left:
+        matches = {glob: matched(glob, left) for glob in globs_of(next(iter(left))) if not matched(glob, others)}
+        best = max(matches, key=lambda glob: len(matches[glob]))
+        yield best
+        for name in matches[best]:
+            del left[name]
+
+
+def globs_of(name: str) -> Iterator[str]:
+    """Yield the name itself as a glob, with all numbers, and all that lies in the same modules, from the innermost."""
+    yield escape(name)
+    yield fold(escape(name))
+    words = escape(name).split(".")
+    yield from (".".join([*words[:end], "*"]) for end in range(len(words) - 1, 0, -1))
+
+
+def matched(glob: str, names: Collection[str]) -> list[str]:
+    pattern = re.compile(translate(glob))
+    return [name for name in names if pattern.match(name)]

@@ -119,7 +119,7 @@ def check_ranks_agree(layout: Layout, prefix: KeyPath, training: Collection[str 
             if (tensor := ".".join(map(str, own))) in layout.tensors:
                 continue
             path = layout.root / layout.tensors[name].chunks[0].path
-            hint = "to keep one rank's values, move the metadata of the other ranks away"
+            hint = "move the `__N.metadata` of the other ranks away to keep the values of one rank"
             raise Corrupt("the ranks saved different values of it", path=path, tensor=tensor, hint=hint)
 
 

@@ -62,7 +62,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
             raise Usage("at least two checkpoints make a mean", path=path_of(given[0]) if given else None, hint=hint)
         return [Checkpoint.open(source) for source in given]
     if len(given) != 1:
-        raise Usage(f"--last chooses from one run, {count(len(given), 'path', 'is')} given")
+        raise Usage(f"--last: expected 1 run, found {count(len(given), 'path')}")
     run = path_of(given[0])
     complete = RunFolder(run).checkpoints()
     if not 0 < last <= len(complete):

@@ -25,11 +25,10 @@ from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
 from ckptkit.destinations.staging import check_destination
-from ckptkit.errors import CkptError, Mismatch, Usage
+from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import remarks_on_id, to_local, to_model_path
-from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.weights import UNKNOWN
 from ckptkit.names.wrappers import may_be_adapted
@@ -217,26 +216,23 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
     return draft_model(parts, remarks, dst, options)
 
 
-def find_empty(layout: Layout) -> CkptError | None:
-    from ckptkit.adapters import empty
-
-    return empty.find_empty(layout)
-
-
 def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
-    """Return the part of each checkpoint with the model that is to be written, and words on what else it could be."""
-    parts: list[Part] = []
-    notes: list[str] = []
-    for checkpoint in checkpoints:
-        exported = None if options.salvage or options.weights_from == MODULE else checkpoint.exported
-        name, states = exported.path.name if exported else "", checkpoint.model_part.place
-        if exported and (error := find_empty(exported.layout)):
-            notes.append(f"`{name}` was not taken but the states in `{states}`: {error.message}")
-            exported = None
-        parts.append(exported or checkpoint.model_part)
-        if exported:
-            notes.append(f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states")
-    return parts, list(dict.fromkeys(notes))
+    """Return the part of each checkpoint with the model that is to be written, and notes on the alternatives."""
+    parts, notes = zip(*(choose_model(checkpoint, options) for checkpoint in checkpoints), strict=True)
+    return list(parts), list(dict.fromkeys(filter(None, notes)))
+
+
+def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Part, str]:
+    """Return the part with the model that is to be written, and a note if there is another; "" if not."""
+    exported = None if options.salvage or options.weights_from == MODULE else checkpoint.exported
+    if exported is None:
+        return checkpoint.model_part, ""
+    from ckptkit.adapters.empty import find_empty  # few checkpoints have an adapter beside states
+
+    name, states = exported.path.name, checkpoint.model_part.place
+    if error := find_empty(exported.layout):
+        return checkpoint.model_part, f"the states in `{states}` were taken, not `{name}`: {error.message}"
+    return exported, f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states"
 
 
 def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, options: ConvertOptions) -> Conversion:

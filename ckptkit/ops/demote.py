@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.find_parts import CHECKPOINT, LINK
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.seal import replace_manifest, sum_files
+from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.destinations.allocation import create_file
 from ckptkit.destinations.staging import Stage
+from ckptkit.errors import Mismatch
 from ckptkit.files.system import again
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.consolidate import consolidate
@@ -43,12 +46,13 @@ def foresee(checkpoint: Path) -> Demotion:
     """Return what `demote` would do, to the byte. Writes nothing.
 
     Raises a `CkptError` where `demote` would, as far as that is known without reading tensors: also if more would be
-    deleted than state of the training, such as a second model or a file that nobody knows.
+    deleted than state of the training, such as a second model, another checkpoint or an unknown file.
     """
     weights = Checkpoint.open(checkpoint).weights.layout
     options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
     conversion = draft([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
     require_all_taken(conversion)
+    require_nothing_else(conversion)
     files = {name: FileSum(nbytes, 0) for name, nbytes in conversion.file_sizes.items()}
     if metrics := metrics_file(checkpoint):
         files[METRICS] = FileSum(len(metrics), 0)
@@ -57,6 +61,14 @@ def foresee(checkpoint: Path) -> Demotion:
     nbytes = sum(file.nbytes for file in files.values()) + len(manifest.to_bytes())
     dropped = [group.name for entries in conversion.entries for group in entries.groups()]
     return Demotion(nbytes, (*dropped, *(left.name for left in conversion.left_behind if left.path.name != METRICS)))
+
+
+def require_nothing_else(conversion: Conversion) -> None:
+    """Raise `Mismatch` for another checkpoint or a link in the directory, which only `demote` would delete."""
+    for left in conversion.left_behind:
+        if left.why in (CHECKPOINT, LINK):
+            message = f"`{left.name}` would be deleted ({left.why})"
+            raise Mismatch(message, path=left.path, hint="move it out of the directory first")
 
 
 def is_wide(spec: Spec) -> bool:

@@ -30,7 +30,7 @@ from ckptkit.summary import Summarized, first_few
 class Diagnosis(Summarized):
     """The checkpoint at `path`, and what will break when it is loaded. `notes` say what else there is to know.
 
-    `fixed_by` is the command that was run to fix it, `fixed` the diagnosis of what that made; None if none was.
+    `fixed_by` is the command that doctor ran to fix it, `fixed` the diagnosis of its output; None if it ran none.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Diagnosis(Summarized):
 
     @property
     def is_ok(self) -> bool:
-        """Return whether nothing will break, in what was made of the checkpoint if it was fixed."""
+        """Return whether nothing will break: in the fixed checkpoint if there is one, else in this one."""
         return self.fixed.is_ok if self.fixed else not self.findings
 
     @property
@@ -68,8 +68,8 @@ def doctor(
     """Find what will break when the checkpoint at `ckpt`, or the latest of the run there, is loaded.
 
     By itself, into the `model` in a directory, a config.json or a Hub repository, in a job of `world_size` ranks, or
-    where the checkpoint `like` is loaded. Reads no tensor, but for two that are said to be the same. With `fix`, the
-    one command that certainly helps writes the fixed checkpoint to this directory, and that is diagnosed too.
+    where the checkpoint `like` is loaded. Reads no tensor, but for two that are said to be the same. With `fix`, doctor
+    runs the one command that is certain to help, writes its output to this directory, and diagnoses that too.
 
     Raises `NotACheckpoint` if there is none, `Usage` for a model that is not there.
     """
@@ -81,11 +81,13 @@ def doctor(
     chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
     notes = (*remarks_on_id(model), *unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
     found = Diagnosis(checkpoint.path, chosen.findings, notes)
-    if fix is None or not chosen.findings:
+    if fix is None:
         return found
+    if not chosen.findings:
+        return replace(found, notes=(*notes, f"nothing to fix: {fix} was not written"))
     certain = certain_fixes(chosen.findings)
     if len(certain) != 1:
-        many = f"{len(certain)} commands would each fix a part: run one, and `ckptkit doctor` on what it made"
+        many = f"{len(certain)} commands would each fix a part: run one, then `ckptkit doctor` on its output"
         return replace(found, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}"))
     made = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
@@ -105,7 +107,7 @@ def open_case(
     like: Source | None = None,
     world_size: int | None = None,
 ) -> tuple[Case | None, list[Finding]]:
-    """Open all that a checkpoint is to be held against; None if its model cannot be read.
+    """Open all that a checkpoint is compared with; None if its model cannot be read.
 
     Returns what is damaged too.
     """
@@ -144,10 +146,10 @@ def notes_on(case: Case | None) -> Iterator[str]:
         )
     if case.model is None:
         if case.like is None:
-            yield "no config.json is here: names and shapes were held against nothing (--model or --like gives a model)"
+            yield "no config.json is here: names and shapes were not compared (pass --model or --like)"
         return
     if case.model.reason is not None:
-        yield f"names and shapes were not held against {case.model.name}: {case.model.reason}"
+        yield f"names and shapes were not compared with {case.model.name}: {case.model.reason}"
     there = {spec.dtype for name, spec in case.model.specs.items() if name in case.shapes}
     here = {spec.dtype for name, spec in case.weights.layout.specs.items()} if case.weights else set()
     if there and here and there != here:

@@ -24,7 +24,7 @@ from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
-from ckptkit.files.crc32 import tell_damage
+from ckptkit.files.crc32 import RESTORE, WAS_CHANGED, tell_damage
 from ckptkit.files.file import children, file_size, is_there
 from ckptkit.files.origin import Origin
 from ckptkit.formats import detect_format, find_format, locate
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from ckptkit.comparison.differences import Diff
     from ckptkit.ops.stats import TensorStats
 
-_CHANGED = "damaged, or of another save: restore it; `ckptkit manifest --overwrite` if it was changed on purpose"
-
 
 @dataclass(frozen=True, slots=True)
 class Verified(Summarized):
@@ -49,7 +47,7 @@ class Verified(Summarized):
 
     Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
     compared with and `unchecked_bytes` had none. `looked_at` are its files, `sums` those of the files that were read,
-    `left_behind` other files in the directory of the checkpoint, at which nobody looked. `compared` is how it differs
+    `left_behind` other files in its directory, which verify did not read. `compared` is how it differs
     from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
     tensors, if they were asked for. `salvaged` is the account of what was lost when it was made of a damaged one, None
     if it was not.
@@ -114,7 +112,7 @@ def verify(
     """Look for damage in checkpoints, part by part; in a run, in each of its checkpoints.
 
     With `fast` no tensor is read: structure, and with a manifest the checksums that the files say they have. Where
-    nothing was found, the tensors are held against those of the checkpoint `against`, of any format and world size:
+    nothing was found, the tensors are compared with those of the checkpoint `against`, of any format and world size:
     all where both have an optimizer, the model's where one has none; of a run those of its latest checkpoint. Another
     dtype is a problem, unless `allow_cast`: then `against` is converted to it first. With `stats` they are counted.
 
@@ -164,7 +162,7 @@ def places_of(checkpoint: Checkpoint) -> list[Path]:
 
 
 def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> list[Verified]:
-    """Look at the parts of a checkpoint, and at other weights in its directory; the first knows what is left there."""
+    """Verify the parts of a checkpoint and other weights in its directory. The first result names the other files."""
     places, root = places_of(checkpoint), checkpoint.path
     found = [look(path) for path in places]
     found[0] = replace(found[0], salvaged=read_account(root))
@@ -310,7 +308,7 @@ def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
         known = own.recorded.get(name)
         if known is not None and known.nbytes != sizes[name]:
             message = f"the file has {sizes[name]} bytes, in the manifest it has {known.nbytes}"
-            problems.add(Corrupt(message, path=path, hint=_CHANGED))
+            problems.add(Corrupt(message, path=path, hint=RESTORE))
     return sizes
 
 
@@ -356,7 +354,7 @@ def compare_extents(
                 path=own.root / extent.path,
                 tensor=extent.name or None,
                 offset=extent.offset,
-                hint=_CHANGED if is_whole else describe_damage(own.root, extent),
+                hint=RESTORE if is_whole else describe_damage(own.root, extent),
             )
         )
 
@@ -365,7 +363,7 @@ def describe_damage(root: Path, extent: Extent) -> str:
     """Return a hint on what may have happened to an extent, and what to do."""
     zeros = find_zeros(root, extent)
     if zeros is None:
-        return "the file changed after it was written: restore it from a copy, or use another checkpoint"
+        return WAS_CHANGED
     return f"a page of zeros lies at byte {zeros}: it was never written, as after a crash; use another checkpoint"
 
 
@@ -375,7 +373,7 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
         found, path = sums.get(name), own.root / name
         if found is not None and found != wanted and not problems.are_in(path):
             message = f"its CRC-32 is {found.crc32:08x}, that in the manifest is {wanted.crc32:08x}"
-            problems.add(Corrupt(message, path=path, hint=_CHANGED))
+            problems.add(Corrupt(message, path=path, hint=RESTORE))
     if own.manifest and own.path.is_dir():
         for name in own.strangers:
             hint = "remove the file, if it is of another checkpoint"

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout import KeyPath, Layout, StoredTensor
-from ckptkit.layout.matching import match_trained
+from ckptkit.layout.matching import KEEP_NUMBERS, match_trained
 from ckptkit.layout.recorded_names import PARAM_NAMES, bare, match_recorded, match_with_prefix
 from ckptkit.models.companions import find_config
 from ckptkit.names.weights import find_model_key, names_of_training
@@ -26,7 +26,7 @@ from ckptkit.optimizers.parameter_order import float_shapes, is_buffer, ordered_
 from ckptkit.tensors.box import Shape
 
 _HINT = (
-    "--optimizer-keys ids leaves the numbers as they are; if you know the model, write it and its optimizer alone with "
+    f"{KEEP_NUMBERS}; if you know the model, write it and its optimizer alone with "
     "`convert --to pt` and --include, and convert the result"
 )
 Names = dict[Any, str]  # of parameters, by their numbers

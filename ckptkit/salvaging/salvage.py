@@ -126,7 +126,7 @@ def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
 
 
 def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: SalvagedWeights) -> Corrupt:
-    """Return the error for a checkpoint of which only other things than weights are whole."""
+    """Return the error for a checkpoint in which every weight has lost something."""
     path = checkpoint.path
     first = next(one for one in lost if one.name in weights.lost)
     message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights have lost something"

@@ -62,11 +62,11 @@ class LayoutReader(StorageReader):
 
     Where the state asks for some entries below a key and not for others, a warning (`PartialLoad`) counts the others:
     an optimizer that has made no step has no states, and would get none of those in the checkpoint. With `unasked`
-    "error" that is an error, before anything is read; with "ignore" nothing is said. Keys of which the state asks for
-    nothing, as the optimizer's where only a model is loaded, are left in peace.
+    "error" that is an error, before anything is read; "ignore" silences it. A key below which the state asks for
+    nothing, such as the optimizer's where you load a model alone, does not count.
 
-    A dtype that is another in the state is an error, unless `cast` is "allow": then floats
-    of 16 bits and more are converted.
+    A dtype that differs in the state is an error, unless `cast` is "allow": then floats of 16 bits and more are
+    converted.
 
     A chunk that a rank reads whole is compared with its recorded CRC-32, and `Corrupt` raised if it differs. Of one
     that is read in part, as when the world size changes, or that has its elements in another order, the CRC-32 says

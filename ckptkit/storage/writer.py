@@ -201,8 +201,8 @@ class Writer(RoomWriter):
     `format` is one that ckptkit writes. Entries that are no tensors lie in the files of "dcp" and "pt". With "hf" the
     weights have the names that the model itself gives them, without the key that it has in the state (`model`); all
     else lies in a DCP directory `training` beside the weights. A state of several models without entries of other kinds
-    keeps its names. `files` are small ones
-    to put beside the weights (config.json, a tokenizer's), and `max_shard_size` is in bytes.
+    keeps its names. `files` are small ones to put beside the weights (config.json, a tokenizer's), and
+    `max_shard_size` is in bytes.
     `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
     without `sync` the checkpoint may not outlive a power cut. A save
     that failed may leave a hidden directory, which goes away with the writer, or at its next save.

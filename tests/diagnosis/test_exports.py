@@ -230,7 +230,7 @@ def test_the_states_beside_an_empty_adapter_are_taken(produce: Produce, tmp_path
     assert "the states in `global_step2` have its weights" in finding.message
     done = ckptkit.consolidate(root, tmp_path / "out")
     assert any(
-        "`adapter_model.safetensors` was not taken but the states in `global_step2`" in note for note in done.notes
+        "the states in `global_step2` were taken, not `adapter_model.safetensors`" in note for note in done.notes
     )
     assert "embed.weight" in ckptkit.open(tmp_path / "out")
 
@@ -238,8 +238,11 @@ def test_the_states_beside_an_empty_adapter_are_taken(produce: Produce, tmp_path
 def test_a_tower_and_layers_of_an_unknown_type_are_looked_for(tmp_path: Path) -> None:
     root = saved(tmp_path / "model")
     edit(root / CONFIG, lambda config: config.update(model_type="of_no_library", architectures=["OfNoLibrary"]))
-    assert doctor(root).is_ok
+    found = doctor(root, fix=tmp_path / "out")
+    assert found.is_ok
+    assert f"nothing to fix: {tmp_path / 'out'} was not written" in found.notes
     edit(root / CONFIG, lambda config: config.update(num_hidden_layers=4, vision_config={"depth": 2}))
     tower, layers = (one.message for one in doctor(root).findings)
-    assert "`vision_config`, and no tensor is of such a tower" in tower
-    assert "has 4 layers, and no tensor is of 2 of them, such as layer 2" in layers
+    assert "declares `vision_config`, but no tensor belongs to such a tower" in tower
+    assert "expected 4 layers (num_hidden_layers of" in layers
+    assert "found no tensors for 2 of them, such as layer 2" in layers

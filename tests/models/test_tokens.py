@@ -86,6 +86,6 @@ def test_a_token_without_a_row_is_a_warning(tmp_path: Path, file: str, rows: int
     name = "tokenizer.json" if file == "unigram" else file
     (tmp_path / name).write_text(contents[file])
     done = ckptkit.consolidate(tmp_path, tmp_path / "out")
-    said = [f"{name} has a token 4, but the embedding has 4 rows"] if rows == 4 else []
-    assert [text.partition(":")[0] for text in done.warnings] == said
+    said = [f"{name} has token 4, but the embedding has only 4 rows"] if rows == 4 else []
+    assert [text.partition(";")[0] for text in done.warnings] == said
     assert (done.output / name).exists()

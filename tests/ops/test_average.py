@@ -236,7 +236,7 @@ CASES = {
     "negative": Case(saved(1), Usage, "positive", {"weights": [2, -1]}),
     "nan": Case(saved(1), Usage, "positive", {"weights": [2, float("nan")]}),
     "glob": Case(saved(1), Usage, "matches no tensor", {"include": ["nothing"]}),
-    "last": Case(saved(1), Usage, "one run", {"last": 2}),
+    "last": Case(saved(1), Usage, "expected 1 run, found 2 paths", {"last": 2}),
     "too large": Case({k: v * 1e30 for k, v in saved(1).items()}, Unsupported, "cannot hold", {"dtype": "fp16"}),
 }
 

@@ -148,6 +148,18 @@ def test_what_has_no_model_or_would_not_shrink_is_kept(tmp_path: Path) -> None:
     assert done.demote == ()
 
 
+def test_another_checkpoint_or_a_link_inside_is_not_deleted(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_alone({"model": {"w": torch.ones(99)}, "optimizer": {"w": torch.ones(99)}}, tmp_path / f"ckpt-{step}")
+    shutil.copytree(tmp_path / "ckpt-3", tmp_path / "ckpt-1" / "ckpt-7")
+    (tmp_path / "ckpt-2" / "best").symlink_to(tmp_path / "ckpt-3")
+    done = demote(tmp_path)
+    reasons = {entry.step: entry.reason for entry in done.keep}
+    assert reasons[1] == "cannot be demoted: `ckpt-7` would be deleted (a checkpoint of its own)"
+    assert reasons[2] == "cannot be demoted: `best` would be deleted (not a regular file)"
+    assert (tmp_path / "ckpt-1" / "ckpt-7" / ".metadata").exists()
+
+
 def test_what_is_damaged_stays_as_it_was(tmp_path: Path) -> None:
     weights = torch.arange(1 << 18, dtype=torch.float32)  # more than `prune` reads when it looks what is whole
     for step in (1, 2, 3):

@@ -488,7 +488,7 @@ def test_files_that_are_not_compared_are_said(old: Path, tmp_path: Path) -> None
     done = convert(old, tmp_path / "out", to="dcp", include=["layers.0.*"])
     assert (done.checked_bytes, done.unchecked_bytes) == (0, 120_000)
     (note,) = done.notes
-    assert note.startswith("not compared: 1 file of the source")
+    assert note.startswith("not compared with the manifest: 1 file of the source")
     assert f"`ckptkit verify {old}`" in note
 
 

@@ -103,7 +103,7 @@ def put(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> N
 
 
 def put_apart(joined: Reading, key: KeyPath, held: _Held) -> None:
-    """Add an entry of which each rank has its own."""
+    """Add an entry for each rank, since their values differ."""
     for rank, entry in held.items():
         way = (OWN, f"rank_{rank}", *key)
         put(joined, ".".join(map(str, way)), way, [entry])
@@ -126,7 +126,7 @@ def read_contents(path: Path, held: Sequence[_Held], report: Report) -> dict[tup
 
 
 def locate_all(path: Path, chunks: Mapping[str, Chunk], report: Report) -> list[Chunk]:
-    """Return chunks with their bytes found, each of which is all of a tensor."""
+    """Return chunks of whole tensors with their bytes located."""
     tensors = {name: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for name, chunk in chunks.items()}
     return [tensor.chunks[0] for tensor in locate(Layout(path, "dcp", tensors), report).tensors.values()]
 
