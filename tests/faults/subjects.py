@@ -92,6 +92,16 @@ def read_torch_save(out: Path, _: Ended) -> Leaves:
         return leaves(torch.load(file, weights_only=False, pickle_module=inert))
 
 
+_VALUES = frozenset(  # what values of plain types are made by
+    {
+        ("collections", "OrderedDict"),
+        ("__builtin__", "complex"),
+        ("__builtin__", "set"),
+        ("_codecs", "encode"),
+    }
+)
+
+
 class inert:  # noqa: N801 - torch takes a module
     """A `pickle` by which nothing is called but what makes tensors."""
 
@@ -99,7 +109,7 @@ class inert:  # noqa: N801 - torch takes a module
         """Finds torch's own functions, and a class that does nothing in place of all others."""
 
         def find_class(self, module: str, name: str) -> Any:
-            is_safe = module.partition(".")[0] == "torch" or (module, name) == ("collections", "OrderedDict")
+            is_safe = module.partition(".")[0] == "torch" or (module, name) in _VALUES
             return super().find_class(module, name) if is_safe and "." not in name else Nothing
 
     load = pickle.load
