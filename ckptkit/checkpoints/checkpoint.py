@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 from ckptkit import trainers
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.find_parts import (
+    COMPANION,
     OF_TRAINING,
     LeftBehind,
     inner_folders,
@@ -305,6 +306,12 @@ class Checkpoint:
         parts = {part.path for part in self.parts} - {self.path}
         with translate_os_errors(self.path):
             return list(left_in(self.path, frozenset(used), parts))
+
+    @property
+    def files_beside(self) -> list[LeftBehind]:
+        """Return the files in its directory that no part is read from, but for config and tokenizer."""
+        used = {part.layout.root / name for part in self.parts for name in part.layout.files}
+        return [left for left in self.left_behind(used) if left.why != COMPANION]
 
     @cached_property
     def unreadable(self) -> Unsupported | None:

@@ -157,7 +157,7 @@ def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
     from ckptkit.models.computation import find_differences  # few checkpoints have a config.json and get another
 
     found = [f"{one.key} ({one.here}, in {options.base} {one.there})" for one in find_differences(own, model.config)]
-    words = "the config.json of --base is written, and that beside the checkpoint differs"
+    words = "the output has the config.json of --base, but the one beside the checkpoint differs"
     return [Caution(f"{words}: {', '.join(found[:4])}{and_more(len(found) - 4)}")] if found else []
 
 

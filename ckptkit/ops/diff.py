@@ -9,7 +9,7 @@ from operator import ne
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.find_parts import COMPANION, describe_left
+from ckptkit.checkpoints.find_parts import describe_left
 from ckptkit.comparison.differences import Diff, Difference, Reason
 from ckptkit.comparison.entries import differing_entries
 from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_hub
@@ -57,7 +57,7 @@ def diff(
     matches = [match(part.layout, other.layout) for part, other in parts]
     notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]
     notes += [remark for *_, more in matches for remark in more]
-    notes += [line for side in (one, two) for line in not_compared(side)]
+    notes += [line for side in (one, two) for line in describe_left(side.files_beside, f"not compared in {side.path}")]
     pairs = [(ours, theirs) for ours, theirs, _ in matches]
     if any(is_one_packed(*pair) for pair in pairs):
         notes.append("numbers of 8 bits were compared without their scales: `ckptkit stats A B` takes these along")
@@ -69,13 +69,6 @@ def diff(
         ours, theirs = (side.select(asked.admit) for side in pair)
         found = found.merge(diff_sides(ours, theirs, terms, jobs, progress))
     return found
-
-
-def not_compared(checkpoint: Checkpoint) -> list[str]:
-    """Return the files of a checkpoint that no entry is read from, but for config and tokenizer, in words."""
-    used = {part.layout.root / name for part in checkpoint.parts for name in part.layout.files}
-    left = [one for one in checkpoint.left_behind(used) if one.why != COMPANION]
-    return describe_left(left, f"not compared in {checkpoint.path}")
 
 
 def prove(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.find_parts import COMPANION, LeftBehind
+from ckptkit.checkpoints.find_parts import LeftBehind
 from ckptkit.checkpoints.part import Part
 from ckptkit.collector import collector_paused
 from ckptkit.errors import Mismatch, Unsupported
@@ -120,14 +120,8 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         find_adapters(model),
         quantized,
         read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
-        tuple(find_others(checkpoint)),
+        tuple(checkpoint.files_beside),
     )
-
-
-def find_others(checkpoint: Checkpoint) -> list[LeftBehind]:
-    """Return the files in the checkpoint's directory that no part is read from, but for config and tokenizer."""
-    used = {part.layout.root / name for part in checkpoint.parts for name in part.layout.files}
-    return [left for left in checkpoint.left_behind(used) if left.why != COMPANION]
 
 
 def find_adapters(model: Part) -> tuple[InspectedAdapter, ...]:
