@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.average import average
     from ckptkit.ops.consolidate import consolidate
     from ckptkit.ops.convert import convert
+    from ckptkit.ops.cp import CopiedFiles, cp
     from ckptkit.ops.diff import diff
     from ckptkit.ops.doctor import Diagnosis, doctor
     from ckptkit.ops.explain import explain
@@ -49,6 +50,7 @@ __all__ = [
     "CkptError",
     "ConvertOptions",
     "Converted",
+    "CopiedFiles",
     "Diagnosis",
     "Diff",
     "Estimated",
@@ -71,6 +73,7 @@ __all__ = [
     "average",
     "consolidate",
     "convert",
+    "cp",
     "diff",
     "doctor",
     "estimate",
@@ -102,6 +105,7 @@ _HOMES = {
     "CkptError": "ckptkit.errors",
     "ConvertOptions": "ckptkit.conversion.options",
     "Converted": "ckptkit.conversion.report",
+    "CopiedFiles": "ckptkit.ops.cp",
     "Diagnosis": "ckptkit.ops.doctor",
     "Diff": "ckptkit.comparison.differences",
     "Estimated": "ckptkit.estimates.estimate",
@@ -123,6 +127,7 @@ _HOMES = {
     "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
+    "cp": "ckptkit.ops.cp",
     "diff": "ckptkit.ops.diff",
     "doctor": "ckptkit.ops.doctor",
     "estimate": "ckptkit.estimates.estimate",

@@ -1,4 +1,7 @@
-"""An S3 server on loopback: `rclone serve s3` over a directory, behind a proxy that counts requests and fails some."""
+"""S3 servers on loopback, behind a proxy that counts requests and fails some.
+
+`rclone serve s3` over a directory knows no conditions and no checksums; moto, in memory, knows both.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,17 @@ _KEY, _SECRET = "access", "secret"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for: "METHOD path?query", and the range of bytes if one was given."""
+    """What was asked for: "METHOD path?query", the range of bytes if one was given, and how many bytes were sent."""
 
     what: str
     start: int | None
     stop: int | None
+    sent: int = 0
 
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with the next `times` requests in which the pattern `where` is found.
+    """What goes wrong with the next `times` requests in which the pattern `where` is found, once `skip` have passed.
 
     An answer with `status`; or the connection is dropped `after` so many bytes of the body; or `first` something is
     done, and then the request.
@@ -39,6 +43,7 @@ class Fault:
 
     where: str
     times: int = 1
+    skip: int = 0
     status: int = 0
     after: int | None = None
     first: Callable[[], None] | None = None
@@ -105,6 +110,9 @@ class S3:
             self.requests.append(request)
             for fault in self.faults:
                 if fault.times and re.search(fault.where, request.what):
+                    fault.skip -= 1
+                    if fault.skip >= 0:
+                        continue
                     fault.times -= 1
                     return fault
         return None
@@ -132,15 +140,17 @@ class Handler(BaseHTTPRequestHandler):
         """Pass a request on, and the answer back."""
         span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         start, stop = (int(span[1]), int(span[2]) + 1) if span else (None, None)
-        fault = self.s3.meet(Request(f"{self.command} {unquote(self.path)}", start, stop))
+        sent = int(self.headers.get("Content-Length") or 0)
+        fault = self.s3.meet(Request(f"{self.command} {unquote(self.path)}", start, stop, sent))
         if fault and fault.first:
             fault.first()
         if fault and fault.status:
+            self.rfile.read(sent)
             self.answer(fault.status, [], b"")
             return
         upstream = http.client.HTTPConnection("127.0.0.1", self.s3.upstream)
         try:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.rfile.read(sent)
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 upstream.putheader(name, value)
@@ -177,14 +187,29 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_s3(root: Path) -> Iterator[S3]:
-    """Serve the directories in `root` as buckets, until the end of the block."""
+    """Serve the directories in `root` as buckets by rclone, until the end of the block."""
+    root.mkdir(exist_ok=True)
+    settings = ["--config", "", "--vfs-cache-mode", "off", "--dir-cache-time", "0s"]
+    keys = ["--auth-key", f"{_KEY},{_SECRET}"]
+    serve: list[str | Path] = ["rclone", "serve", "s3", *keys, *settings, root]
+    with behind_proxy(root, lambda port: [*serve, "--addr", f"127.0.0.1:{port}"]) as s3:
+        yield s3
+
+
+@contextmanager
+def serve_moto(root: Path) -> Iterator[S3]:
+    """Serve buckets in the memory of moto, until the end of the block."""
+    with behind_proxy(root, lambda port: ["moto_server", "-H", "127.0.0.1", "-p", str(port)]) as s3:
+        yield s3
+
+
+@contextmanager
+def behind_proxy(root: Path, command: Callable[[int], list[str | Path]]) -> Iterator[S3]:
+    """Run a server, started by the command for a port, behind the proxy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         upstream = probe.getsockname()[1]
-    root.mkdir(exist_ok=True)
-    command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{upstream}", "--auth-key", f"{_KEY},{_SECRET}"]
-    settings = ["--config", "", "--vfs-cache-mode", "off", "--dir-cache-time", "0s"]
-    process = subprocess.Popen([*command, *settings, root], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command(upstream), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     s3 = S3(root, upstream=upstream)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, s3))
     server.daemon_threads = True
@@ -206,5 +231,5 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     while True:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
-        assert process.poll() is None, "rclone did not start"
+        assert process.poll() is None, "the server did not start"
         time.sleep(0.05)

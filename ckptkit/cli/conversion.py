@@ -25,6 +25,7 @@ from ckptkit.settings import settings_of
 
 if TYPE_CHECKING:
     from ckptkit.conversion.report import Converted
+    from ckptkit.ops.cp import CopiedFiles
 
 # Read when numpy is first imported, which is later. Each of our threads multiplies matrices by itself: others of BLAS,
 # which wait by spinning, would take the cores from them.
@@ -147,7 +148,7 @@ def report(src: Path | None, done: Converted, verb: str) -> None:
         say(line)
 
 
-def files_of(done: Converted) -> list[tuple[str, str]]:
+def files_of(done: Converted | CopiedFiles) -> list[tuple[str, str]]:
     """Return the files and their sizes; of many, the first and the last."""
     rows = [(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()]
     if len(rows) <= 20:

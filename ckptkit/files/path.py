@@ -246,3 +246,16 @@ def to_local(place: str | os.PathLike[str]) -> Path:
         hint = "write to a local directory; `ckptkit push` takes it to the Hub"
         raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
     return Path(path)
+
+
+def to_destination(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `place`, to be copied to: a local one, or a prefix of a bucket of S3."""
+    path = parse_url(place) if isinstance(place, str) and _URL.match(place) else place
+    if not isinstance(path, RemotePath):
+        return Path(path)
+    if path.parts[0] != "s3:":
+        hint = "copy to a local directory or to s3://bucket/prefix; `ckptkit push` takes it to the Hub"
+        raise Usage(f"`{place}` is no place that ckptkit writes to", hint=hint)
+    if not path.key:
+        raise Usage(f"`{place}` is a whole bucket", hint="write it like s3://bucket/run/ckpt-5")
+    return path

@@ -105,6 +105,12 @@ class CachedStore:
         seen = self.found.get(key)
         return key if seen is not None and fresh.find(key) != seen else None
 
+    def forget(self) -> None:
+        """Forget every answer: the store was written to."""
+        self.store.forget()
+        self.found.clear()
+        self.listed.clear()
+
     def _rules_out(self, folder: str) -> bool:
         """Return True if there is no such directory, as far as can be told without asking."""
         above, _, name = folder.rpartition("/")

@@ -1,0 +1,75 @@
+"""Run `ckptkit cp`: a checkpoint, as it is, to another place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.files.path import to_destination
+
+if TYPE_CHECKING:
+    from ckptkit.ops.cp import CopiedFiles
+
+
+def cp(
+    src: Source,
+    dst: Annotated[
+        Path,
+        typer.Argument(parser=to_destination, metavar="DST", help="The directory to make, or s3://bucket/prefix."),
+    ],
+    overwrite: Overwrite = False,
+    jobs: Jobs = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Copy a checkpoint, bytes as they are, and verify it on the way.
+
+    Every byte that has a CRC-32, in the format or in a manifest, is compared. DST appears whole or not at all. After
+    an interruption the same command continues.
+
+    Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
+
+    SRC may be s3://, hf:// or https://. --jobs is the number of pieces of 16 MiB in memory, by default 8. On S3,
+    --overwrite first removes the old checkpoint: until the copy is whole there is none. Exit codes: 0 done; 2 usage;
+    3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or another upload is under
+    way; 130 interrupted.
+    """
+    from ckptkit.ops.cp import cp as run
+
+    with progress_bar("copying") as progress:
+        done = run(src, dst, overwrite=overwrite, jobs=jobs, sync=not no_sync, progress=progress)
+    if json:
+        print_json(to_json(done))
+    else:
+        report(src, done)
+
+
+def to_json(done: CopiedFiles) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
+    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+    left = [{"path": str(left.path), "why": left.why} for left in done.left_behind]
+    return {"files": files, "left_behind": left, **pick(done, *names, "notes")}
+
+
+def report(src: Path, done: CopiedFiles) -> None:
+    """Print the result for a reader."""
+    from ckptkit.checkpoints.find_parts import describe_left
+    from ckptkit.cli.conversion import files_of
+
+    if done.source != src:
+        note(f"taking {done.source}")
+    first, *others = done.summary()
+    say(first)
+    print_table(files_of(done), ("  file", "size"))
+    for line in others:
+        say(line)
+    for text in done.notes:
+        say(f"note: {text}")
+    for line in describe_left(done.left_behind, "left behind"):
+        say(line)

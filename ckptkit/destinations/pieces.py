@@ -1,0 +1,90 @@
+"""Cut files into the pieces in which they are copied, and remember which of them an interrupted copy wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Protocol
+
+from ckptkit.errors import translate_os_errors
+from ckptkit.files.crc32 import crc32
+from ckptkit.files.file import open_file
+
+PART_BYTES = (
+    1 << 24
+)  # at least; all pieces of a file but the last are equal, as some stores want the parts of an object
+_MOST_PARTS = 9_000  # of an object; a store takes 10,000
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FilePiece:
+    """Bytes of file `name` that are copied at once: the `number`-th piece of it, counted from 1, of `count`."""
+
+    name: str
+    number: int
+    count: int
+    start: int
+    length: int
+
+
+class PieceSink(Protocol):
+    """Where pieces of files go, in any order and from several threads."""
+
+    def recall(self, piece: FilePiece, data: bytearray) -> bool:
+        """Fill `data` with a piece that is there already, if one is. Returns whether it is."""
+
+    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+        """Write a piece, whose CRC-32 is `crc`."""
+
+
+@dataclass(slots=True)
+class LocalPieces:
+    """Files in directory `root`, which are there in their sizes; `journal` is the file that names finished pieces."""
+
+    root: Path
+    journal: Path
+    resumed_bytes: int = 0
+    _done: dict[tuple[str, int], int] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        with translate_os_errors(self.journal):
+            lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        for line in lines:
+            try:
+                name, number, crc = json.loads(line)
+            except ValueError:  # what a dying process left
+                continue
+            self._done[name, number] = crc
+
+    def recall(self, piece: FilePiece, data: bytearray) -> bool:
+        """Fill `data` with what an interrupted copy wrote, if it finished the piece and the disk still has it."""
+        crc = self._done.get((piece.name, piece.number))
+        if crc is None:
+            return False
+        with closing(open_file(self.root / piece.name)) as file:
+            file.read_into(memoryview(data), piece.start)
+        is_whole = crc32(data) == crc
+        with self._lock:
+            self.resumed_bytes += len(data) if is_whole else 0
+        return is_whole
+
+    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+        """Write a piece, and note it."""
+        with closing(open_file(self.root / piece.name, writable=True)) as file:
+            file.write_at(memoryview(data), piece.start)
+        with self._lock, translate_os_errors(self.journal), self.journal.open("a") as journal:
+            journal.write(json.dumps([piece.name, piece.number, crc]) + "\n")
+
+
+def cut_file(name: str, size: int) -> Iterator[FilePiece]:
+    """Yield the pieces of a file of `size` bytes: one of a small or empty file, else equal ones but for the last."""
+    length = max(PART_BYTES, -(-size // (_MOST_PARTS * _MIB)) * _MIB)
+    starts = range(0, max(size, 1), length)
+    for number, start in enumerate(starts, 1):
+        yield FilePiece(name, number, len(starts), start, min(length, size - start))

@@ -1,0 +1,376 @@
+"""Write a directory of files, or one file, to S3: it appears whole or not at all, and an upload can be resumed.
+
+claim -> put_part and put_small, in any order -> complete -> mark -> release
+
+The claim is an object that only one upload can create. The marks are the files without which no reader sees a
+checkpoint; they come last. The store compares every part and every object with the CRC-32 that is sent along.
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from hashlib import md5, sha256
+from threading import Lock
+from typing import Any
+
+from ckptkit.destinations.pieces import PART_BYTES, FilePiece
+from ckptkit.errors import IOFailure, Occupied
+from ckptkit.files.crc32 import crc32
+from ckptkit.files.path import RemotePath
+from ckptkit.files.stores.s3_calls import S3Bucket, find_code
+from ckptkit.version import __version__
+
+CLAIM = ".ckptkit-upload.json"
+_ONLY_NEW = {"IfNoneMatch": "*"}
+_ABSENT = ("404", "NoSuchKey", "NoSuchUpload")
+_TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
+_NO_CHECKSUMS = ("400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented", "SignatureDoesNotMatch")
+
+Check = Callable[[], Iterable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class SentPart:
+    """A part of an object that the store has. `crc32` is None if the store does not compute checksums."""
+
+    etag: str
+    nbytes: int
+    crc32: int | None
+
+
+@dataclass(slots=True)
+class S3Destination:
+    """A prefix of a bucket, or a single key, to which files of these `sizes` in bytes go.
+
+    `marks` are the names of the files that come last, in this order. If `is_file`, the one file becomes the object at
+    `path` itself. After `claim`, `has_conditions` and `has_checksums` say what the store can do, `resumed` whether an
+    earlier upload of the same files goes on, and `whole` has the CRC-32 of the large objects that are complete.
+    """
+
+    path: RemotePath
+    sizes: Mapping[str, int]
+    marks: Sequence[str]
+    is_file: bool = False
+    has_conditions: bool = True
+    has_checksums: bool = True
+    resumed: bool = False
+    sent_bytes: int = 0
+    whole: dict[str, int] = field(default_factory=dict)
+    _bucket: S3Bucket = field(init=False)
+    _uploads: dict[str, str] = field(default_factory=dict)
+    _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
+    _there: dict[str, int] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self._bucket = S3Bucket(self.path.parts[1], RemotePath(*self.path.parts[:2]))
+
+    @property
+    def plan(self) -> str:
+        """Return what tells this upload from others: the names of the files and their sizes."""
+        words = [sorted(self.sizes.items()), PART_BYTES]
+        return sha256(json.dumps(words).encode()).hexdigest()
+
+    def claim(self, *, overwrite: bool, check: Check) -> None:
+        """Take the destination for this upload, or go on with an upload of the same files.
+
+        With `overwrite`, `check` raises an error if what is there may not be replaced, and names the files to delete
+        first. Raises `Occupied` if something is there, or another upload is under way.
+        """
+        begun = self._read_claim()
+        if begun is not None and begun["plan"] != self.plan:
+            if not overwrite:
+                message = f"another upload is under way since {begun['started']}, from {begun['host']}"
+                hint = "wait for it, or abandon it with --overwrite"
+                raise Occupied(message, path=self.path, hint=hint)
+            self._uploads = begun["uploads"] or {}
+            self.abandon()
+        self.resumed = begun is not None and begun["plan"] == self.plan
+        uploads = begun["uploads"] if begun is not None and self.resumed else None
+        if begun is None or uploads is None:
+            self._begin(overwrite=overwrite, first=check() if begun is None and overwrite and self._list() else ())
+        else:
+            self.has_conditions, self.has_checksums = begun["conditions"], begun["checksums"]
+            self._resume(uploads)
+
+    def recall(self, piece: FilePiece, data: bytearray) -> bool:  # noqa: ARG002
+        """Return False: what the store has is compared by its checksum, and not read."""
+        return False
+
+    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+        """Send a piece of a file; one that is the whole of a mark is left to `mark`."""
+        if piece.count > 1:
+            self.put_part(piece, data, crc)
+        elif piece.name not in self.marks:
+            self.put_small(piece.name, data, crc)
+
+    def put_part(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+        """Send a part of a large file, unless the store has it."""
+        if piece.name in self.whole:
+            return
+        parts = self._parts.setdefault(piece.name, {})
+        there = parts.get(piece.number)
+        if there is not None and there.nbytes == len(data) and is_same(there, data, crc):
+            parts[piece.number] = SentPart(there.etag, len(data), crc)
+            return
+        more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
+        answer = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
+        parts[piece.number] = SentPart(answer["ETag"], len(data), crc)
+        self._count(data)
+
+    def complete(self, name: str, crc: int, *, only_new: bool = False) -> None:
+        """Make the parts of a large file one object, whose CRC-32 the store compares.
+
+        If `only_new`, an object that is there is not replaced. Raises `Occupied` if it differs.
+        """
+        if name not in self.whole:
+            parts = sorted(self._parts[name].items())
+            listed = [{"PartNumber": n, "ETag": one.etag, **self._checksum(one.crc32)} for n, one in parts]
+            kind = {"ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
+            more = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
+            condition = _ONLY_NEW if only_new else {}
+            try:
+                self._call("complete_multipart_upload", name, **more, **self._checksum(crc), **kind, **condition)
+            except IOFailure as error:
+                if find_code(error) not in (*_ABSENT, *_TAKEN):
+                    raise
+        self._require_same(name, self.sizes[name], crc)
+
+    def put_small(self, name: str, data: bytearray, crc: int) -> None:
+        """Send a whole file, unless the store has it."""
+        if self._has(name, len(data), crc):
+            return
+        self._call("put_object", name, Body=data, **self._compared(crc))
+        self._count(data)
+
+    def mark(self, name: str, data: bytearray, crc: int) -> None:
+        """Send a whole file that makes the checkpoint visible. Raises `Occupied` if another one is there."""
+        if self._has(name, len(data), crc):
+            return
+        try:
+            self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW)
+            self._count(data)
+        except IOFailure as error:
+            if find_code(error) not in _TAKEN:
+                raise
+            self._require_same(name, len(data), crc)
+
+    def is_large(self, name: str) -> bool:
+        """Return whether a file is sent in parts."""
+        return self.sizes[name] > PART_BYTES
+
+    def remarks(self) -> list[str]:
+        """Return what the store could not do, once the claim was made."""
+        can_not = [
+            *([] if self.has_conditions else ["refuse to replace an object: two uploads could collide"]),
+            *([] if self.has_checksums else ["compute CRC-32: it did not compare the bytes that it received"]),
+        ]
+        return [f"this store does not {what}" for what in can_not]
+
+    def release(self) -> None:
+        """Delete the claim: the upload is done."""
+        self._bucket.call("delete_object", self._claim_key)
+
+    def abandon(self) -> None:
+        """Abort the uploads of large files and delete the claim."""
+        for name, upload in self._uploads.items():
+            try:
+                self._call("abort_multipart_upload", name, UploadId=upload)
+            except IOFailure as error:
+                if find_code(error) not in _ABSENT:
+                    raise
+        self._uploads = {}
+        self.release()
+
+    def begin_again(self, name: str) -> None:
+        """Send a large file anew, although an object of its size is there."""
+        self.whole.pop(name, None)
+        self._parts.pop(name, None)
+        self._uploads[name] = self._create(name)
+        self._write_claim(self._uploads)
+
+    def _count(self, data: bytearray) -> None:
+        with self._lock:
+            self.sent_bytes += len(data)
+
+    def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
+        there = self._list()
+        if there and not overwrite:
+            hint = "choose another, or replace it with --overwrite"
+            raise Occupied("the destination exists", path=self.path, hint=hint)
+        if not self.resumed:
+            self._create_claim()
+        self._probe()
+        self._delete([*(name for name in (*first, *self.marks) if name in there), *there])
+        self._uploads = {name: self._create(name) for name in self.sizes if self.is_large(name)}
+        self._write_claim(self._uploads)
+
+    def _resume(self, uploads: Mapping[str, str]) -> None:
+        self._uploads = dict(uploads)
+        self._there = self._list()
+        for name, upload in uploads.items():
+            try:
+                self._parts[name] = self._list_parts(name, upload)
+            except IOFailure as error:
+                if find_code(error) not in _ABSENT:
+                    raise
+                crc = self._find_crc(name, self.sizes[name]) if name in self._there else None
+                if crc is None:
+                    self.begin_again(name)
+                else:
+                    self.whole[name] = crc
+
+    def _create(self, name: str) -> str:
+        how = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
+        return str(self._call("create_multipart_upload", name, **how)["UploadId"])
+
+    def _list_parts(self, name: str, upload: str) -> dict[int, SentPart]:
+        found: dict[int, SentPart] = {}
+        after = 0
+        while True:
+            page = self._call("list_parts", name, UploadId=upload, PartNumberMarker=after)
+            for one in page.get("Parts", ()):
+                after = int(one["PartNumber"])
+                found[after] = SentPart(one["ETag"], int(one["Size"]), crc_of(one))
+            if not page.get("IsTruncated"):
+                return found
+
+    def _has(self, name: str, nbytes: int, crc: int) -> bool:
+        """Return whether an earlier attempt has sent a small file, as far as the store says its CRC-32."""
+        return self._there.get(name) == nbytes and self._find_crc(name, nbytes) == crc
+
+    def _find_crc(self, name: str, nbytes: int) -> int | None:
+        """Return the CRC-32 of an object of this size, None if it is missing or the store does not say one."""
+        try:
+            found = self._call("head_object", name, ChecksumMode="ENABLED")
+        except IOFailure as error:
+            if find_code(error) not in _ABSENT:
+                raise
+            return None
+        return crc_of(found) if int(found["ContentLength"]) == nbytes else None
+
+    def _require_same(self, name: str, nbytes: int, crc: int) -> None:
+        """Raise `Occupied` unless the object is of this size and CRC-32, as far as the store says one."""
+        found = self._call("head_object", name, ChecksumMode="ENABLED")
+        size, known = int(found["ContentLength"]), crc_of(found)
+        if size != nbytes or known not in (None, crc):
+            there = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
+            message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {there}"
+            hint = "delete this object, then run the same command again"
+            raise Occupied(message, path=self.path / name, hint=hint)
+
+    def _read_claim(self) -> dict[str, Any] | None:
+        try:
+            content = self._bucket.read(self._claim_key)
+        except IOFailure as error:
+            if find_code(error) not in _ABSENT:
+                raise
+            return None
+        try:
+            found: dict[str, Any] = json.loads(content)
+            return {key: found[key] for key in ("plan", "started", "host", "uploads", "conditions", "checksums")}
+        except (KeyError, TypeError, ValueError) as error:
+            hint = "another version wrote it: delete this object, and its upload is forgotten"
+            raise Occupied("the claim of another upload cannot be read", path=self._claim_path, hint=hint) from error
+
+    def _create_claim(self) -> None:
+        try:
+            self._put_claim(None, _ONLY_NEW)
+        except IOFailure as error:
+            if find_code(error) in _TAKEN:
+                begun = self._read_claim()
+                if begun is not None and begun["plan"] == self.plan:
+                    return  # ours: the answer to a first attempt was lost, and the library made another
+                hint = "run the same command again when it has ended"
+                raise Occupied("another upload began at this moment", path=self.path, hint=hint) from error
+            if find_code(error) not in _NO_CHECKSUMS:
+                raise
+            self.has_checksums = False
+            self._put_claim(None, _ONLY_NEW)
+
+    def _probe(self) -> None:
+        """Find out what the store can do: whether it refuses a second claim, and computes checksums."""
+        try:
+            self._put_claim(None, _ONLY_NEW)
+            self.has_conditions = False
+        except IOFailure as error:
+            if find_code(error) not in _TAKEN:
+                raise
+        asked = self._bucket.call("head_object", self._claim_key, ChecksumMode="ENABLED")
+        unasked = self._bucket.call("head_object", self._claim_key)  # some only repeat every header that they got
+        self.has_checksums = self.has_checksums and crc_of(asked) is not None and crc_of(unasked) is None
+
+    def _write_claim(self, uploads: Mapping[str, str]) -> None:
+        self._put_claim(uploads, {})
+
+    def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
+        words = {
+            "ckptkit": __version__,
+            "plan": self.plan,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "host": socket.gethostname(),
+            "uploads": uploads,
+            "conditions": self.has_conditions,
+            "checksums": self.has_checksums,
+        }
+        data = json.dumps(words, indent=1).encode()
+        self._bucket.call("put_object", self._claim_key, Body=data, **self._compared(crc32(data)), **condition)
+
+    def _delete(self, names: Sequence[str]) -> None:
+        """Delete files, the marks before all others."""
+        for name in dict.fromkeys(names):
+            self._call("delete_object", name)
+
+    def _list(self) -> dict[str, int]:
+        """Return the size of each file that is there, by name, but for the claim."""
+        base = self._key("")
+        found = self._bucket.list(base)
+        if self.is_file:
+            (name,) = self.sizes
+            return {name: found[base]} if base in found else {}
+        return {key.removeprefix(base): size for key, size in found.items() if key != self._claim_key}
+
+    def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
+        return self._bucket.call(operation, self._key(name), **arguments)
+
+    def _key(self, name: str) -> str:
+        return self.path.key if self.is_file else f"{self.path.key}/{name}"
+
+    @property
+    def _claim_key(self) -> str:
+        return f"{self.path.key}{CLAIM}" if self.is_file else f"{self.path.key}/{CLAIM}"
+
+    @property
+    def _claim_path(self) -> RemotePath:
+        return RemotePath(*self.path.parts[:2], self._claim_key)
+
+    def _compared(self, crc: int) -> dict[str, str]:
+        """Return what makes the store compare a body with its CRC-32."""
+        found = self._checksum(crc)
+        return {"ChecksumAlgorithm": "CRC32", **found} if found else {}
+
+    def _checksum(self, crc: int | None) -> dict[str, str]:
+        return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc(crc)}
+
+
+def is_same(part: SentPart, data: bytearray, crc: int) -> bool:
+    """Return whether a part that the store has is made of these bytes, by its CRC-32, or else by its MD5."""
+    if part.crc32 is not None:
+        return part.crc32 == crc
+    return part.etag.strip('"') == md5(data, usedforsecurity=False).hexdigest()
+
+
+def encode_crc(crc: int) -> str:
+    return b64encode(crc.to_bytes(4)).decode()
+
+
+def crc_of(answer: Mapping[str, Any]) -> int | None:
+    """Return the CRC-32 of a part or a whole object that an answer of the store has; None if it has none."""
+    text = answer.get("ChecksumCRC32")
+    return None if text is None or "-" in text else int.from_bytes(b64decode(text))

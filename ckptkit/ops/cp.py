@@ -1,0 +1,367 @@
+"""Copy a checkpoint as it is, to a local directory or to S3, and compare every checksum that it has on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from ckptkit.checkpoints.account import NAME as ACCOUNT
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.find_parts import LeftBehind, is_left, reason_to_leave
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import FileSum
+from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.problems import Problems
+from ckptkit.checkpoints.replaceable import check_replaceable
+from ckptkit.conversion.directories import contains
+from ckptkit.destinations.allocation import check_room, create_file, make_folder, missing_bytes
+from ckptkit.destinations.pieces import LocalPieces, PieceSink
+from ckptkit.destinations.s3 import S3Destination
+from ckptkit.destinations.staging import Stage
+from ckptkit.engine.copy_files import copy_files
+from ckptkit.engine.scan import Scanned, sum_file
+from ckptkit.errors import CkptError, Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
+from ckptkit.files.crc32 import crc32
+from ckptkit.files.file import children, file_size, opening, read_at
+from ckptkit.files.local import is_strange_link
+from ckptkit.files.origin import Origin
+from ckptkit.files.path import RemotePath, to_destination
+from ckptkit.layout import Extent
+from ckptkit.ops.own_files import OwnFiles
+from ckptkit.ops.verify import compare_extents, compare_files, look_inside, sizes_of
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
+from ckptkit.progress import Progress, Told, telling
+from ckptkit.summary import Summarized
+from ckptkit.trainers import step_of
+from ckptkit.version import __version__
+
+_CONFIG = "config.json"
+_JOURNAL = "pieces.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFiles(Summarized):
+    """The files of a checkpoint that were copied, by name and bytes.
+
+    Of their bytes, `checked_bytes` had a CRC-32 that was compared, `unchecked_bytes` had none. `sent_bytes` were
+    written by this call; an interrupted call had written the others. `left_behind` are entries of the
+    source's directory that are not copied.
+    """
+
+    source: Path
+    output: Path
+    format: str
+    files: Mapping[str, int]
+    checked_bytes: int
+    unchecked_bytes: int
+    sent_bytes: int
+    left_behind: tuple[LeftBehind, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(self.files.values())
+
+    def summary(self) -> Iterator[str]:
+        yield f"copied {self.source} to {self.output}"
+        yield f"{count(len(self.files), 'file')}, {format_bytes(self.nbytes)} in {self.seconds:.2f} s"
+        unchecked = f"; {format_bytes(self.unchecked_bytes)} without a checksum" if self.unchecked_bytes else ""
+        yield f"{format_bytes(self.checked_bytes)} compared with a checksum of the source{unchecked}"
+        before = self.nbytes - self.sent_bytes
+        yield from [f"{format_bytes(before)} were there from an earlier attempt"] if before else []
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """A part of the checkpoint: its files, the runs of bytes in them, and its directory as seen from the whole's."""
+
+    own: OwnFiles
+    extents: tuple[Extent, ...]
+    place: str
+
+    def name(self, file: str) -> str:
+        return f"{self.place}/{file}" if self.place else file
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that is copied of a checkpoint: files of directory `root` by name and bytes. `marks` are the last of them."""
+
+    root: Path
+    parts: tuple[OwnPart, ...]
+    sizes: Mapping[str, int]
+    marks: tuple[str, ...]
+    left: tuple[LeftBehind, ...]
+    is_file: bool
+
+    @property
+    def extents(self) -> Iterator[Extent]:
+        """Yield the runs of bytes of all parts, in files as they are named in `root`."""
+        for part in self.parts:
+            yield from (replace(extent, path=part.name(extent.path)) for extent in part.extents)
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What a destination tells of a copy."""
+
+    sent_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def cp(
+    source: Source,
+    dst: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    jobs: int | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> CopiedFiles:
+    """Copy the files of a checkpoint, as they are, to the local directory or the URL `s3://bucket/prefix` at `dst`.
+
+    Of a run, its latest complete checkpoint. A checkpoint that is one file is copied to the file or key `dst`. The
+    copy appears whole or not at all, and the same call continues an interrupted one. Raises `Corrupt` if a file is
+    missing or differs from its checksum, `Occupied` if something is at `dst`, `IOFailure` if the store refuses.
+    """
+    began = time.perf_counter()
+    checkpoint = Checkpoint.open(source)
+    target = to_destination(dst)
+    check_outside(checkpoint, target)
+    origin = Origin.of(checkpoint.path)
+    contents = look_through(checkpoint)
+    if contents.is_file and checkpoint.path.suffix != target.suffix:
+        hint = f"name the copy like `{target}{checkpoint.path.suffix}`"
+        raise Usage(f"the source is a file that ends in `{checkpoint.path.suffix}`", path=checkpoint.path, hint=hint)
+    tell = telling(progress, sum(contents.sizes.values()))
+    send = partial(transfer, contents, jobs=jobs, progress=tell, origin=origin)
+    if isinstance(target, RemotePath):
+        done = copy_to_s3(contents, target, send, overwrite=overwrite)
+    else:
+        done = copy_to_directory(contents, target, checkpoint.path, send, overwrite=overwrite, sync=sync)
+    checked = sum(map(checked_bytes, contents.parts))
+    total = sum(contents.sizes.values())
+    return CopiedFiles(
+        source=checkpoint.path,
+        output=target,
+        format=checkpoint.parts[0].reader.name,
+        files=contents.sizes,
+        checked_bytes=checked,
+        unchecked_bytes=total - checked,
+        sent_bytes=done.sent_bytes,
+        left_behind=contents.left,
+        notes=tuple(done.notes),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def check_outside(checkpoint: Checkpoint, target: Path) -> None:
+    """Raise `Unsafe` if one of source and destination lies in the other."""
+    here, there = checkpoint.path.resolve(), target.resolve()
+    if contains(here, there) or contains(there, here):
+        hint = "choose another destination"
+        raise Unsafe("the source and the destination lie in each other", path=target, hint=hint)
+
+
+def look_through(checkpoint: Checkpoint) -> Contents:
+    """Return what of a checkpoint is copied. Raises the first problem of its structure."""
+    root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    problems = Problems()
+    others = frozenset(part.path for part in checkpoint.parts)
+    parts = [look_at(part, root, others - {part.path}, problems) for part in checkpoint.parts]
+    for problem in problems.list():
+        raise problem
+    needed = {root / part.name(name) for part in parts for name in (*part.own.needed, *part.own.recorded)}
+    found = list(walk(root, needed)) if checkpoint.path.is_dir() else [(path, "") for path in sorted(needed)]
+    sizes = {str(path.relative_to(root)): file_size(path) for path, why in found if not why}
+    left = tuple(LeftBehind(path, why, str(path.relative_to(root))) for path, why in found if why)
+    marks = find_marks(parts, sizes)
+    ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
+    is_file = not checkpoint.path.is_dir() and len(sizes) == 1
+    return Contents(root, tuple(parts), ordered, marks, left, is_file)
+
+
+def look_at(part: Part, root: Path, others: frozenset[Path], problems: Problems) -> OwnPart:
+    """Return a part of the checkpoint in directory `root`; what is wrong with it is among the problems."""
+    with translate_os_errors(part.path):
+        layout = part.reader.read(part.path, problems.add)
+        own = OwnFiles(part.reader, part.path, layout, part.manifest, others)
+        _, extents = look_inside(own, sizes_of(own, problems), problems, with_packed=False)
+    place = "" if own.root == root else str(own.root.relative_to(root))
+    return OwnPart(own, tuple(extents), place)
+
+
+def walk(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield each file in a directory, and in those below it, with the reason why it is not copied, "" if it is."""
+    there = children(folder)
+    names = {path.name for path in there}
+    for path in there:
+        if path in needed or path.name in (MANIFEST, ACCOUNT):
+            yield path, ""
+        elif path.is_dir() and not path.is_symlink():
+            is_apart = is_left(path.name, names) or step_of(path) is not None
+            if is_apart and not any(path in one.parents for one in needed):
+                yield path, reason_to_leave(path, names)
+            else:
+                yield from walk(path, needed)
+        elif is_left(path.name, names) or is_strange_link(path) or not path.is_file():
+            yield path, reason_to_leave(path, names)
+        else:
+            yield path, ""
+
+
+def find_marks(parts: Iterable[OwnPart], names: Iterable[str]) -> tuple[str, ...]:
+    """Return the files without which nobody takes the copy for a checkpoint, in the order in which they come last.
+
+    The manifests come first; then of each part the files that describe it, or the last of its files if none does, those
+    of the model after the others; then its config.json.
+    """
+    found = [name for name in names if name.rpartition("/")[2] == MANIFEST]
+    for part in reversed(list(parts)):
+        needed = sorted(part.own.needed)
+        described = sorted(set(part.own.layout.descriptions) & part.own.needed)
+        found += map(part.name, described or needed[-1:])
+    found += [_CONFIG] if _CONFIG in names else []
+    return tuple(dict.fromkeys(found))
+
+
+def checked_bytes(part: OwnPart) -> int:
+    """Return how many bytes of a part's files have a CRC-32: all of a file that a manifest lists, or runs of it."""
+    own = part.own
+    runs = {(one.path, one.offset): one.length for one in part.extents if own.expected(one) is not None}
+    inside = sum(length for (path, _), length in runs.items() if path not in own.recorded)
+    return inside + sum(one.nbytes for one in own.recorded.values())
+
+
+def transfer(
+    contents: Contents, sink: PieceSink, *, jobs: int | None, progress: Told | None, origin: Origin
+) -> Scanned:
+    """Copy every file into a sink, and compare what was read with the checksums of the source.
+
+    Raises `Corrupt` if a checksum differs, `IOFailure` if the source was replaced meanwhile.
+    """
+    problems = Problems()
+    root, sizes = contents.root, contents.sizes
+    found = copy_files(root, sizes, contents.extents, sink, problems.add, jobs=jobs, progress=progress)
+    for part in contents.parts:
+        own = part.own
+        sums = {(one.path, one.offset): found.extents.get((part.name(one.path), one.offset)) for one in part.extents}
+        compare_extents(own, part.extents, {k: crc for k, crc in sums.items() if crc is not None}, problems)
+        names = [name for name in own.recorded if part.name(name) in found.files]
+        compare_files(own, {n: FileSum(sizes[part.name(n)], found.files[part.name(n)]) for n in names}, problems)
+    for first in problems.list():
+        hint = first.hint or "`ckptkit verify` lists all problems"
+        raise Corrupt(first.message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
+    origin.check()
+    return found
+
+
+Send = Callable[[PieceSink], Scanned]
+
+
+def copy_to_directory(
+    contents: Contents, dst: Path, source: Path, send: Send, *, overwrite: bool, sync: bool
+) -> Delivery:
+    """Copy the files to a local directory, or the one file to a local file."""
+    if overwrite and not contents.is_file:
+        check_replaceable(dst, contents.sizes)
+    key = make_key(contents, source)
+    with staged(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
+        check_room(stage.dst, missing_bytes(stage.path, contents.sizes))
+        for name, size in contents.sizes.items():
+            make_folder((stage.path / name).parent)
+            create_file(stage.path / name, size, (), anew=False)
+        sink = LocalPieces(stage.path, stage.work / _JOURNAL)
+        send(sink)
+        stage.commit()
+    return Delivery(sum(contents.sizes.values()) - sink.resumed_bytes)
+
+
+def make_key(contents: Contents, source: Path) -> bytes:
+    """Return the key of an attempt: a later one with the same key continues it."""
+    with translate_os_errors(source):
+        files = {name: [size, (contents.root / name).stat().st_mtime_ns] for name, size in contents.sizes.items()}
+    words = {"command": "cp", "ckptkit": __version__, "source": str(source.absolute()), "files": files}
+    return json.dumps(words, indent=1).encode()
+
+
+@contextmanager
+def staged(stage: Stage) -> Iterator[Stage]:
+    """Open the stage. After an interruption, or if the source cannot be reached, it is kept for the next attempt."""
+    try:
+        yield stage.open()
+    except BaseException as error:
+        is_passing = not isinstance(error, Exception) or (
+            isinstance(error, IOFailure) and not isinstance(error, NoRoom)
+        )
+        if is_passing and (stage.work / _JOURNAL).exists():
+            stage.leave()
+            error.add_note(f"the same command goes on with what is in {stage.path}")
+        else:
+            stage.discard()
+        raise
+
+
+def copy_to_s3(contents: Contents, dst: RemotePath, send: Send, *, overwrite: bool) -> Delivery:
+    """Copy the files to a prefix of a bucket, or the one file to a key. The marks come last."""
+    sizes = contents.sizes
+    there = S3Destination(dst, sizes, contents.marks, is_file=contents.is_file)
+    there.claim(overwrite=overwrite, check=partial(find_old_marks, dst, contents))
+    with kept(dst):
+        for name, crc in list(there.whole.items()):
+            if sum_file(contents.root, name, sizes[name], ()) != crc:
+                there.begin_again(name)
+        found = send(there).files
+        large = [name for name in sizes if there.is_large(name)]
+        for name in [name for name in large if name not in contents.marks]:
+            there.complete(name, found[name])
+        for name in contents.marks:
+            if name in large:
+                there.complete(name, found[name], only_new=True)
+            else:
+                there.mark(name, read_again(contents.root / name, sizes[name], found[name]), found[name])
+        there.release()
+    dst.store.forget()
+    return Delivery(there.sent_bytes, list(there.remarks()))
+
+
+def find_old_marks(dst: RemotePath, contents: Contents) -> tuple[str, ...]:
+    """Return the files of the checkpoint at `dst` to delete first. Raises `Occupied` if it may not be replaced."""
+    dst.store.forget()
+    if contents.is_file:
+        return ()
+    check_replaceable(dst, contents.sizes)
+    layouts = [part.layout for part in Checkpoint.at(dst).parts]
+    return tuple(str((one.root / name).relative_to(dst)) for one in layouts for name in one.descriptions)
+
+
+@contextmanager
+def kept(dst: RemotePath) -> Iterator[None]:
+    """Say of an error inside the block that the store keeps what was sent."""
+    words = f"the store keeps what was sent to {dst}: the same command goes on with it"
+    try:
+        yield
+    except CkptError as error:
+        error.hint = f"{error.hint}; {words}" if error.hint else words
+        raise
+    except BaseException as error:
+        error.add_note(words)
+        raise
+
+
+def read_again(path: Path, size: int, crc: int) -> bytearray:
+    """Return the content of a small file. Raises `Corrupt` if it is not what was read and compared before."""
+    with opening(path) as file:
+        content = read_at(file, size, 0)
+    if crc32(content) != crc:
+        raise Corrupt("the file changed while it was being copied", path=path, hint="run the same command again")
+    return bytearray(content)

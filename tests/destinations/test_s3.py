@@ -1,0 +1,320 @@
+"""`ckptkit cp` to S3: absent or whole whatever fails, resumed, compared by the store; on servers of two kinds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from s3fs import S3FileSystem
+from safetensors.torch import save_file
+
+import ckptkit
+from ckptkit.destinations.pieces import PART_BYTES
+from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage
+from ckptkit.files.crc32 import crc32
+from ckptkit.files.stores import open_store
+from tests.s3 import S3, Request, serve_moto, serve_s3
+
+CLAIM = ".ckptkit-upload.json"
+_NUMBERS = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bucket that is empty at first, on a server whose requests are counted."""
+
+    name: str
+    server: S3
+    files: Any
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}/run/ckpt-5"
+
+    def names(self) -> set[str]:
+        """The names of the objects of the checkpoint."""
+        base = f"{self.name}/run/ckpt-5/"
+        return {key.removeprefix(base) for key in self.files.find(base, refresh=True)}
+
+    def content(self, name: str) -> bytes:
+        found: bytes = self.files.cat_file(f"{self.name}/run/ckpt-5/{name}")
+        return found
+
+    def sent(self) -> int:
+        """Bytes of files that were sent, without those of claims."""
+        return sum(one.sent for one in self.server.requests if is_data(one))
+
+
+def is_data(request: Request) -> bool:
+    """Whether bytes of a file were sent."""
+    return request.what.startswith("PUT") and CLAIM not in request.what
+
+
+def make_place(server: S3, monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    forget()
+    server.faults.clear()
+    files = S3FileSystem()
+    name = f"bucket-{next(_NUMBERS)}"
+    files.call_s3("create_bucket", Bucket=name)
+    server.requests.clear()
+    return Place(name, server, files)
+
+
+def forget() -> None:
+    """What another process would not know."""
+    open_store.cache_clear()
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with serve_s3(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture
+def place(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    yield make_place(moto, monkeypatch)
+    forget()
+
+
+@pytest.fixture
+def simple(rclone: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    yield make_place(rclone, monkeypatch)
+    forget()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of DCP, with one file of two parts and a manifest."""
+    root = tmp_path_factory.mktemp("run") / "ckpt-5"
+    state = {"model": {"w": torch.arange(PART_BYTES // 4, dtype=torch.float32), "v": torch.ones(1 << 15)}}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=root, no_dist=True)
+    ckptkit.make_manifest(root)
+    (root / "notes.txt").write_text("of the run")
+    return root
+
+
+def is_whole(place: Place, source: Path) -> bool:
+    """Whether the copy is there; fails if it can be seen and is not whole."""
+    keys = place.names() - {CLAIM}
+    if ".metadata" not in keys:
+        return False
+    assert keys == {path.name for path in source.iterdir()}
+    assert all(place.content(path.name) == path.read_bytes() for path in source.iterdir())
+    return True
+
+
+def size_of(source: Path) -> int:
+    return sum(path.stat().st_size for path in source.iterdir())
+
+
+def test_a_copy_is_whole_and_has_the_checksums_of_the_source(place: Place, source: Path, tmp_path: Path) -> None:
+    done = ckptkit.cp(source, place.url)
+    assert is_whole(place, source)
+    assert CLAIM not in place.names()
+    assert done.notes == ()
+    assert done.sent_bytes == place.sent() == size_of(source)
+    for path in source.iterdir():
+        key = f"run/ckpt-5/{path.name}"
+        found = place.files.call_s3("head_object", Bucket=place.name, Key=key, ChecksumMode="ENABLED")
+        assert int.from_bytes(b64decode(found["ChecksumCRC32"])) == crc32(path.read_bytes())
+    forget()
+    assert all(part.is_ok for part in ckptkit.verify(place.url))
+    ckptkit.cp(place.url, tmp_path / "back")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {
+        path.name: path.read_bytes() for path in source.iterdir()
+    }
+
+
+def test_the_mark_comes_last(place: Place, source: Path) -> None:
+    ckptkit.cp(source, place.url)
+    changes = [one.what for one in place.server.requests if one.what.split()[0] in ("PUT", "POST", "DELETE")]
+    names = [what.split("?")[0].rpartition("/")[2] for what in changes]
+    assert names[0] == names[-1] == CLAIM
+    assert names[-3:-1] == ["ckptkit.json", ".metadata"]
+
+
+def test_whatever_request_fails_the_copy_is_absent_or_whole(place: Place, source: Path) -> None:
+    for skip in count():
+        place.server.requests.clear()
+        fault = place.server.fail(".", status=403, skip=skip)
+        with suppress(IOFailure):
+            ckptkit.cp(source, place.url)
+        if fault.times:  # no request was left to fail
+            break
+        failed = [one for one in place.server.requests[skip : skip + 1] if is_data(one)]
+        was_whole = is_whole(place, source)
+        if CLAIM in place.names():
+            ckptkit.cp(source, place.url)
+            assert is_whole(place, source)
+            sent = place.sent() - sum(one.sent for one in failed)
+            assert sent == size_of(source), "only what was missing is sent"
+        assert was_whole or is_whole(place, source) or not place.names()
+        assert CLAIM not in place.names()
+        for key in place.names():
+            place.files.rm_file(f"{place.name}/run/ckpt-5/{key}")
+    assert skip > 10
+
+
+@pytest.mark.parametrize("where", ["PUT .*partNumber=2", "PUT .*notes", "PUT .*metadata", "POST .*uploadId"])
+def test_a_killed_copy_is_resumed(place: Place, source: Path, where: str) -> None:
+    command = [sys.executable, "-m", "ckptkit", "cp", str(source), place.url, "--jobs", "1"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ.copy()) as client:
+        place.server.fail(where, first=lambda: os.kill(client.pid, signal.SIGKILL), status=500)
+    assert client.returncode == -signal.SIGKILL
+    assert not is_whole(place, source)
+    done = ckptkit.cp(source, place.url)
+    assert is_whole(place, source)
+    assert done.sent_bytes < size_of(source)
+    assert any("earlier attempt" in line for line in done.summary())
+
+
+def test_an_answer_that_is_lost_is_no_failure(place: Place, source: Path) -> None:
+    for where in ("POST .*uploadId", "PUT .*metadata", f"PUT .*{CLAIM}"):
+        place.server.fail(where, after=0)
+    ckptkit.cp(source, place.url)
+    assert is_whole(place, source)
+
+
+def test_a_file_that_changed_is_sent_again(place: Place, source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt-5"
+    root.mkdir()
+    content = torch.zeros(PART_BYTES // 2)
+    save_file({"w": content}, root / "model.safetensors")
+    (root / "config.json").write_text("{}")
+    place.server.fail("POST .*uploadId", status=403)
+    with pytest.raises(IOFailure, match="the same command goes on with it"):
+        ckptkit.cp(root, place.url)
+    content[0] = 1
+    save_file({"w": content}, root / "model.safetensors")
+    place.server.requests.clear()
+    ckptkit.cp(root, place.url)
+    assert place.content("model.safetensors") == (root / "model.safetensors").read_bytes()
+    assert sum("partNumber" in one.what for one in place.server.requests if one.what.startswith("PUT")) == 1
+
+
+def test_damage_is_found_before_the_mark(place: Place, source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt-5"
+    root.mkdir()
+    for path in source.iterdir():
+        (root / path.name).write_bytes(path.read_bytes())
+    damaged = bytearray((root / "__0_0.distcp").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (root / "__0_0.distcp").write_bytes(damaged)
+    with pytest.raises(Corrupt, match="CRC-32"):
+        ckptkit.cp(root, place.url)
+    assert ".metadata" not in place.names()
+    (root / "__0_0.distcp").write_bytes((source / "__0_0.distcp").read_bytes())
+    done = ckptkit.cp(root, place.url)
+    assert is_whole(place, source)
+    assert done.sent_bytes < PART_BYTES * 2
+
+
+def test_what_is_there_is_refused_or_replaced(place: Place, source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt-5"
+    root.mkdir()
+    save_file({"w": torch.zeros(4)}, root / "model.safetensors")
+    (root / "config.json").write_text("{}")
+    ckptkit.cp(root, place.url)
+    forget()
+    with pytest.raises(Occupied, match="the destination exists"):
+        ckptkit.cp(source, place.url)
+    place.server.requests.clear()
+    ckptkit.cp(source, place.url, overwrite=True)
+    assert is_whole(place, source)
+    deleted = [one.what.rpartition("/")[2] for one in place.server.requests if one.what.startswith("DELETE")]
+    assert set(deleted[:-1]) == {"model.safetensors", "config.json"}
+    place.files.pipe_file(f"{place.name}/run/ckpt-5/thesis.tex", b"x")
+    forget()
+    with pytest.raises(Occupied, match="thesis"):
+        ckptkit.cp(source, place.url, overwrite=True)
+    assert "thesis.tex" in place.names()
+
+
+def test_another_upload_is_refused_or_abandoned(place: Place, source: Path, tmp_path: Path) -> None:
+    place.server.fail("POST .*uploadId", status=403)
+    with pytest.raises(IOFailure):
+        ckptkit.cp(source, place.url)
+    other = tmp_path / "ckpt-5"
+    other.mkdir()
+    save_file({"w": torch.zeros(4)}, other / "model.safetensors")
+    with pytest.raises(Occupied, match="another upload is under way since") as refused:
+        ckptkit.cp(other, place.url)
+    assert refused.value.exit_code == 5
+    ckptkit.cp(other, place.url, overwrite=True)
+    assert place.names() == {"model.safetensors"}
+    uploads = place.files.call_s3("list_multipart_uploads", Bucket=place.name)
+    assert not uploads.get("Uploads")
+
+
+def test_one_file_becomes_one_object(place: Place, tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(PART_BYTES // 2, dtype=torch.float32)}, tmp_path / "model.pt")
+    with pytest.raises(Usage, match=r"ends in `.pt`"):
+        ckptkit.cp(tmp_path / "model.pt", f"s3://{place.name}/model")
+    url = f"s3://{place.name}/models/model.pt"
+    ckptkit.cp(tmp_path / "model.pt", url)
+    assert place.files.find(f"{place.name}/models", refresh=True) == [f"{place.name}/models/model.pt"]
+    assert place.files.cat_file(f"{place.name}/models/model.pt") == (tmp_path / "model.pt").read_bytes()
+    forget()
+    with pytest.raises(Occupied):
+        ckptkit.cp(tmp_path / "model.pt", url)
+
+
+@pytest.mark.slow  # rclone needs seconds to replace an object, the claim
+def test_a_store_without_conditions_and_checksums(simple: Place, source: Path) -> None:
+    simple.server.fail("POST .*uploadId", status=403)
+    with pytest.raises(IOFailure):
+        ckptkit.cp(source, simple.url)
+    sent = simple.sent()
+    done = ckptkit.cp(source, simple.url)
+    assert is_whole(simple, source)
+    assert CLAIM not in simple.names()
+    assert simple.sent() - sent < PART_BYTES, "a part is known by its MD5"
+    assert len(done.notes) == 2
+    assert all(note.startswith("this store does not") for note in done.notes)
+
+
+def test_errors_name_the_bucket_and_what_to_do(place: Place, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IOFailure, match="no such bucket") as error:
+        ckptkit.cp(source, "s3://nobody-made-this/x")
+    assert str(error.value.path) == "s3://nobody-made-this"
+    assert error.value.hint is not None
+    assert "create the bucket" in error.value.hint
+    with pytest.raises(Usage, match="a whole bucket"):
+        ckptkit.cp(source, f"s3://{place.name}")
+    with pytest.raises(Usage, match="no place that ckptkit writes to"):
+        ckptkit.cp(source, "gs://bucket/x")
+
+
+def test_the_command_line(place: Place, source: Path) -> None:
+    command = [sys.executable, "-m", "ckptkit", "cp", str(source), place.url, "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ.copy())
+    said = json.loads(ran.stdout)
+    assert said["output"] == place.url
+    assert said["nbytes"] == said["sent_bytes"] == size_of(source)
+    ran = subprocess.run(command[:-1], capture_output=True, text=True, check=False, env=os.environ.copy())
+    assert ran.returncode == 5
+    assert ran.stderr.startswith(f"error: {place.url}: the destination exists")
