@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+_MODERN = re.compile(r"if-none-match$|x-amz-(sdk-)?checksum", re.IGNORECASE)
 _KEY, _SECRET = "access", "secret"
 
 
@@ -53,7 +54,7 @@ class Fault:
 class S3:
     """The server. Each directory in `root` is a bucket. `requests` are those since it was last emptied.
 
-    `most` is how many were being answered at the same time.
+    `most` is how many were being answered at the same time. One that `is_simple` hears of no conditions and checksums.
     """
 
     root: Path
@@ -64,6 +65,7 @@ class S3:
     lock: threading.Lock = field(default_factory=threading.Lock)
     busy: int = 0
     most: int = 0
+    is_simple: bool = False
 
     @property
     def env(self) -> dict[str, str]:
@@ -103,6 +105,10 @@ class S3:
         """Make the next requests fail in which the pattern `where` is found; see `Fault`."""
         self.faults.append(Fault(where, **how))
         return self.faults[-1]
+
+    def heard(self, headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The headers that a server of this kind knows."""
+        return [one for one in headers if not (self.is_simple and _MODERN.match(one[0]))]
 
     def meet(self, request: Request) -> Fault | None:
         """Note a request; the fault that it meets."""
@@ -152,11 +158,12 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self.rfile.read(sent)
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
+            for name, value in self.s3.heard(self.headers.items()):
                 upstream.putheader(name, value)
             upstream.endheaders(body or None)
             answer = upstream.getresponse()
-            self.answer(answer.status, answer.getheaders(), answer.read(), fault.after if fault else None)
+            headers = self.s3.heard(answer.getheaders())
+            self.answer(answer.status, headers, answer.read(), fault.after if fault else None)
         except ConnectionError:
             self.drop()
         finally:

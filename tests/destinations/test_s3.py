@@ -1,4 +1,4 @@
-"""`ckptkit cp` to S3: absent or whole whatever fails, resumed, compared by the store; on servers of two kinds."""
+"""`ckptkit cp` to S3: absent or whole whatever fails, resumed, compared by the store, which may be a simple one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckptkit.destinations.pieces import PART_BYTES
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.stores import open_store
-from tests.s3 import S3, Request, serve_moto, serve_s3
+from tests.s3 import S3, Request, serve_moto
 
 CLAIM = ".ckptkit-upload.json"
 _NUMBERS = count()
@@ -87,12 +87,6 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_s3(tmp_path_factory.mktemp("rclone")) as server:
-        yield server
-
-
 @pytest.fixture
 def place(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     yield make_place(moto, monkeypatch)
@@ -100,8 +94,9 @@ def place(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @pytest.fixture
-def simple(rclone: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield make_place(rclone, monkeypatch)
+def simple(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(moto, "is_simple", True)
+    yield make_place(moto, monkeypatch)
     forget()
 
 
@@ -283,7 +278,6 @@ def test_one_file_becomes_one_object(place: Place, tmp_path: Path) -> None:
         ckptkit.cp(tmp_path / "model.pt", url)
 
 
-@pytest.mark.slow  # rclone needs seconds to replace an object, the claim
 def test_a_store_without_conditions_and_checksums(simple: Place, source: Path) -> None:
     simple.server.fail("POST .*uploadId", status=403)
     with pytest.raises(IOFailure):
