@@ -103,6 +103,7 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "consolidate": lambda source, out: ckptkit.consolidate(source, out / "model"),
     "convert": lambda source, out: ckptkit.convert(source, out / "file.pt", to="pt"),
     "reshard": lambda source, out: ckptkit.reshard(source, out / "resharded", to=2),
+    "cp": lambda source, out: ckptkit.cp(source, out / "copy"),
     "average": lambda source, out: ckptkit.average([source, source], out / "mean"),
     "push": lambda source, _: refused(source),
     "doctor": lambda source, _: ckptkit.doctor(source),

@@ -79,7 +79,8 @@ def test_a_trainer_goes_on_with_shards(produce: Produce, tmp_path: Path) -> None
     assert {"scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= done.files.keys()
     assert "optimizer.pt" not in done.files
     found = ckptkit.diff(made.root, tmp_path / "dcp")
-    assert (found.is_equal, found.tensors, found.notes) == (True, len(made.truth), found.notes[:0])
+    assert (found.is_equal, found.tensors) == (True, len(made.truth))
+    assert all(note.startswith("not compared in ") for note in found.notes)
 
 
 def test_torch_loads_the_shards_of_a_trainer(produce: Produce, tmp_path: Path) -> None:
