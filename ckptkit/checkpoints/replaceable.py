@@ -86,8 +86,7 @@ def recorded_in(folder: Path) -> set[Path]:
 
 def is_known_name(name: str, beside: Iterable[str]) -> bool:
     """Return whether a format, a trainer or a model gives this name to an entry of a checkpoint."""
-    is_of_trainer = trainers.is_of_checkpoint(name) or trainers.is_training_state(name)
-    return name in _OWN or is_main_file(name) or is_of_trainer or trainers.is_kept(name, beside)
+    return name in _OWN or is_main_file(name) or trainers.is_of_checkpoint(name) or trainers.is_kept(name, beside)
 
 
 def is_known_folder(name: str) -> bool:
