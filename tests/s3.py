@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from s3fs import S3FileSystem
+
+from ckptkit.files.stores import open_store
+
 _MODERN = re.compile(r"if-none-match$|x-amz-(sdk-)?checksum", re.IGNORECASE)
 _KEY, _SECRET = "access", "secret"
 
@@ -231,6 +235,12 @@ def behind_proxy(root: Path, command: Callable[[int], list[str | Path]]) -> Iter
         server.server_close()
         process.terminate()
         process.wait()
+
+
+def forget() -> None:
+    """What another process would not know."""
+    open_store.cache_clear()
+    S3FileSystem.clear_instance_cache()
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ckptkit.checkpoints.find_parts import WEIGHTS, describe_left
-from ckptkit.cli.output import be_quiet, note, plain, print_json, print_table, say
+from ckptkit.cli.output import be_quiet, note, pick, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
 from ckptkit.conversion.options import RANK, ConvertOptions
@@ -108,7 +108,7 @@ def to_json(done: Converted) -> dict[str, Any]:
         "renamed": dict(done.renamed),
         "dropped": [plain(left) for left in done.dropped],
         "entries": dict(done.entries),
-        "left_behind": [{"path": str(left.path), "why": left.why} for left in done.left_behind],
+        "left_behind": [pick(left, "path", "why") for left in done.left_behind],
         "cast": dict(done.cast),
         "completed": dict(done.completed),
         "plan": done.plan,

@@ -53,7 +53,7 @@ def to_json(done: CopiedFiles) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
     files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
-    left = [{"path": str(left.path), "why": left.why} for left in done.left_behind]
+    left = [pick(one, "path", "why") for one in done.left_behind]
     return {"files": files, "left_behind": left, **pick(done, *names, "notes")}
 
 

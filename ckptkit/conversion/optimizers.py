@@ -91,7 +91,7 @@ def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer) -> Na
 
 
 def models_of(checkpoint: Checkpoint) -> list[OneModel]:
-    """Return all models in a checkpoint, that of its model part first. Raises `Mismatch` if there is none."""
+    """Return the models in a checkpoint, first those of its model part. Raises `Mismatch` if it has no model."""
     main = checkpoint.model_part
     parts = [main, *(part for part in checkpoint.parts if part is not main and not is_other_part(part.place))]
     models = [model for part in parts for model in find_models(part.layout)]

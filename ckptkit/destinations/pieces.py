@@ -14,9 +14,7 @@ from ckptkit.errors import translate_os_errors
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import open_file
 
-PART_BYTES = (
-    1 << 24
-)  # at least; all pieces of a file but the last are equal, as some stores want the parts of an object
+PART_BYTES = 1 << 24  # of a piece, at least; all but the last are equal, as some stores want the parts of an object
 _MOST_PARTS = 9_000  # of an object; a store takes 10,000
 _MIB = 1 << 20
 

@@ -25,8 +25,7 @@ import ckptkit
 from ckptkit.destinations.pieces import PART_BYTES
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.stores import open_store
-from tests.s3 import S3, Request, serve_moto
+from tests.s3 import S3, Request, forget, serve_moto
 
 CLAIM = ".ckptkit-upload.json"
 _NUMBERS = count()
@@ -73,12 +72,6 @@ def make_place(server: S3, monkeypatch: pytest.MonkeyPatch) -> Place:
     files.call_s3("create_bucket", Bucket=name)
     server.requests.clear()
     return Place(name, server, files)
-
-
-def forget() -> None:
-    """What another process would not know."""
-    open_store.cache_clear()
-    S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from s3fs import S3FileSystem
 
-from ckptkit.files.stores import open_store
-from tests.s3 import S3, serve_s3
+from tests.s3 import S3, forget, serve_s3
 
 _NUMBERS = count()
 
@@ -47,9 +45,3 @@ def bucket(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     s3.faults.clear()
     yield Bucket(name, s3.root / name, s3)
     forget()
-
-
-def forget() -> None:
-    """What another process would not know."""
-    open_store.cache_clear()
-    S3FileSystem.clear_instance_cache()

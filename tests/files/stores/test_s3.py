@@ -27,8 +27,9 @@ from ckptkit.ops.reshard import reshard
 from ckptkit.ops.verify import verify
 from tests import producers
 from tests.conftest import Produce
-from tests.files.stores.conftest import Bucket, forget
+from tests.files.stores.conftest import Bucket
 from tests.producers import Producer
+from tests.s3 import forget
 from tests.storage.states import every_kind, flip, write_hf, write_pt
 
 NAMES = ("a b", "ü-ß", "100%", "%41%2F", "a#b?c", "a+b&c=d", "a'b\"c", "[x]*")
