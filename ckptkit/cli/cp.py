@@ -9,7 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
-from ckptkit.files.path import to_destination
+from ckptkit.destinations.stores import to_destination
 
 if TYPE_CHECKING:
     from ckptkit.ops.cp import CopiedFiles

@@ -80,6 +80,11 @@ class LocalPieces:
             journal.write(json.dumps([piece.name, piece.number, crc]) + "\n")
 
 
+def is_large(nbytes: int) -> bool:
+    """Return whether a file of this size is sent in several pieces."""
+    return nbytes > PART_BYTES
+
+
 def cut_file(name: str, size: int) -> Iterator[FilePiece]:
     """Yield the pieces of a file of `size` bytes: one of a small or empty file, else equal ones but for the last."""
     length = max(PART_BYTES, -(-size // (_MOST_PARTS * _MIB)) * _MIB)

@@ -1,9 +1,7 @@
 """Write a directory of files, or one file, to S3: it appears whole or not at all, and an upload can be resumed.
 
-claim -> put_part and put_small, in any order -> complete -> mark -> release
-
-The claim is an object that only one upload can create. The marks are the files without which no reader sees a
-checkpoint; they come last. The store compares every part and every object with the CRC-32 that is sent along.
+The claim is an object that only one upload can create. The store compares every part and every object with the CRC-32
+that is sent along.
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
 """
 
@@ -11,15 +9,17 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from hashlib import md5, sha256
+from hashlib import md5
 from threading import Lock
 from typing import Any
 
-from ckptkit.destinations.pieces import PART_BYTES, FilePiece
+from ckptkit.destinations.destination import Check
+from ckptkit.destinations.pieces import FilePiece, is_large
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath
@@ -27,12 +27,11 @@ from ckptkit.files.stores.s3_calls import S3Bucket, find_code
 from ckptkit.version import __version__
 
 CLAIM = ".ckptkit-upload.json"
+_PATIENCE = 300  # seconds in which the process that claimed an upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
 _ABSENT = ("404", "NoSuchKey", "NoSuchUpload")
 _TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
 _NO_CHECKSUMS = ("400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented", "SignatureDoesNotMatch")
-
-Check = Callable[[], Iterable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +45,16 @@ class SentPart:
 
 @dataclass(slots=True)
 class S3Destination:
-    """A prefix of a bucket, or a single key, to which files of these `sizes` in bytes go.
+    """A prefix of a bucket, or a single key: a `Destination`.
 
-    `marks` are the names of the files that come last, in this order. If `is_file`, the one file becomes the object at
-    `path` itself. After `claim`, `has_conditions` and `has_checksums` say what the store can do, `resumed` whether an
+    After `claim`, `has_conditions` and `has_checksums` say what the store can do, `resumed` whether an
     earlier upload of the same files goes on, and `whole` has the CRC-32 of the large objects that are complete.
     """
 
     path: RemotePath
     sizes: Mapping[str, int]
     marks: Sequence[str]
+    plan: str
     is_file: bool = False
     has_conditions: bool = True
     has_checksums: bool = True
@@ -66,23 +65,14 @@ class S3Destination:
     _uploads: dict[str, str] = field(default_factory=dict)
     _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
     _there: dict[str, int] = field(default_factory=dict)
+    _tag: str = ""  # of the claim as we wrote it
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         self._bucket = S3Bucket(self.path.parts[1], RemotePath(*self.path.parts[:2]))
 
-    @property
-    def plan(self) -> str:
-        """Return what tells this upload from others: the names of the files and their sizes."""
-        words = [sorted(self.sizes.items()), PART_BYTES]
-        return sha256(json.dumps(words).encode()).hexdigest()
-
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Take the destination for this upload, or go on with an upload of the same files.
-
-        With `overwrite`, `check` raises an error if what is there may not be replaced, and names the files to delete
-        first. Raises `Occupied` if something is there, or another upload is under way.
-        """
+        """Take the prefix for this upload; see `Destination`."""
         begun = self._read_claim()
         if begun is not None and begun["plan"] != self.plan:
             if not overwrite:
@@ -92,22 +82,30 @@ class S3Destination:
             self._uploads = begun["uploads"] or {}
             self.abandon()
         self.resumed = begun is not None and begun["plan"] == self.plan
-        uploads = begun["uploads"] if begun is not None and self.resumed else None
-        if begun is None or uploads is None:
+        if begun is None or not self.resumed or begun["uploads"] is None:
             self._begin(overwrite=overwrite, first=check() if begun is None and overwrite and self._list() else ())
         else:
-            self.has_conditions, self.has_checksums = begun["conditions"], begun["checksums"]
-            self._resume(uploads)
+            self._resume(begun)
 
-    def recall(self, piece: FilePiece, data: bytearray) -> bool:  # noqa: ARG002
-        """Return False: what the store has is compared by its checksum, and not read."""
-        return False
+    def join(self) -> None:
+        """Take part in an upload that another process has claimed; see `Destination`."""
+        for _ in range(_PATIENCE):
+            begun = self._read_claim()
+            if begun is None or begun["plan"] != self.plan:
+                hint = "start the process that claims it first, with the same sources and options"
+                raise Occupied("no upload of these files is under way", path=self.path, hint=hint)
+            if begun["uploads"] is not None:
+                self._resume(begun)
+                return
+            time.sleep(1)
+        hint = "delete this object, then start all processes again"
+        raise Occupied("the process that claimed the upload has not begun it", path=self._claim_path, hint=hint)
 
     def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
-        """Send a piece of a file; one that is the whole of a mark is left to `mark`."""
+        """Send a piece of a file."""
         if piece.count > 1:
             self.put_part(piece, data, crc)
-        elif piece.name not in self.marks:
+        else:
             self.put_small(piece.name, data, crc)
 
     def put_part(self, piece: FilePiece, data: bytearray, crc: int) -> None:
@@ -124,17 +122,19 @@ class S3Destination:
         parts[piece.number] = SentPart(answer["ETag"], len(data), crc)
         self._count(data)
 
-    def complete(self, name: str, crc: int, *, only_new: bool = False) -> None:
+    def complete(self, name: str, crc: int) -> None:
         """Make the parts of a large file one object, whose CRC-32 the store compares.
 
-        If `only_new`, an object that is there is not replaced. Raises `Occupied` if it differs.
+        A mark replaces no object that is there. Raises `Occupied` if it differs.
         """
+        if not is_large(self.sizes[name]):
+            return
         if name not in self.whole:
             parts = sorted(self._parts[name].items())
             listed = [{"PartNumber": n, "ETag": one.etag, **self._checksum(one.crc32)} for n, one in parts]
             kind = {"ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
             more = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
-            condition = _ONLY_NEW if only_new else {}
+            condition = _ONLY_NEW if name in self.marks else {}
             try:
                 self._call("complete_multipart_upload", name, **more, **self._checksum(crc), **kind, **condition)
             except IOFailure as error:
@@ -142,14 +142,14 @@ class S3Destination:
                     raise
         self._require_same(name, self.sizes[name], crc)
 
-    def put_small(self, name: str, data: bytearray, crc: int) -> None:
+    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file, unless the store has it."""
         if self._has(name, len(data), crc):
             return
         self._call("put_object", name, Body=data, **self._compared(crc))
         self._count(data)
 
-    def mark(self, name: str, data: bytearray, crc: int) -> None:
+    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if another one is there."""
         if self._has(name, len(data), crc):
             return
@@ -161,10 +161,6 @@ class S3Destination:
                 raise
             self._require_same(name, len(data), crc)
 
-    def is_large(self, name: str) -> bool:
-        """Return whether a file is sent in parts."""
-        return self.sizes[name] > PART_BYTES
-
     def remarks(self) -> list[str]:
         """Return what the store could not do, once the claim was made."""
         can_not = [
@@ -173,12 +169,16 @@ class S3Destination:
         ]
         return [f"this store does not {what}" for what in can_not]
 
-    def release(self) -> None:
+    def commit(self) -> None:
         """Delete the claim: the upload is done."""
         self._bucket.call("delete_object", self._claim_key)
 
     def abandon(self) -> None:
         """Abort the uploads of large files and delete the claim."""
+        self._abort_uploads()
+        self.commit()
+
+    def _abort_uploads(self) -> None:
         for name, upload in self._uploads.items():
             try:
                 self._call("abort_multipart_upload", name, UploadId=upload)
@@ -186,16 +186,13 @@ class S3Destination:
                 if find_code(error) not in _ABSENT:
                     raise
         self._uploads = {}
-        self.release()
 
-    def begin_again(self, name: str) -> None:
-        """Send a large file anew, although an object of its size is there."""
-        self.whole.pop(name, None)
-        self._parts.pop(name, None)
+    def _begin_again(self, name: str) -> None:
+        """Send a large file anew, whose upload the store has forgotten."""
         self._uploads[name] = self._create(name)
-        self._write_claim(self._uploads)
+        self._put_claim(self._uploads, {})
 
-    def _count(self, data: bytearray) -> None:
+    def _count(self, data: bytes | bytearray) -> None:
         with self._lock:
             self.sent_bytes += len(data)
 
@@ -208,13 +205,23 @@ class S3Destination:
             self._create_claim()
         self._probe()
         self._delete([*(name for name in (*first, *self.marks) if name in there), *there])
-        self._uploads = {name: self._create(name) for name in self.sizes if self.is_large(name)}
-        self._write_claim(self._uploads)
+        self._uploads = {name: self._create(name) for name, size in self.sizes.items() if is_large(size)}
+        try:
+            self._put_claim(self._uploads, {"IfMatch": self._tag} if self.has_conditions else {})
+        except IOFailure as error:  # another process of the same plan was faster: its uploads count
+            if find_code(error) not in _TAKEN:
+                raise
+            self._abort_uploads()
+            self.join()
 
-    def _resume(self, uploads: Mapping[str, str]) -> None:
-        self._uploads = dict(uploads)
+    def _resume(self, begun: Mapping[str, Any]) -> None:
+        """Go on with an upload, of our files, that the claim tells of."""
+        self.has_conditions, self.has_checksums = begun["conditions"], begun["checksums"]
+        self._uploads = dict(begun["uploads"])
         self._there = self._list()
-        for name, upload in uploads.items():
+        for name, upload in begun["uploads"].items():
+            if name not in self.sizes:
+                continue
             try:
                 self._parts[name] = self._list_parts(name, upload)
             except IOFailure as error:
@@ -222,7 +229,7 @@ class S3Destination:
                     raise
                 crc = self._find_crc(name, self.sizes[name]) if name in self._there else None
                 if crc is None:
-                    self.begin_again(name)
+                    self._begin_again(name)
                 else:
                     self.whole[name] = crc
 
@@ -304,10 +311,8 @@ class S3Destination:
                 raise
         asked = self._bucket.call("head_object", self._claim_key, ChecksumMode="ENABLED")
         unasked = self._bucket.call("head_object", self._claim_key)  # some only repeat every header that they got
+        self._tag = str(unasked["ETag"])
         self.has_checksums = self.has_checksums and crc_of(asked) is not None and crc_of(unasked) is None
-
-    def _write_claim(self, uploads: Mapping[str, str]) -> None:
-        self._put_claim(uploads, {})
 
     def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
         words = {
@@ -320,7 +325,8 @@ class S3Destination:
             "checksums": self.has_checksums,
         }
         data = json.dumps(words, indent=1).encode()
-        self._bucket.call("put_object", self._claim_key, Body=data, **self._compared(crc32(data)), **condition)
+        answer = self._bucket.call("put_object", self._claim_key, Body=data, **self._compared(crc32(data)), **condition)
+        self._tag = str(answer["ETag"])
 
     def _delete(self, names: Sequence[str]) -> None:
         """Delete files, the marks before all others."""

@@ -148,7 +148,7 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(place, str):
         return place if isinstance(place, Path) else Path(place)
-    path = parse_url(place) if _URL.match(place) else Path(place)
+    path = parse_url(place) if is_url(place) else Path(place)
     return (find_offline(path) or path) if isinstance(path, RemotePath) and path.parts[0] == "hf:" else path
 
 
@@ -221,6 +221,10 @@ def at_once(ask: Callable[[T], U], things: Iterable[T]) -> list[U]:
         return list(pool.map(ask, things))
 
 
+def is_url(place: str) -> bool:
+    return _URL.match(place) is not None
+
+
 def parse_url(url: str) -> Path:
     """Return the path that a URL means, a local one for a local file. Raises `Usage` for a URL that means nothing."""
     scheme, _, rest = url.partition("://")
@@ -241,21 +245,8 @@ def parse_url(url: str) -> Path:
 
 def to_local(place: str | os.PathLike[str]) -> Path:
     """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
-    path = parse_url(place) if isinstance(place, str) and _URL.match(place) else place
+    path = parse_url(place) if isinstance(place, str) and is_url(place) else place
     if isinstance(path, RemotePath):
         hint = "write to a local directory; `ckptkit push` takes it to the Hub"
         raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
     return Path(path)
-
-
-def to_destination(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means by `place`, to be copied to: a local one, or a prefix of a bucket of S3."""
-    path = parse_url(place) if isinstance(place, str) and _URL.match(place) else place
-    if not isinstance(path, RemotePath):
-        return Path(path)
-    if path.parts[0] != "s3:":
-        hint = "copy to a local directory or to s3://bucket/prefix; `ckptkit push` takes it to the Hub"
-        raise Usage(f"`{place}` is no place that ckptkit writes to", hint=hint)
-    if not path.key:
-        raise Usage(f"`{place}` is a whole bucket", hint="write it like s3://bucket/run/ckpt-5")
-    return path

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
@@ -21,17 +22,17 @@ from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.directories import contains
 from ckptkit.destinations.allocation import check_room, create_file, make_folder, missing_bytes
-from ckptkit.destinations.pieces import LocalPieces, PieceSink
-from ckptkit.destinations.s3 import S3Destination
+from ckptkit.destinations.pieces import PART_BYTES, LocalPieces, PieceSink, is_large
 from ckptkit.destinations.staging import Stage
+from ckptkit.destinations.stores import StorePieces, open_destination, to_destination
 from ckptkit.engine.copy_files import copy_files
-from ckptkit.engine.scan import Scanned, sum_file
+from ckptkit.engine.scan import Scanned
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import children, file_size, opening, read_at
 from ckptkit.files.local import is_strange_link
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import RemotePath, to_destination
+from ckptkit.files.path import RemotePath
 from ckptkit.layout import Extent
 from ckptkit.ops.own_files import OwnFiles
 from ckptkit.ops.verify import compare_extents, compare_files, look_inside, sizes_of
@@ -145,7 +146,7 @@ def cp(
     tell = telling(progress, sum(contents.sizes.values()))
     send = partial(transfer, contents, jobs=jobs, progress=tell, origin=origin)
     if isinstance(target, RemotePath):
-        done = copy_to_s3(contents, target, send, overwrite=overwrite)
+        done = copy_to_store(contents, target, send, overwrite=overwrite)
     else:
         done = copy_to_directory(contents, target, checkpoint.path, send, overwrite=overwrite, sync=sync)
     checked = sum(map(checked_bytes, contents.parts))
@@ -311,27 +312,27 @@ def staged(stage: Stage) -> Iterator[Stage]:
         raise
 
 
-def copy_to_s3(contents: Contents, dst: RemotePath, send: Send, *, overwrite: bool) -> Delivery:
-    """Copy the files to a prefix of a bucket, or the one file to a key. The marks come last."""
-    sizes = contents.sizes
-    there = S3Destination(dst, sizes, contents.marks, is_file=contents.is_file)
+def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite: bool) -> Delivery:
+    """Copy the files to a directory in a store, or the one file to a file there. The marks come last."""
+    sizes, marks = contents.sizes, contents.marks
+    there = open_destination(dst, sizes, marks, plan=name_upload(contents), is_file=contents.is_file)
     there.claim(overwrite=overwrite, check=partial(find_old_marks, dst, contents))
     with kept(dst):
-        for name, crc in list(there.whole.items()):
-            if sum_file(contents.root, name, sizes[name], ()) != crc:
-                there.begin_again(name)
-        found = send(there).files
-        large = [name for name in sizes if there.is_large(name)]
-        for name in [name for name in large if name not in contents.marks]:
-            there.complete(name, found[name])
-        for name in contents.marks:
-            if name in large:
-                there.complete(name, found[name], only_new=True)
+        found = send(StorePieces(there, marks)).files
+        for name in (*(name for name in sizes if name not in marks), *marks):
+            if is_large(sizes[name]) or name not in marks:
+                there.complete(name, found[name])
             else:
                 there.mark(name, read_again(contents.root / name, sizes[name], found[name]), found[name])
-        there.release()
+        there.commit()
     dst.store.forget()
-    return Delivery(there.sent_bytes, list(there.remarks()))
+    return Delivery(there.sent_bytes, there.remarks())
+
+
+def name_upload(contents: Contents) -> str:
+    """Return what tells an upload from others: the names of the files and their sizes."""
+    words = [PART_BYTES, *sorted(contents.sizes.items())]
+    return blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 
 
 def find_old_marks(dst: RemotePath, contents: Contents) -> tuple[str, ...]:

@@ -22,9 +22,12 @@ from s3fs import S3FileSystem
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.destinations.pieces import PART_BYTES
+from ckptkit.destinations.pieces import PART_BYTES, cut_file
+from ckptkit.destinations.s3 import S3Destination
+from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage
 from ckptkit.files.crc32 import crc32
+from ckptkit.files.path import RemotePath
 from tests.s3 import S3, Request, forget, serve_moto
 
 CLAIM = ".ckptkit-upload.json"
@@ -305,3 +308,25 @@ def test_the_command_line(place: Place, source: Path) -> None:
     ran = subprocess.run(command[:-1], capture_output=True, text=True, check=False, env=os.environ.copy())
     assert ran.returncode == 5
     assert ran.stderr.startswith(f"error: {place.url}: the destination exists")
+
+
+def test_two_processes_that_claim_one_upload_share_it(place: Place) -> None:
+    path = to_destination(place.url)
+    assert isinstance(path, RemotePath)
+    sizes, data = {"a": PART_BYTES + 1, "b": PART_BYTES + 1}, bytearray(PART_BYTES + 1)
+    first = S3Destination(path, sizes, (), "plan")
+    second = S3Destination(path, sizes, (), "plan")
+    place.server.fail("POST .*uploads", first=lambda: second.claim(overwrite=False, check=tuple))
+    first.claim(overwrite=False, check=tuple)
+    third = S3Destination(path, {"b": sizes["b"]}, (), "plan")
+    third.join()
+    for there, name in ((first, "a"), (third, "b")):
+        for piece in cut_file(name, sizes[name]):
+            part = data[piece.start : piece.start + piece.length]
+            there.put(piece, part, crc32(part))
+        there.complete(name, crc32(data))
+    first.commit()
+    assert place.names() == {"a", "b"}
+    assert not place.files.call_s3("list_multipart_uploads", Bucket=place.name).get("Uploads")
+    with pytest.raises(Occupied, match="no upload"):
+        third.join()

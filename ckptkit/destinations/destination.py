@@ -1,0 +1,58 @@
+"""Define what a place in an object store must do to be written to. Opens nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ckptkit.destinations.pieces import FilePiece
+from ckptkit.files.path import RemotePath
+
+Check = Callable[[], Iterable[str]]
+
+
+class Destination(Protocol):
+    """A place at `path` in a store, to which files go. Readers see all of them, or none.
+
+    claim -> put and put_small, in any order -> complete -> mark -> commit
+
+    It is made with the `sizes` in bytes of its large files and others that are known, by name; with the names of its
+    `marks`, which come last and in this order, since no reader takes the rest for a checkpoint without them; and with a
+    `plan`: text that is the same for uploads of the same files only. If `is_file`, the one file becomes the object at
+    `path` itself. Several threads may put pieces at the same time. `sent_bytes` counts what this process sent.
+    """
+
+    path: RemotePath
+    sent_bytes: int
+
+    def claim(self, *, overwrite: bool, check: Check) -> None:
+        """Take the place for this upload, or go on with an interrupted one of the same plan.
+
+        With `overwrite`, `check` raises an error if what is there may not be replaced, and names the files to delete
+        first. Raises `Occupied` if something is there, or another upload is under way.
+        """
+
+    def join(self) -> None:
+        """Take part in an upload of the same plan that another process has claimed; `sizes` may be of our files only.
+
+        Waits for the other to begin it. Raises `Occupied` if there is no such upload, `Unsupported` if the store lets
+        only one process write.
+        """
+
+    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+        """Send a piece of a file, whose CRC-32 is `crc`, unless the store has it. It may keep `data`."""
+
+    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
+        """Send a whole file that is no mark, unless the store has it."""
+
+    def complete(self, name: str, crc: int) -> None:
+        """End a file of which all pieces have been put; `crc` is of the whole. Raises `IOFailure` if it differs."""
+
+    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
+        """Send a whole file that is a mark. Raises `Occupied` if another one is there."""
+
+    def commit(self) -> None:
+        """End the upload: everything is visible, and the place is no longer held."""
+
+    def remarks(self) -> list[str]:
+        """Return what the store could not do, once the place was claimed."""
