@@ -12,6 +12,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
 from ckptkit.files.file import children, names_in
+from ckptkit.files.path import RemotePath
 from ckptkit.formats import is_main_file
 from ckptkit.models.companions import FILES, TEMPLATES
 
@@ -34,6 +35,17 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
         message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "--overwrite replaces one checkpoint: choose another destination, or move or remove these entries first"
         raise Occupied(message, path=dst, hint=hint)
+
+
+def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
+    """Return the files in a store without which nobody takes what lies at `dst` for a checkpoint.
+
+    Raises `Occupied` if it may not be replaced; see `check_replaceable`.
+    """
+    dst.store.forget()
+    check_replaceable(dst, made)
+    layouts = [part.layout for part in Checkpoint.at(dst).parts] if dst.is_dir() else []
+    return tuple(str((one.root / name).relative_to(dst)) for one in layouts for name in one.descriptions)
 
 
 def strangers_in(root: Path, made: set[Path]) -> Iterator[Path]:

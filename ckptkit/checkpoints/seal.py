@@ -25,15 +25,15 @@ from ckptkit.layout import Chunk, Extent, FileOffset, Layout, NewFile, edits
 from ckptkit.pictures.words import count
 
 
-def create_files(root: Path, files: Iterable[NewFile], *, anew: bool) -> None:
+def create_files(root: Path, files: Iterable[NewFile], *, anew: bool, is_sparse: bool = False) -> None:
     """Create files in directory `root` with their size and the bytes known beforehand.
 
-    With `anew` false a file may be there already: it keeps what lies in its holes.
+    With `anew` false a file may be there already: it keeps what lies in its holes. If `is_sparse`, holes take no room.
     """
     make_folder(root)
     for file in files:
         make_folder((root / file.name).parent)
-        create_file(root / file.name, file.nbytes, file.parts, anew=anew)
+        create_file(root / file.name, file.nbytes, file.parts, anew=anew, is_sparse=is_sparse)
 
 
 def read_made(writer: FormatWriter, root: Path, tensors: Collection[str], entries: Collection[str] = ()) -> Layout:
@@ -68,14 +68,16 @@ def write_manifest(
     anew: bool,
     entries: Iterable[Extent] = (),
     source: Mapping[str, str] | None = None,
-) -> None:
-    """Write the manifest of the files `names`; only bytes without a checksum are read.
+) -> Manifest:
+    """Write and return the manifest of the files `names`; only bytes without a checksum are read.
 
     `checksums` has the CRC-32 of chunks and blobs of `made`, `entries` are further bytes that have one. `source` is
     the checkpoint that the output was made of. With `anew` false there may be a manifest already.
     """
     sums = sum_files(made.root, names, (*extents_of(made, checksums), *entries))
-    write_file(made.root / NAME, Manifest(sums, sums_of_tensors(made, checksums), source).to_bytes(), anew=anew)
+    manifest = Manifest(sums, sums_of_tensors(made, checksums), source)
+    write_file(made.root / NAME, manifest.to_bytes(), anew=anew)
+    return manifest
 
 
 def extents_of(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[Extent]:

@@ -15,8 +15,9 @@ from ckptkit.cli.output import be_quiet, note, pick, plain, print_json, print_ta
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
 from ckptkit.conversion.options import RANK, ConvertOptions
+from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_local, to_path
+from ckptkit.files.path import to_path
 from ckptkit.formats import describe_writable, writable_formats
 from ckptkit.names.weights import UNKNOWN, LeftOut
 from ckptkit.pictures.numbers import format_bytes
@@ -37,7 +38,7 @@ Source = Annotated[
     Path,
     typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run: then its latest complete checkpoint."),
 ]
-Out = Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The directory to make.")]
+Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to make, or its URL.")]
 if TYPE_CHECKING:
     Writable = str
 else:

@@ -9,11 +9,11 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
-from ckptkit.files.path import to_local
+from ckptkit.destinations.stores import to_destination
 
 
 def finalize(
-    out: Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The directory that was made in parts.")],
+    out: Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="What was made in parts.")],
     jobs: Jobs = None,
     no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work

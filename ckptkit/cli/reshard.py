@@ -11,7 +11,8 @@ from ckptkit.cli.conversion import OPTIONS, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.files.path import to_local, to_path
+from ckptkit.destinations.stores import to_destination
+from ckptkit.files.path import to_path
 
 _OTHERS = (
     *("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config"),
@@ -28,7 +29,9 @@ def reshard(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Argument(parser=to_local, metavar="[OUT]", help="The directory to make; by default SRC-toN."),
+        typer.Argument(
+            parser=to_destination, metavar="[OUT]", help="The directory to make, or a URL; by default SRC-toN."
+        ),
     ] = None,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.checkpoints.seal import create_files, read_made, write_manifest
+from ckptkit.checkpoints.manifest import FileSum
+from ckptkit.checkpoints.seal import create_files, extents_of, read_made, sum_files, write_manifest
 from ckptkit.checkpoints.seal import seal as seal_files
 from ckptkit.collector import collector_paused
 from ckptkit.conversion.draft import Conversion, Draft
@@ -15,9 +16,9 @@ from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch
-from ckptkit.files.file import opening, read_at
+from ckptkit.files.file import file_size, opening, read_at
 from ckptkit.formats import locate
-from ckptkit.layout import Chunk, FileOffset, Layout
+from ckptkit.layout import Chunk, Extent, FileOffset, Layout
 from ckptkit.layout.plan import Plan, Recipe, make_plan, needed, same
 from ckptkit.tensors.box import Box
 
@@ -25,15 +26,15 @@ _PART = 1 << 22  # bytes held of a file that is copied as it is
 
 
 @collector_paused()
-def create(conversion: Conversion, room: Path, share: Share = WHOLE) -> list[Plan]:
+def create(conversion: Conversion, room: Path, share: Share = WHOLE, *, is_sparse: bool = False) -> list[Plan]:
     """Make every file in directory `room` with what is known of it, unless it is there.
 
-    Returns what fills the holes, or the part of that which has the share in it.
+    Returns what fills the holes, or the part of that which has the share in it. If `is_sparse`, holes take no room.
     """
     plans = []
     for draft in conversion.drafts:
         root = room / draft.place
-        create_files(root, draft.files, anew=False)
+        create_files(root, draft.files, anew=False, is_sparse=is_sparse)
         plans.append(plan(draft, root, share))
     return plans
 
@@ -84,18 +85,42 @@ def check_ties(plan: Plan) -> None:
                 raise Mismatch(message, path=source.root, tensor=target.name, hint=hint)
 
 
-def seal(conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied], room: Path) -> None:
-    """Write the other files, and complete those of each draft with checksums and a manifest."""
+def write_made(conversion: Conversion, room: Path) -> None:
+    """Write the files whose content was made by the conversion."""
     for name, content in conversion.made.items():
         make_folder((room / name).parent)
         write_file(room / name, content, anew=False)
+
+
+def copy_carried(conversion: Conversion, room: Path) -> None:
+    """Copy the files that go along as they are."""
     for name, path in conversion.carried.items():
         copy_file(path, room / name)
+
+
+def seal(
+    conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied], sums: Mapping[str, int] | None = None
+) -> dict[str, FileSum]:
+    """Complete the files of each draft with checksums, and with a manifest unless the output is one file.
+
+    `sums` has the CRC-32 of files that need not be read. Returns size and CRC-32 of each file, by its name in the
+    output.
+    """
+    found: dict[str, FileSum] = {}
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
         seal_files(draft.writer, plan.dst, done.checksums)
-        if not conversion.is_file:
-            names = {*conversion.names_in(draft.place), *(file.name for file in draft.files)}
-            write_manifest(plan.dst, done.checksums, names, anew=False, source=draft.made_of)
+        own = [file.name for file in draft.files]
+        if conversion.is_file:
+            return sum_files(plan.dst.root, own, extents_of(plan.dst, done.checksums))
+        names = {*conversion.names_in(draft.place), *own}
+        known = [
+            Extent(name, 0, file_size(plan.dst.root / name), crc, "")
+            for name in names
+            if (crc := (sums or {}).get(str(Path(draft.place, name)))) is not None
+        ]
+        made = write_manifest(plan.dst, done.checksums, names, anew=False, entries=known, source=draft.made_of)
+        found |= {str(Path(draft.place, name)): one for name, one in made.files.items()}
+    return found
 
 
 def copy_file(src: Path, dst: Path) -> None:

@@ -6,14 +6,14 @@ Several processes may share the work. Each does the steps up to `copy`; one of t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.conversion.draft import Conversion
-from ckptkit.conversion.made_files import create, seal
+from ckptkit.conversion.made_files import copy_carried, create, seal, write_made
 from ckptkit.conversion.options import RANK, parse_part
 from ckptkit.conversion.report import Written
 from ckptkit.conversion.torchrun import rank_and_ranks, wait_for_ranks
@@ -25,9 +25,14 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.errors import Corrupt, Occupied
 from ckptkit.files.file import file_size, is_there
+from ckptkit.files.path import RemotePath
 from ckptkit.files.trees import sync_tree
 from ckptkit.layout.plan import Plan
 from ckptkit.progress import telling
+
+Alone = Callable[[Conversion], Written]
+InPart = Callable[[Conversion, Share], Written]
+Finish = Callable[[Conversion, int], Written]
 
 
 def write(conversion: Conversion) -> Written:
@@ -35,15 +40,30 @@ def write(conversion: Conversion) -> Written:
 
     Goes on with what an interrupted call for the same has done.
     """
+    alone, in_part, finish = ways_to_write(conversion)
     part = conversion.options.part
     share = share_of(part)
     if share.count == 1:
-        return write_alone(conversion)
-    written = write_share(conversion, share)
+        return alone(conversion)
+    written = in_part(conversion, share)
     if part != RANK:
         return written
     wait_for_ranks()
-    return finish_shares(conversion, share.count) if share.number == 0 else written
+    return finish(conversion, share.count) if share.number == 0 else written
+
+
+def write_rest(conversion: Conversion, count: int) -> Written:
+    """Let the destination appear, of which `count` processes have each made a part."""
+    return ways_to_write(conversion)[2](conversion, count)
+
+
+def ways_to_write(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
+    """Return how all of an output is made, how a share is, and how the shares become one."""
+    if isinstance(conversion.output, RemotePath):
+        from ckptkit.conversion import to_store
+
+        return to_store.write_alone, to_store.write_share, to_store.finish_shares
+    return write_alone, write_share, finish_shares
 
 
 def share_of(part: str | None) -> Share:
@@ -195,7 +215,9 @@ def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledg
     """Check that all was done, write what had to wait for the data, and let the destination appear."""
     jobs = conversion.options.jobs
     copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
-    seal(conversion, plans, copied, stage.path)
+    write_made(conversion, stage.path)
+    copy_carried(conversion, stage.path)
+    seal(conversion, plans, copied)
     for origin in (*conversion.origins, *conversion.also_read):
         origin.check()
     stage.commit()

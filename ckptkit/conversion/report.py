@@ -18,6 +18,7 @@ from ckptkit.destinations.allocation import free_bytes
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import Caution
+from ckptkit.files.path import RemotePath
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import UNKNOWN, LeftOut
 from ckptkit.pictures.numbers import format_bytes
@@ -26,10 +27,14 @@ from ckptkit.summary import Summarized
 
 
 class Written(NamedTuple):
-    """What was written of each draft, and what came of checking all of it: None while other parts are to finish."""
+    """What was written of each draft, and what came of checking all of it: None while other parts are to finish.
+
+    `remarks` are on the store that it was written to.
+    """
 
     ledgers: Sequence[Ledger]
     copied: Sequence[Copied] | None = None
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class Converted(Summarized):
     checked_bytes: int = 0
     unchecked_bytes: int = 0
     resumed_bytes: int = 0
-    free_bytes: int = 0
+    free_bytes: int | None = None
     peak_rss_bytes: int = 0
     dry_run: bool = False
     is_finished: bool = True
@@ -115,7 +120,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         completed=conversion.completed,
         seconds=seconds,
         copies=sum(len(tensor.chunks) for layout in layouts for tensor in layout.tensors.values()),
-        free_bytes=free_bytes(conversion.output),
+        free_bytes=None if isinstance(conversion.output, RemotePath) else free_bytes(conversion.output),
         dry_run=True,
         plan=conversion.fingerprint,
         salvaged=conversion.salvaged,
@@ -151,6 +156,7 @@ def complete(prospect: Converted, written: Written, seconds: float) -> Converted
     if left:
         what = f"{count(len(left), 'file')} of the source, since only a part was read"
         notes.append(f"not compared with the manifest: {what}; `ckptkit verify {left[0].parent}` compares whole files")
+    notes += written.remarks
     return replace(
         prospect,
         notes=[*prospect.notes, *notes],
@@ -159,7 +165,7 @@ def complete(prospect: Converted, written: Written, seconds: float) -> Converted
         checked_bytes=sum(done.checked_bytes for done in copied),
         unchecked_bytes=sum(done.unchecked_bytes for done in copied),
         resumed_bytes=sum(ledger.resumed_bytes for ledger in ledgers),
-        free_bytes=0,
+        free_bytes=None,
         peak_rss_bytes=peak_rss_bytes(),
         dry_run=False,
         is_finished=written.copied is not None,
@@ -204,7 +210,8 @@ def amounts(done: Converted) -> Iterator[str]:
 def prospect(done: Converted) -> str:
     """Return how much there is to do, and the room for it."""
     chunks = f"{count(done.copies, 'chunk')} to read"
-    return f"{chunks}, {format_bytes(done.nbytes)} to write; {format_bytes(done.free_bytes)} are free"
+    room = "" if done.free_bytes is None else f"; {format_bytes(done.free_bytes)} are free"
+    return f"{chunks}, {format_bytes(done.nbytes)} to write{room}"
 
 
 def speed(done: Converted) -> str:

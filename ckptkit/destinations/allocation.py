@@ -43,19 +43,22 @@ def free_bytes(path: Path) -> int:
         return shutil.disk_usage(there).free
 
 
-def create_file(path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, anew: bool = True) -> None:
+def create_file(
+    path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, anew: bool = True, is_sparse: bool = False
+) -> None:
     """Create a file of `size` bytes with `parts` at their offsets; the disk's room for the rest is reserved only.
 
-    With `anew` false it may be there already, whole or not, with whatever lies between the parts: that stays.
+    If `is_sparse`, not even that. With `anew` false it may be there already, whole or not, with whatever lies between
+    the parts: that stays.
     """
     with translate_os_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         file = LocalFile(path, fd)
         try:
             there = file.size
-            if there < size:
+            if there < size and not is_sparse:
                 reserve(fd, size)
-            elif there > size:
+            elif there != size:
                 os.ftruncate(fd, size)
             for offset, content in parts:
                 file.write_at(memoryview(content), offset)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ckptkit.destinations.pieces import FilePiece
 from ckptkit.files.path import RemotePath
+
+CLAIM = ".ckptkit-upload.json"  # the object that holds a place: in a directory, or beside a file
+NOTES = ".ckptkit-upload"  # the folder for notes of the processes that share an upload: in a directory, beside a file
 
 Check = Callable[[], Iterable[str]]
 
@@ -50,6 +53,15 @@ class Destination(Protocol):
 
     def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file that is a mark. Raises `Occupied` if another one is there."""
+
+    def note(self, name: str, data: bytes) -> None:
+        """Keep a note for other processes of the same upload, until it is committed.
+
+        Raises `Unsupported` if the store lets only one process write.
+        """
+
+    def notes(self) -> Mapping[str, bytes]:
+        """Return the notes of all processes, by name."""
 
     def commit(self) -> None:
         """End the upload: everything is visible, and the place is no longer held."""

@@ -29,6 +29,11 @@ class FilePiece:
     start: int
     length: int
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Return what tells it from all others."""
+        return self.name, self.number
+
 
 class PieceSink(Protocol):
     """Where pieces of files go, in any order and from several threads."""
@@ -85,9 +90,14 @@ def is_large(nbytes: int) -> bool:
     return nbytes > PART_BYTES
 
 
+def piece_bytes(size: int) -> int:
+    """Return the bytes in a piece of a file of `size` bytes: all are equal but for the last."""
+    return max(PART_BYTES, -(-size // (_MOST_PARTS * _MIB)) * _MIB)
+
+
 def cut_file(name: str, size: int) -> Iterator[FilePiece]:
     """Yield the pieces of a file of `size` bytes: one of a small or empty file, else equal ones but for the last."""
-    length = max(PART_BYTES, -(-size // (_MOST_PARTS * _MIB)) * _MIB)
+    length = piece_bytes(size)
     starts = range(0, max(size, 1), length)
     for number, start in enumerate(starts, 1):
         yield FilePiece(name, number, len(starts), start, min(length, size - start))

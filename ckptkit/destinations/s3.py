@@ -18,7 +18,7 @@ from hashlib import md5
 from threading import Lock
 from typing import Any
 
-from ckptkit.destinations.destination import Check
+from ckptkit.destinations.destination import CLAIM, NOTES, Check
 from ckptkit.destinations.pieces import FilePiece, is_large
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.crc32 import crc32
@@ -26,7 +26,6 @@ from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.s3_calls import S3Bucket, find_code
 from ckptkit.version import __version__
 
-CLAIM = ".ckptkit-upload.json"
 _PATIENCE = 300  # seconds in which the process that claimed an upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
 _ABSENT = ("404", "NoSuchKey", "NoSuchUpload")
@@ -169,9 +168,19 @@ class S3Destination:
         ]
         return [f"this store does not {what}" for what in can_not]
 
+    def note(self, name: str, data: bytes) -> None:
+        """Keep a note beside the claim."""
+        self._bucket.call("put_object", f"{self._notes_key}{name}", Body=data, **self._compared(crc32(data)))
+
+    def notes(self) -> dict[str, bytes]:
+        """Return the notes beside the claim."""
+        base = self._notes_key
+        return {key.removeprefix(base): self._bucket.read(key) for key in self._bucket.list(base)}
+
     def commit(self) -> None:
-        """Delete the claim: the upload is done."""
-        self._bucket.call("delete_object", self._claim_key)
+        """Delete the notes and the claim: the upload is done."""
+        for key in (*self._bucket.list(self._notes_key), self._claim_key):
+            self._bucket.call("delete_object", key)
 
     def abandon(self) -> None:
         """Abort the uploads of large files and delete the claim."""
@@ -340,7 +349,8 @@ class S3Destination:
         if self.is_file:
             (name,) = self.sizes
             return {name: found[base]} if base in found else {}
-        return {key.removeprefix(base): size for key, size in found.items() if key != self._claim_key}
+        own = (self._claim_key, self._notes_key)
+        return {key.removeprefix(base): size for key, size in found.items() if not key.startswith(own)}
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
         return self._bucket.call(operation, self._key(name), **arguments)
@@ -351,6 +361,10 @@ class S3Destination:
     @property
     def _claim_key(self) -> str:
         return f"{self.path.key}{CLAIM}" if self.is_file else f"{self.path.key}/{CLAIM}"
+
+    @property
+    def _notes_key(self) -> str:
+        return f"{self.path.key}{NOTES}/" if self.is_file else f"{self.path.key}/{NOTES}/"
 
     @property
     def _claim_path(self) -> RemotePath:

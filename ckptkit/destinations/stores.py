@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from ckptkit.destinations.destination import Destination
+from ckptkit.destinations.destination import CLAIM, Destination
 from ckptkit.destinations.pieces import FilePiece
-from ckptkit.errors import Usage
+from ckptkit.destinations.staging import check_destination
+from ckptkit.errors import CkptError, Occupied, Usage
 from ckptkit.files.path import RemotePath, is_url, parse_url
 
 DESTINATIONS = {  # by the scheme of a URL
@@ -61,5 +63,32 @@ def open_destination(
     return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
 
 
+def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
+    """Raise `Occupied` if something is at a destination that may not be replaced.
+
+    Where an upload began the claim decides, and in a repository its history.
+    """
+    if not isinstance(dst, RemotePath):
+        check_destination(dst, overwrite, is_file=is_file)
+        return
+    claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
+    if not overwrite and dst.key and dst.exists() and not any(claim.exists() for claim in claims):
+        raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+
+
 def scheme_of(path: RemotePath) -> str:
     return path.parts[0].removesuffix(":")
+
+
+@contextmanager
+def keeping(dst: RemotePath) -> Iterator[None]:
+    """Say of an error inside the block that the store keeps what was sent."""
+    words = f"the store keeps what was sent to {dst}: the same command goes on with it"
+    try:
+        yield
+    except CkptError as error:
+        error.hint = f"{error.hint}; {words}" if error.hint else words
+        raise
+    except BaseException as error:
+        error.add_note(words)
+        raise

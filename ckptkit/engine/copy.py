@@ -13,11 +13,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptkit.destinations.assembly import AssembledFiles
 from ckptkit.destinations.early_sync import early_sync
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.gather import STEP_BYTES, Gatherer
 from ckptkit.engine.journal import Journal
-from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.ledger import Ledger, place_in_run
 from ckptkit.engine.shares import WHOLE, Share, units_of
 from ckptkit.engine.sources import Sources, place_of
 from ckptkit.engine.visit import Pieces, Worker, visit
@@ -53,10 +54,12 @@ def copy(
     jobs: int | None = None,
     progress: Progress | None = None,
     sync: bool = False,
+    output: AssembledFiles | None = None,
 ) -> Ledger:
     """Do a share of the plan, but for the units that the journal says are done and that are still there.
 
-    Returns what was read and written, by the journal's account too. With `sync` the disk has most of it by then.
+    The blocks go into the files of the destination, or into those of `output`, which is told of each. Returns what was
+    read and written, by the journal's account too. With `sync` the disk has most of it by then.
     """
     check_order(plan)
     done = finished_units(plan, journal, jobs)
@@ -80,7 +83,7 @@ def copy(
                 if progress:
                     progress(sum(block.nbytes for block in group))
                 continue
-            fresh = copy_unit(plan, group, sources, jobs, tell)
+            fresh = copy_unit(plan, group, sources, jobs, tell, output)
             ledger.add(fresh)
             if journal:
                 journal.note(unit, fresh)
@@ -97,19 +100,26 @@ def check_order(plan: Plan) -> None:
 
 
 def copy_unit(
-    plan: Plan, unit: Iterator[Block], sources: Sources, jobs: int | None, tell: Callable[[Block], None]
+    plan: Plan,
+    unit: Iterator[Block],
+    sources: Sources,
+    jobs: int | None,
+    tell: Callable[[Block], None],
+    output: AssembledFiles | None = None,
 ) -> Ledger:
     """Make the blocks of a unit, and tell of each. Returns what was read and written for them."""
     ledger = Ledger()
 
     def make(worker: Worker, block: Block) -> tuple[int, bool]:
         recipe = block.target.recipe
-        crc = copy_unchanged(worker, block) if recipe is None else None
-        if crc is not None:
-            return crc, False
-        data, is_noted = (worker.read(block), False) if recipe is None else apply_recipe(recipe, worker, block)
-        worker.write(block, data)
-        return checksum(block, worker.pieces, data), is_noted
+        crc, is_noted = (copy_unchanged(worker, block) if recipe is None else None), False
+        if crc is None:
+            data, is_noted = (worker.read(block), False) if recipe is None else apply_recipe(recipe, worker, block)
+            worker.write(block, data)
+            crc = checksum(block, worker.pieces, data)
+        if output is not None:
+            output.note(*place_in_run(block.target.chunk, block.start), block.nbytes, crc)
+        return crc, is_noted
 
     def note(block: Block, made: tuple[int, bool], pieces: Pieces) -> None:
         crc, is_noted = made
@@ -121,7 +131,7 @@ def copy_unit(
             ledger.noted.add(block.target.name)
         tell(block)
 
-    visit(plan, make, note, jobs, among=unit)
+    visit(plan, make, note, jobs, among=unit, output=output)
     return ledger
 
 

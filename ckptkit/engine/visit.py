@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
@@ -25,15 +25,32 @@ Seen = TypeVar("Seen")
 Pieces = Sequence[Sequence[ReadRun]]  # what was read of each source in one piece
 
 
+class WritableFile(Protocol):
+    """A file that blocks are written to."""
+
+    def write_at(self, buffer: memoryview, offset: int) -> None:
+        """Write all of `buffer` at byte `offset`."""
+
+
+class WritableFiles(Protocol):
+    """Files that blocks are written to, by name."""
+
+    def __getitem__(self, name: str) -> WritableFile:
+        """Return a file."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
 class Worker:
     """The open files of one thread, and a buffer for each input of a block, which it keeps from block to block."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, output: WritableFiles | None = None) -> None:
         self.sources = [Gatherer(layout.root) for layout in plan.sources]
         self.pieces: list[list[ReadRun]] = [[] for _ in self.sources]  # read for the block at hand
         self._buffers: dict[int, memoryview] = {}
         self._held: dict[int, tuple[str, Box]] = {}  # of operands: the target and the box that is in the buffer
-        self.files = OpenFiles(plan.dst.root, writable=True)
+        self.files = output or OpenFiles(plan.dst.root, writable=True)
 
     def __enter__(self) -> Self:
         return self
@@ -89,17 +106,19 @@ def visit(
     *,
     among: Iterable[Block] | None = None,
     report: Report = refuse,
+    output: WritableFiles | None = None,
 ) -> None:
     """Let `jobs` threads `look` at every block of a plan, or at those `among` them, and `note` what was seen.
 
-    `note` gets what was read besides; one thread at a time is in it. An error names the block's tensor and is reported;
+    Workers write to the files of `output`, by default those in the destination's directory. `note` gets what was read
+    besides; one thread at a time is in it. An error names the block's tensor and is reported;
     if that raises it, or anything else is raised, the other threads finish their block and the work ends.
     """
     lock = threading.Lock()
 
     @contextmanager
     def worker() -> Iterator[Step[Block]]:
-        with Worker(plan) as own:
+        with Worker(plan, output) as own:
 
             def step(block: Block) -> None:
                 own.pieces = [[] for _ in own.sources]

@@ -94,10 +94,12 @@ class FormatWriter(FormatReader, Protocol):
 
     `suffixes` are those of a file that is a checkpoint by itself, if one can be. With `needs_names` a model has to lie
     under `model`, and its optimizer by the names of parameters under `optimizer`, as torch's own state dicts have it.
+    With `repeats` some data stands in several files, and `seal` copies it from one to the others.
     """
 
     suffixes: tuple[str, ...] = ()
     needs_names: bool = False
+    repeats: bool = False
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files for the tensors and blobs of `wanted`: final names and sizes, all but the data."""
@@ -106,9 +108,15 @@ class FormatWriter(FormatReader, Protocol):
         """Return in words how what `arrange` makes of `wanted` is of another kind than that."""
         return ()
 
-    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterable[tuple[str, Patch]]:  # noqa: ARG002
-        """Return what is to be written, by file, when the data is there: `checksums` has the CRC-32 of each chunk."""
+    def checksum_places(self, made: Layout) -> Iterable[tuple[FileOffset, int]]:  # noqa: ARG002 - most record none
+        """Return where CRC-32 stand, in 4 bytes of little endian: the place of each chunk, and offsets in its file."""
         return ()
+
+    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterable[tuple[str, Patch]]:
+        """Return what is to be written, by file, when the data is there: `checksums` has the CRC-32 of each chunk."""
+        for place, at in self.checksum_places(made):
+            if place in checksums:
+                yield place[0], (at, checksums[place].to_bytes(4, "little"))
 
     def check(self, made: Layout) -> None:  # noqa: ARG002 - the library may be the one that is not to be imported
         """Raise `Corrupt` if the format's own library does not see in the files what `made` says is there."""

@@ -24,11 +24,11 @@ from ckptkit.conversion.options import MODULE, ConvertOptions, Keywords, spell_o
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
-from ckptkit.destinations.staging import check_destination
+from ckptkit.destinations.stores import check_free, to_destination
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import remarks_on_id, to_local, to_model_path
+from ckptkit.files.path import remarks_on_id, to_model_path
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.weights import UNKNOWN
 from ckptkit.names.wrappers import may_be_adapted
@@ -150,7 +150,7 @@ def report_on(
 ) -> Converted:
     """Draft a conversion, do the `work`, unless it is a dry run, and report on it."""
     began = time.perf_counter()
-    conversion = draft(sources, to_local(dst), options)
+    conversion = draft(sources, to_destination(dst), options)
     prospect = report(conversion, time.perf_counter() - began)
     if options.dry_run:
         return prospect
@@ -162,7 +162,7 @@ def report_on(
 def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conversion:
     """Plan a conversion: locate every byte and lay out the output files. Writes nothing."""
     writer = options.writer
-    check_destination(dst, options.overwrite, is_file=dst.suffix in writer.suffixes)
+    check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
         check_apart(checkpoint, dst, writer)

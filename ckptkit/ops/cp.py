@@ -19,15 +19,15 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.checkpoints.replaceable import check_replaceable
+from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
 from ckptkit.conversion.directories import contains
 from ckptkit.destinations.allocation import check_room, create_file, make_folder, missing_bytes
 from ckptkit.destinations.pieces import PART_BYTES, LocalPieces, PieceSink, is_large
 from ckptkit.destinations.staging import Stage
-from ckptkit.destinations.stores import StorePieces, open_destination, to_destination
+from ckptkit.destinations.stores import StorePieces, keeping, open_destination, to_destination
 from ckptkit.engine.copy_files import copy_files
 from ckptkit.engine.scan import Scanned
-from ckptkit.errors import CkptError, Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
+from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import children, file_size, opening, read_at
 from ckptkit.files.local import is_strange_link
@@ -316,8 +316,8 @@ def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite:
     """Copy the files to a directory in a store, or the one file to a file there. The marks come last."""
     sizes, marks = contents.sizes, contents.marks
     there = open_destination(dst, sizes, marks, plan=name_upload(contents), is_file=contents.is_file)
-    there.claim(overwrite=overwrite, check=partial(find_old_marks, dst, contents))
-    with kept(dst):
+    there.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes))
+    with keeping(dst):
         found = send(StorePieces(there, marks)).files
         for name in (*(name for name in sizes if name not in marks), *marks):
             if is_large(sizes[name]) or name not in marks:
@@ -333,30 +333,6 @@ def name_upload(contents: Contents) -> str:
     """Return what tells an upload from others: the names of the files and their sizes."""
     words = [PART_BYTES, *sorted(contents.sizes.items())]
     return blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
-
-
-def find_old_marks(dst: RemotePath, contents: Contents) -> tuple[str, ...]:
-    """Return the files of the checkpoint at `dst` to delete first. Raises `Occupied` if it may not be replaced."""
-    dst.store.forget()
-    if contents.is_file:
-        return ()
-    check_replaceable(dst, contents.sizes)
-    layouts = [part.layout for part in Checkpoint.at(dst).parts]
-    return tuple(str((one.root / name).relative_to(dst)) for one in layouts for name in one.descriptions)
-
-
-@contextmanager
-def kept(dst: RemotePath) -> Iterator[None]:
-    """Say of an error inside the block that the store keeps what was sent."""
-    words = f"the store keeps what was sent to {dst}: the same command goes on with it"
-    try:
-        yield
-    except CkptError as error:
-        error.hint = f"{error.hint}; {words}" if error.hint else words
-        raise
-    except BaseException as error:
-        error.add_note(words)
-        raise
 
 
 def read_again(path: Path, size: int, crc: int) -> bytearray:

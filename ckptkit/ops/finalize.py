@@ -9,31 +9,51 @@ from pathlib import Path
 
 from ckptkit.checkpoints.several_disks import join_places
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.conversion.pipeline import finish_shares
+from ckptkit.conversion.pipeline import write_rest
 from ckptkit.conversion.report import Converted
+from ckptkit.conversion.to_store import KEY
+from ckptkit.destinations.destination import NOTES
 from ckptkit.destinations.exchange import staging_path
 from ckptkit.destinations.staging import read_key
+from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Corrupt, NotACheckpoint
-from ckptkit.files.path import to_local, to_path
+from ckptkit.files.file import is_there, read_small
+from ckptkit.files.path import RemotePath, to_path
 from ckptkit.ops.convert import report_on
 from ckptkit.progress import Progress
+
+_LIMIT = 1 << 20  # bytes
 
 
 def finalize(
     dst: str | Path, *, jobs: int | None = None, sync: bool = True, progress: Progress | None = None
 ) -> Converted:
-    """Finish directory `dst`, of which every part has been made by a call with `part`.
+    """Finish `dst`, a directory or a place in a store, of which every part has been made by a call with `part`.
 
     Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still at work, and `Corrupt` if a
     checksum of the source differs.
     """
-    hidden = staging_path(to_local(dst).absolute())
-    text = read_key(hidden)
+    place = to_destination(dst)
+    begun = find_note(place) if isinstance(place, RemotePath) else staging_path(place.absolute())
+    text = read_note(begun) if isinstance(begun, RemotePath) else read_key(begun)
     if text is None:
-        raise NotACheckpoint("no parts of it have been made", path=dst, hint="make them with --part 1/N to --part N/N")
-    sources, options, count = parse_key(text, hidden)
+        raise NotACheckpoint(
+            "no parts of it have been made", path=place, hint="make them with --part 1/N to --part N/N"
+        )
+    sources, options, count = parse_key(text, begun)
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)
-    return report_on(sources, dst, asked, partial(finish_shares, count=count))
+    return report_on(sources, place, asked, partial(write_rest, count=count))
+
+
+def find_note(place: RemotePath) -> RemotePath:
+    """Return where processes that write to a store say what they make."""
+    place.store.forget()
+    inside = place / NOTES / KEY
+    return inside if is_there(inside) else place.parent / f"{place.name}{NOTES}" / KEY
+
+
+def read_note(path: Path) -> bytes | None:
+    return read_small(path, _LIMIT) if is_there(path) else None
 
 
 def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]:

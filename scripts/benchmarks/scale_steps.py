@@ -63,9 +63,9 @@ def seals(items: list[ShardItem]) -> Iterator[Patch]:
     """Yield the checksums of items whose data is zeros."""
     for item in items:
         if item.envelope is not None:
-            for key, hole in item.envelope.holes.items():
-                sealed = item.envelope.seal(key, crc32_of_zeros(hole.length))
-                yield from ((item.offset + at, content) for at, content in sealed)
+            for hole in item.envelope.holes.values():
+                content = crc32_of_zeros(hole.length).to_bytes(4, "little")
+                yield from ((item.offset + at, content) for at in hole.crc_at)
 
 
 @cache

@@ -15,7 +15,7 @@ from ckptkit.formats.archives.read_archive import check_byte_order
 from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, glance, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
-from ckptkit.layout import Extent, Layout
+from ckptkit.layout import Extent, FileOffset, Layout
 
 HEAD = 2048  # bytes, enough for the first entry's name
 _ZIP = b"PK\x03\x04"
@@ -70,6 +70,14 @@ def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     if "constants.pkl" in entries:
         raise Unsupported("a TorchScript program, not a state dict", hint="save its `state_dict()`")
     return entries
+
+
+def places_in(made: Layout, paths: Iterable[str]) -> Iterator[tuple[FileOffset, int]]:
+    """Yield where the CRC-32 of each entry of some files stands, in both of its places."""
+    for path in paths:
+        with opened(made.root / path) as (read, length):
+            entries = read_directory(read, length)
+        yield from (((path, entry.offset), at) for entry in entries.values() if entry.length for at in entry.crc_at)
 
 
 def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:

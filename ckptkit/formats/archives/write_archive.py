@@ -45,12 +45,6 @@ class Envelope:
     parts: tuple[Patch, ...]
     holes: Mapping[str, Hole]
 
-    def seal(self, key: str, checksum: int) -> tuple[Patch, Patch]:
-        """Return what to write when hole `key` has been filled with bytes of this CRC-32."""
-        one, other = self.holes[key].crc_at
-        content = checksum.to_bytes(4, "little")
-        return (one, content), (other, content)
-
 
 def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes], *, instead_of: bytes | None = None) -> Envelope:
     """Return the archive of an object pickled as `pickle`; of each storage, the bytes or how many will come.

@@ -7,7 +7,7 @@ the metadata alone: file names say who wrote, never what.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -161,11 +161,11 @@ class Dcp(FormatWriter):
 
         return write_files.embed(wanted, options)
 
-    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
-        """Return the CRC-32 of each item, in both of its places."""
+    def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
+        """Return both places of each item's CRC-32."""
         from ckptkit.formats.dcp import write_files  # reading needs none of it
 
-        return write_files.seal(made, checksums)
+        return write_files.checksum_places(made)
 
 
 def count_ranks(layout: Layout) -> int | None:

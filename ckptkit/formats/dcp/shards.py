@@ -5,7 +5,7 @@ Source: torch.chunk, by which FSDP2 cuts dim 0, and torch/distributed/checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -112,8 +112,7 @@ def end_of(items: list[ShardItem]) -> int:
     return items[-1].offset + items[-1].nbytes if items else 0
 
 
-def seal_item(spec: Spec, offset: int, checksum: int) -> Iterable[Patch]:
-    """Return the CRC-32 of the data of a chunk at `offset`, with the places in its file where it belongs."""
-    envelope = wrap(spec)
-    start = offset - envelope.holes[_ONLY].offset
-    return [(start + at, content) for at, content in envelope.seal(_ONLY, checksum)]
+def crc_at(spec: Spec, offset: int) -> list[int]:
+    """Return where in its file the CRC-32 of the data of a chunk at `offset` stands."""
+    hole = wrap(spec).holes[_ONLY]
+    return [offset - hole.offset + at for at in hole.crc_at]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptkit.formats.dcp.read_metadata import METADATA, name_data
-from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, deal, end_of, seal_item
+from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, crc_at, deal, end_of
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.layout import FileOffset, Layout, NewFile, Patch, Spec, WriterOptions
 
@@ -27,14 +27,13 @@ def embed(wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]
     yield METADATA, (0, record(wanted, files))
 
 
-def seal(made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
-    """Yield the CRC-32 of each item, in both of its places."""
+def checksum_places(made: Layout) -> Iterator[tuple[FileOffset, int]]:
+    """Yield both places of each item's CRC-32."""
     for tensor in made.tensors.values():
         for chunk in tensor.chunks:
-            checksum = checksums.get((chunk.path, chunk.offset))
-            if chunk.length and checksum is not None:
-                parts = seal_item(Spec(chunk.dtype, chunk.size), chunk.offset, checksum)
-                yield from ((chunk.path, part) for part in parts)
+            if chunk.length:
+                places = crc_at(Spec(chunk.dtype, chunk.size), chunk.offset)
+                yield from (((chunk.path, chunk.offset), at) for at in places)
 
 
 def items_by_file(wanted: Layout, options: WriterOptions) -> dict[str, list[ShardItem]]:

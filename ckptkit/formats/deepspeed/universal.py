@@ -8,18 +8,17 @@ number of ranks, if its configuration has `"checkpoint": {"load_universal": true
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Report, Unsafe, refuse
 from ckptkit.files.file import check_name, is_there, read_small
-from ckptkit.formats.archives.state_files import extents_of, opened
-from ckptkit.formats.archives.zip_entries import read_directory
+from ckptkit.formats.archives.state_files import extents_of, places_in
 from ckptkit.formats.deepspeed.names import is_ours
 from ckptkit.formats.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, ZERO, check_files, read_universal
 from ckptkit.formats.deepspeed.write_universal import files_for
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, WriterOptions
 
 _POINTER_LIMIT = 1 << 10  # bytes
 
@@ -55,15 +54,9 @@ class Universal(FormatWriter):
         """Return a file for each parameter and moment, the model states of ZeRO 1, 2 and 3, and the pointer."""
         return tuple(files_for(wanted, options))
 
-    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
-        """Return the CRC-32 of each storage, in both of its places."""
-        for path in sorted({path for path, _ in checksums}):
-            with opened(made.root / path) as (read, length):
-                entries = read_directory(read, length)
-            for entry in entries.values():
-                checksum = checksums.get((path, entry.offset))
-                if checksum is not None and entry.length:
-                    yield from ((path, (at, checksum.to_bytes(4, "little"))) for at in entry.crc_at)
+    def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
+        """Return both places of each storage's CRC-32."""
+        return places_in(made, sorted({chunk.path for one in made.tensors.values() for chunk in one.chunks}))
 
 
 def tag_of(path: Path) -> str | None:

@@ -8,18 +8,25 @@ inertly: what it would import or call is never more than a name, so any name may
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.archives.flatten import flatten
-from ckptkit.formats.archives.state_files import HEAD, entries_of, extents_of, is_torch_save, opened, read_state_file
+from ckptkit.formats.archives.state_files import (
+    HEAD,
+    entries_of,
+    extents_of,
+    is_torch_save,
+    opened,
+    places_in,
+    read_state_file,
+)
 from ckptkit.formats.archives.storages import Storages
 from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.write_archive import make_envelope
-from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
@@ -102,15 +109,9 @@ class Pt(FormatWriter):
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
         yield MAIN, make_envelope(dump(state), storages.contents, instead_of=first).parts[-1]
 
-    def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
-        """Return the CRC-32 of each storage, in both of its places."""
-        with opened(made.root / MAIN) as (read, length):
-            entries = read_directory(read, length)
-        for entry in entries.values():
-            checksum = checksums.get((MAIN, entry.offset))
-            if checksum is not None:
-                content = checksum.to_bytes(4, "little")
-                yield from ((MAIN, (at, content)) for at in entry.crc_at)
+    def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
+        """Return both places of each storage's CRC-32."""
+        return places_in(made, [MAIN])
 
 
 def find_files(path: Path) -> list[Path]:

@@ -93,6 +93,8 @@ class FilePerRank(FormatWriter):
         if example_of(wanted).was_sharded:
             yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
 
+    repeats = True
+
     def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the copies of what several ranks have alike, and the CRC-32 of each storage."""
         found = find(made.root)

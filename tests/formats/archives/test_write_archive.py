@@ -27,7 +27,9 @@ def filled(envelope: Envelope, data: Mapping[str, bytes], *, sealed: bool = True
     """An envelope with bytes in its holes."""
     whole = bytearray(envelope.nbytes)
     places = [(hole.offset, data[key]) for key, hole in envelope.holes.items()]
-    seals = [part for key in envelope.holes for part in envelope.seal(key, zlib.crc32(data[key]))] if sealed else []
+    sums = {key: zlib.crc32(data[key]).to_bytes(4, "little") for key in envelope.holes}
+    places_of_sums = [(at, sums[key]) for key, hole in envelope.holes.items() for at in hole.crc_at]
+    seals = places_of_sums if sealed else []
     for offset, content in (*envelope.parts, *places, *seals):
         assert offset + len(content) <= len(whole)
         whole[offset : offset + len(content)] = content
