@@ -28,7 +28,7 @@ from ckptkit.destinations.stores import check_free, to_destination
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import remarks_on_id, to_model_path
+from ckptkit.files.path import RemotePath, remarks_on_id, to_model_path
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.weights import UNKNOWN
 from ckptkit.names.wrappers import may_be_adapted
@@ -170,7 +170,7 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     conversion = with_left_behind(conversion, checkpoints)
     if options.strict:
         require_all_taken(conversion)
-    if options.overwrite:
+    if options.overwrite and not isinstance(dst, RemotePath):  # in a store whoever claims it looks
         check_replaceable(dst, conversion.file_sizes)
     return replace(conversion, notes=(*conversion.notes, *remarks_on_id(options.base)))
 
