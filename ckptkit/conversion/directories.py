@@ -12,16 +12,40 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.find_parts import is_left
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.part import Part
+from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import Unsafe, translate_os_errors
 from ckptkit.files.file import children
 from ckptkit.files.joined import JoinedPath, roots_of
 from ckptkit.files.local import is_strange_link
+from ckptkit.files.path import RemotePath, is_url
 from ckptkit.formats import FORMATS, FormatWriter, get_format
 from ckptkit.layout import Layout
 from ckptkit.models.companions import places_of
 from ckptkit.trainers.ckptkit import TRAINING
 
 _HINT = "choose another destination"
+
+
+def to_output(place: str | Path) -> Path:
+    """Return the path that a user means by `place`, to be written to: a local one, or one in a store.
+
+    Raises `Usage` for a URL that ckptkit does not write to.
+    """
+    if not (isinstance(place, RemotePath) or (isinstance(place, str) and is_url(place))):
+        return Path(place)
+    from ckptkit.destinations.stores import to_destination
+
+    return to_destination(place)
+
+
+def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
+    """Raise `Occupied` if something is at a destination that may not be replaced."""
+    if not isinstance(dst, RemotePath):
+        check_destination(dst, overwrite, is_file=is_file)
+    elif not overwrite:
+        from ckptkit.destinations.stores import check_absent
+
+        check_absent(dst)
 
 
 def check_apart(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.marks import PlacedFiles, find_marks
 from ckptkit.checkpoints.replaceable import marks_in
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.made_files import create, seal, write_made
@@ -39,7 +40,6 @@ from ckptkit.files.file import file_size, opening, read_at
 from ckptkit.files.path import RemotePath
 from ckptkit.layout import FileOffset
 from ckptkit.layout.plan import Plan
-from ckptkit.models.companions import CONFIG
 from ckptkit.progress import telling
 
 KEY = "key.json"  # the note that says what is being made
@@ -106,15 +106,16 @@ def uploading(conversion: Conversion, count: int) -> Iterator[Upload]:
     """Prepare the files in a temporary directory, and claim the destination for what `count` processes make."""
     assert isinstance(conversion.output, RemotePath)
     refuse_repeats(conversion)
-    with TemporaryDirectory(prefix="ckptkit-") as room, keeping(conversion.output):
+    with TemporaryDirectory(prefix="ckptkit-") as room:
         plans = [without_copies(plan) for plan in create(conversion, Path(room), is_sparse=True)]
-        sizes, marks = conversion.file_sizes, find_marks(conversion, plans)
+        sizes, marks = conversion.file_sizes, marks_of(conversion, plans)
         sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
         plan = blake2b(conversion.key(count), digest_size=16).hexdigest()
         there = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
         check = partial(marks_in, conversion.output, conversion.file_sizes)
         there.claim(overwrite=conversion.options.overwrite, check=check)
-        yield Upload(conversion, Path(room), plans, there, marks)
+        with keeping(conversion.output):
+            yield Upload(conversion, Path(room), plans, there, marks)
     conversion.output.store.forget()
 
 
@@ -133,20 +134,16 @@ def without_copies(plan: Plan) -> Plan:
     return replace(plan, targets=tuple(reversed(places.values())))
 
 
-def find_marks(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
-    """Return the files without which nobody takes the output for a checkpoint, in the order in which they come last.
-
-    The manifests come first; then of each draft the files that describe it, or the last of its files if none does,
-    those of the model after the others; then its config.json.
-    """
-    pairs = list(zip(conversion.drafts, plans, strict=True))[::-1]
-    marks = [] if conversion.is_file else [str(Path(draft.place, MANIFEST)) for draft, _ in pairs]
-    for draft, plan in pairs:
-        names = sorted(file.name for file in draft.files)
-        described = [name for name in names if name in plan.dst.descriptions]
-        marks += [str(Path(draft.place, name)) for name in described or names[-1:]]
-    marks += [CONFIG] if CONFIG in conversion.file_sizes else []
-    return tuple(dict.fromkeys(marks))
+def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
+    """Return the files of an output that come last, in this order."""
+    drafts = conversion.drafts
+    parts = [
+        PlacedFiles(draft.place, [file.name for file in draft.files], plan.dst.descriptions)
+        for draft, plan in zip(drafts, plans, strict=True)
+    ]
+    manifests = [] if conversion.is_file else [str(Path(draft.place, MANIFEST)) for draft in drafts]
+    names = {*conversion.file_sizes, *manifests}
+    return find_marks(parts, names, is_for_loaders=conversion.options.writer.is_model_only)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from typing import cast
 
 from ckptkit.destinations.destination import CLAIM, Destination
 from ckptkit.destinations.pieces import FilePiece
-from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import CkptError, Occupied, Usage
 from ckptkit.files.path import RemotePath, is_url, parse_url
 
@@ -63,16 +62,13 @@ def open_destination(
     return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
 
 
-def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
-    """Raise `Occupied` if something is at a destination that may not be replaced.
+def check_absent(dst: RemotePath) -> None:
+    """Raise `Occupied` if something is at a destination in a store.
 
     Where an upload began the claim decides, and in a repository its history.
     """
-    if not isinstance(dst, RemotePath):
-        check_destination(dst, overwrite, is_file=is_file)
-        return
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
-    if not overwrite and dst.key and dst.exists() and not any(claim.exists() for claim in claims):
+    if dst.key and dst.exists() and not any(claim.exists() for claim in claims):
         raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
 
 

@@ -17,18 +17,17 @@ from ckptkit.checkpoints.find_parts import LeftBehind
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.directories import check_apart, files_taken
+from ckptkit.conversion.directories import check_apart, check_free, files_taken, to_output
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
 from ckptkit.conversion.options import MODULE, ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
-from ckptkit.destinations.stores import check_free, to_destination
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import remarks_on_id, to_model_path
+from ckptkit.files.path import RemotePath, remarks_on_id, to_model_path
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.weights import UNKNOWN
 from ckptkit.names.wrappers import may_be_adapted
@@ -150,7 +149,7 @@ def report_on(
 ) -> Converted:
     """Draft a conversion, do the `work`, unless it is a dry run, and report on it."""
     began = time.perf_counter()
-    conversion = draft(sources, to_destination(dst), options)
+    conversion = draft(sources, to_output(dst), options)
     prospect = report(conversion, time.perf_counter() - began)
     if options.dry_run:
         return prospect
@@ -170,7 +169,7 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     conversion = with_left_behind(conversion, checkpoints)
     if options.strict:
         require_all_taken(conversion)
-    if options.overwrite:
+    if options.overwrite and not isinstance(dst, RemotePath):  # in a store whoever claims it looks
         check_replaceable(dst, conversion.file_sizes)
     return replace(conversion, notes=(*conversion.notes, *remarks_on_id(options.base)))
 

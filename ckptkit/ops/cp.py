@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_parts import LeftBehind, is_left, reason_to_leave
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum
+from ckptkit.checkpoints.marks import PlacedFiles, find_marks
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
@@ -43,7 +44,6 @@ from ckptkit.summary import Summarized
 from ckptkit.trainers import step_of
 from ckptkit.version import __version__
 
-_CONFIG = "config.json"
 _JOURNAL = "pieces.jsonl"
 
 
@@ -185,7 +185,8 @@ def look_through(checkpoint: Checkpoint) -> Contents:
     found = list(walk(root, needed)) if checkpoint.path.is_dir() else [(path, "") for path in sorted(needed)]
     sizes = {str(path.relative_to(root)): file_size(path) for path, why in found if not why}
     left = tuple(LeftBehind(path, why, str(path.relative_to(root))) for path, why in found if why)
-    marks = find_marks(parts, sizes)
+    described = [PlacedFiles(one.place, one.own.needed, one.own.layout.descriptions) for one in parts]
+    marks = find_marks(described, sizes, is_for_loaders=parts[0].own.reader.is_model_only)
     ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
     is_file = not checkpoint.path.is_dir() and len(sizes) == 1
     return Contents(root, tuple(parts), ordered, marks, left, is_file)
@@ -218,21 +219,6 @@ def walk(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
             yield path, reason_to_leave(path, names)
         else:
             yield path, ""
-
-
-def find_marks(parts: Iterable[OwnPart], names: Iterable[str]) -> tuple[str, ...]:
-    """Return the files without which nobody takes the copy for a checkpoint, in the order in which they come last.
-
-    The manifests come first; then of each part the files that describe it, or the last of its files if none does, those
-    of the model after the others; then its config.json.
-    """
-    found = [name for name in names if name.rpartition("/")[2] == MANIFEST]
-    for part in reversed(list(parts)):
-        needed = sorted(part.own.needed)
-        described = sorted(set(part.own.layout.descriptions) & part.own.needed)
-        found += map(part.name, described or needed[-1:])
-    found += [_CONFIG] if _CONFIG in names else []
-    return tuple(dict.fromkeys(found))
 
 
 def checked_bytes(part: OwnPart) -> int:

@@ -523,3 +523,9 @@ def test_a_header_that_the_manifest_does_not_know_is_not_read(old: Path, tmp_pat
     flip(made, made.read_bytes().index(b'"pt"') + 1)
     with pytest.raises(Corrupt):
         _ = Checkpoint.open(made.parent).layout
+
+
+def test_an_empty_tensor_where_another_begins_is_not_damaged(tmp_path: Path) -> None:
+    torch.save({"a.empty": torch.zeros(0, 3), "b": torch.ones(4)}, tmp_path / "model.pt")
+    consolidate(tmp_path / "model.pt", tmp_path / "out")
+    assert all(part.is_ok for part in verify(tmp_path / "out"))

@@ -1,0 +1,207 @@
+"""Conversions to a store: the same bytes as on a disk, absent or whole, resumed, and shared among processes."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+
+import ckptkit
+from ckptkit.destinations.pieces import PART_BYTES
+from ckptkit.errors import Corrupt, IOFailure, Occupied, Unsupported
+from tests.destinations.test_s3 import CLAIM, Place, make_place
+from tests.s3 import S3, forget, serve_moto
+
+Convert = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture
+def place(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    yield make_place(moto, monkeypatch)
+    forget()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of DCP of several pieces, with an optimizer, tied weights and entries that are no tensors."""
+    root = tmp_path_factory.mktemp("run") / "ckpt-5"
+    generator = torch.Generator().manual_seed(0)
+    model = {f"layers.{i}.w": torch.randn(1000 + i, 3001, generator=generator) for i in range(3)}
+    model |= {"embed.weight": torch.randn(7, 3, generator=generator), "empty": torch.zeros(0, 3)}
+    states = {name: {"exp_avg": torch.ones(one.shape), "step": torch.tensor(5.0)} for name, one in model.items()}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(model)}]
+    state = {"model": model, "optimizer": {"state": states, "param_groups": groups}, "step": 5}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=root, no_dist=True)
+    (root / "config.json").write_text('{"model_type": "mine"}')
+    return root
+
+
+WAYS: dict[str, tuple[Convert, dict[str, Any]]] = {
+    "hf": (ckptkit.consolidate, {}),
+    "hf shards": (ckptkit.consolidate, {"max_shard_size": 20_000_000, "dtype": "bfloat16"}),
+    "dcp": (ckptkit.convert, {"to": "dcp", "world_size": 3}),
+    "pt": (ckptkit.convert, {"to": "pt"}),
+    "universal": (ckptkit.convert, {"to": "universal"}),
+    "average": (lambda source, *more, **options: ckptkit.average([source, source], *more, **options), {}),
+}
+
+
+def bytes_in(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def bytes_at(place: Place) -> dict[str, bytes]:
+    place.files.invalidate_cache()
+    return {name: place.content(name) for name in place.names()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bytes_are_those_of_a_local_output(way: str, place: Place, source: Path, tmp_path: Path) -> None:
+    convert, options = WAYS[way]
+    convert(source, tmp_path / "out", **options)
+    convert(source, place.url, **options)
+    assert bytes_at(place) == bytes_in(tmp_path / "out")
+    assert CLAIM not in place.names()
+    assert all(part.is_ok for part in ckptkit.verify(place.url))
+
+
+def test_a_single_file_is_an_object(place: Place, source: Path, tmp_path: Path) -> None:
+    ckptkit.convert(source, tmp_path / "state.pt", to="pt")
+    ckptkit.convert(source, f"{place.url}.pt", to="pt")
+    assert place.files.cat_file(f"{place.name}/run/ckpt-5.pt") == (tmp_path / "state.pt").read_bytes()
+    assert place.files.find(place.name) == [f"{place.name}/run/ckpt-5.pt"]
+
+
+def test_from_one_prefix_to_another(place: Place, source: Path, tmp_path: Path) -> None:
+    ckptkit.cp(source, f"s3://{place.name}/from")
+    ckptkit.reshard(f"s3://{place.name}/from", place.url, to=4)
+    ckptkit.reshard(source, tmp_path / "out", to=4)
+    there, here = bytes_at(place), bytes_in(tmp_path / "out")
+    del there["ckptkit.json"], here["ckptkit.json"]  # they name the source
+    assert there == here
+
+
+@pytest.mark.parametrize("way", ["hf shards", "dcp", "pt"])
+def test_several_processes_share_the_work(way: str, place: Place, source: Path, tmp_path: Path) -> None:
+    convert, options = WAYS[way]
+    convert(source, tmp_path / "out", **options)
+    with pytest.raises(Occupied, match="1 of 3 parts are not done: 2/3"):
+        for number in (3, 1):
+            assert not convert(source, place.url, part=f"{number}/3", **options).is_finished
+            forget()
+        ckptkit.finalize(place.url)
+    assert not place.names() & {".metadata", "model.safetensors.index.json"}
+    convert(source, place.url, part="2/3", **options)
+    before = place.sent()
+    convert(source, place.url, part="2/3", **options)
+    assert place.sent() == before
+    ckptkit.finalize(place.url)
+    assert bytes_at(place) == bytes_in(tmp_path / "out")
+    whole = sum(map(len, bytes_at(place).values()))
+    notes = sum(one.sent for one in place.server.requests if ".ckptkit-upload/" in one.what)
+    assert place.sent() - notes == whole
+
+
+@pytest.mark.parametrize(("way", "mark"), [("hf", "config.json"), ("dcp", ".metadata")])
+def test_whatever_request_fails_the_output_is_absent_or_whole(
+    way: str, mark: str, place: Place, tmp_path: Path
+) -> None:
+    convert, options = WAYS[way]
+    source = tmp_path / "ckpt-5"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": {"w": torch.ones(1000)}}, checkpoint_id=source, no_dist=True)
+    (source / "config.json").write_text('{"model_type": "mine"}')
+    convert(source, tmp_path / "out", **options)
+    for skip in count():
+        place.files.rm(f"{place.name}/run", recursive=True) if skip and place.names() else None
+        forget()
+        fault = place.server.fail("PUT|POST|DELETE", skip=skip, times=1, status=403)
+        try:
+            convert(source, place.url, **options)
+        except IOFailure:
+            forget()
+            assert mark not in place.names() or bytes_at(place).items() >= bytes_in(tmp_path / "out").items()
+            convert(source, place.url, overwrite=mark in place.names(), **options)
+        assert bytes_at(place) == bytes_in(tmp_path / "out")
+        if fault.times:
+            break
+    assert skip > 5
+
+
+def test_an_interrupted_output_is_continued(place: Place, source: Path) -> None:
+    place.server.fail("POST .*uploadId", status=403)
+    with pytest.raises(IOFailure, match="the store keeps what was sent"):
+        ckptkit.consolidate(source, place.url)
+    sent = place.sent()
+    forget()
+    ckptkit.consolidate(source, place.url)
+    again = place.sent() - sent
+    assert sent > 2 * PART_BYTES
+    assert again < 2000  # config.json and the manifest
+    assert all(part.is_ok for part in ckptkit.verify(place.url))
+
+
+def test_another_output_is_not_mixed_in(place: Place, source: Path) -> None:
+    place.server.fail("POST .*uploadId", status=403)
+    with pytest.raises(IOFailure):
+        ckptkit.consolidate(source, place.url)
+    forget()
+    with pytest.raises(Occupied, match="another upload is under way"):
+        ckptkit.consolidate(source, place.url, dtype="bfloat16")
+    ckptkit.consolidate(source, place.url, dtype="bfloat16", overwrite=True)
+    forget()
+    with pytest.raises(Occupied, match="the destination exists"):
+        ckptkit.consolidate(source, place.url)
+    assert not place.files.call_s3("list_multipart_uploads", Bucket=place.name).get("Uploads")
+    ckptkit.cp(place.url, source.parent / "back")
+    with safe_open(source.parent / "back" / "model.safetensors", "pt") as file:
+        assert file.get_tensor("layers.0.w").dtype == torch.bfloat16
+
+
+def test_damage_is_found_before_the_marks(place: Place, source: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "ckpt-5"
+    damaged.mkdir()
+    for path in source.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    file = next(damaged.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(Corrupt, match="CRC-32"):
+        ckptkit.convert(damaged, place.url, to="dcp")
+    assert not place.names() & {".metadata", "config.json"}
+
+
+def test_a_dry_run_sends_nothing(place: Place, source: Path) -> None:
+    done = ckptkit.consolidate(source, place.url, dry_run=True)
+    assert done.free_bytes is None
+    assert not [one for one in place.server.requests if one.what.startswith(("PUT", "POST"))]
+
+
+def test_files_that_repeat_data_are_refused(place: Place, source: Path) -> None:
+    with pytest.raises(Unsupported, match="copied between them at the end"):
+        ckptkit.convert(source, place.url, to="ranks")
+    assert not place.names()
+
+
+def test_the_manifest_has_what_the_store_computed(place: Place, source: Path) -> None:
+    ckptkit.consolidate(source, place.url)
+    files = json.loads(place.content("ckptkit.json"))["files"]
+    for name in place.names() - {"ckptkit.json"}:
+        found = place.files.call_s3("head_object", Bucket=place.name, Key=f"run/ckpt-5/{name}", ChecksumMode="ENABLED")
+        assert b64decode(found["ChecksumCRC32"]).hex() == files[name]["crc32"]
