@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ckptkit import trainers
@@ -44,8 +45,11 @@ def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
     """
     dst.store.forget()
     check_replaceable(dst, made)
-    layouts = [part.layout for part in Checkpoint.at(dst).parts] if dst.is_dir() else []
-    return tuple(str((one.root / name).relative_to(dst)) for one in layouts for name in one.descriptions)
+    found = []
+    for part in Checkpoint.at(dst).parts if dst.is_dir() else ():
+        with suppress(*_UNREADABLE):  # it has none
+            found += [str((part.layout.root / name).relative_to(dst)) for name in part.layout.descriptions]
+    return tuple(found)
 
 
 def strangers_in(root: Path, made: set[Path]) -> Iterator[Path]:

@@ -22,7 +22,7 @@ from ckptkit.destinations.destination import CLAIM, NOTES, Check
 from ckptkit.destinations.pieces import FilePiece, is_large
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.path import RemotePath
+from ckptkit.files.path import RemotePath, at_once
 from ckptkit.files.stores.s3_calls import S3Bucket, find_code
 from ckptkit.version import __version__
 
@@ -149,9 +149,10 @@ class S3Destination:
         self._count(data)
 
     def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
-        """Send a whole file that makes the checkpoint visible. Raises `Occupied` if another one is there."""
+        """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
         if self._has(name, len(data), crc):
             return
+        self._require_claim()
         try:
             self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW)
             self._count(data)
@@ -198,7 +199,7 @@ class S3Destination:
 
     def _begin_again(self, name: str) -> None:
         """Send a large file anew, whose upload the store has forgotten."""
-        self._uploads[name] = self._create(name)
+        self._create(name)
         self._put_claim(self._uploads, {})
 
     def _count(self, data: bytes | bytearray) -> None:
@@ -214,14 +215,15 @@ class S3Destination:
             self._create_claim()
         self._probe()
         self._delete([*(name for name in (*first, *self.marks) if name in there), *there])
-        self._uploads = {name: self._create(name) for name, size in self.sizes.items() if is_large(size)}
+        self._uploads = {}
         try:
+            at_once(self._create, [name for name, size in self.sizes.items() if is_large(size)])
             self._put_claim(self._uploads, {"IfMatch": self._tag} if self.has_conditions else {})
-        except IOFailure as error:  # another process of the same plan was faster: its uploads count
+        except IOFailure as error:
+            self._abort_uploads()  # nobody else knows of them
             if find_code(error) not in _TAKEN:
                 raise
-            self._abort_uploads()
-            self.join()
+            self.join()  # another process of the same plan was faster: its uploads count
 
     def _resume(self, begun: Mapping[str, Any]) -> None:
         """Go on with an upload, of our files, that the claim tells of."""
@@ -242,9 +244,10 @@ class S3Destination:
                 else:
                     self.whole[name] = crc
 
-    def _create(self, name: str) -> str:
+    def _create(self, name: str) -> None:
+        """Begin the upload of a large file."""
         how = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
-        return str(self._call("create_multipart_upload", name, **how)["UploadId"])
+        self._uploads[name] = str(self._call("create_multipart_upload", name, **how)["UploadId"])
 
     def _list_parts(self, name: str, upload: str) -> dict[int, SentPart]:
         found: dict[int, SentPart] = {}
@@ -280,6 +283,13 @@ class S3Destination:
             message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {there}"
             hint = "delete this object, then run the same command again"
             raise Occupied(message, path=self.path / name, hint=hint)
+
+    def _require_claim(self) -> None:
+        """Raise `Occupied` if another upload has taken the place from us."""
+        begun = self._read_claim()
+        if begun is None or begun["plan"] != self.plan:
+            hint = "only one process may write here at a time"
+            raise Occupied("another upload has abandoned this one", path=self.path, hint=hint)
 
     def _read_claim(self) -> dict[str, Any] | None:
         try:

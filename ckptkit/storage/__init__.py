@@ -3,6 +3,7 @@
 dcp.load({"model": state}, storage_reader=ckptkit.storage.Reader("hf-model", under="model", cast="allow"))
 dcp.save(state, storage_writer=ckptkit.storage.Writer("hf-model", files={"config.json": config}))
 dcp.save({"model": model, "optim": optimizer, "step": 5}, storage_writer=ckptkit.storage.Writer("ckpt-5", "dcp"))
+dcp.async_save(state, storage_writer=ckptkit.storage.Writer("s3://bucket/run/ckpt-5"))
 
 What goes wrong on any rank ends the call on every rank with torch's `CheckpointException`, which is no `Exception`:
 its `failures` has, by rank, the `CkptError` that says what it was, and `find_cause` gives the one that counts.
@@ -10,8 +11,9 @@ its `failures` has, by rank, the `CkptError` that says what it was, and `find_ca
 
 from ckptkit.storage.ranks import find_cause
 from ckptkit.storage.reader import LayoutReader, Reader
+from ckptkit.storage.room_writer import RoomWriter
 from ckptkit.storage.terms import PartialLoad
 from ckptkit.storage.weights import load_weights
-from ckptkit.storage.writer import RoomWriter, Writer
+from ckptkit.storage.writer import Writer
 
 __all__ = ["LayoutReader", "PartialLoad", "Reader", "RoomWriter", "Writer", "find_cause", "load_weights"]

@@ -107,7 +107,7 @@ def translate(error: CheckpointException, path: Path, verb: str) -> CkptError:
     rank, reason = find_first(error)
     if isinstance(reason, CkptError) and not isinstance(reason, IOFailure):
         return reason
-    said = str(reason).strip() or type(reason).__name__
+    said = (reason.message if isinstance(reason, CkptError) else str(reason)).strip() or type(reason).__name__
     message = f"rank {rank} could not {verb} it: {said.splitlines()[0]}"
     if isinstance(reason, IOFailure):
         return type(reason)(message, path=reason.path or path, tensor=reason.tensor, hint=reason.hint)

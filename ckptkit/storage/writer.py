@@ -1,349 +1,108 @@
-"""Write through torch: every rank puts its shards to their final place in the final files of any format.
-
-The coordinator makes the files from the plans of all ranks, before a byte of data is there. Where each byte belongs is
-then said by the format's own reader, to every rank alike, so that nothing is left to put together afterwards but the
-entries that are no tensors: how long these are shows only when they are written.
-"""
+"""Write through torch to any place: a local directory, or a store."""
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import chain
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.checkpoints.seal import create_files, read_made
 from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
-from ckptkit.destinations.allocation import check_room, create_file
-from ckptkit.destinations.staging import Stage
-from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import OpenFiles, check_name
-from ckptkit.files.path import to_local
-from ckptkit.files.trees import sync_path
-from ckptkit.formats import EntryWriter, get_writer, locate
-from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, WriterOptions, check_cover
-from ckptkit.storage.memory import find_dtype
-from ckptkit.storage.pieces import PieceWriter
-from ckptkit.storage.portions import Portion, divide
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DType
+from ckptkit.destinations.stores import to_destination
+from ckptkit.errors import CkptError, Unsupported
+from ckptkit.files.path import RemotePath
+from ckptkit.storage.room_writer import StagedWriter
+from ckptkit.storage.store_writer import FORMAT, StoreWriter
+
+_LOCAL_FORMAT = "hf"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """The part of a save that one rank does: into directory `root`, its entries by the names that they are stored by.
+class Writer(StorageWriter):
+    """A writer of a state to `path`, where it appears when all ranks are done, whole or not at all.
 
-    `portions` has these names by those of the state, for the directory in `root` and the format that they go to.
-    """
-
-    rank: int
-    root: Path
-    portions: Mapping[tuple[str, str], Mapping[str, str]]
-
-
-class RoomWriter(StorageWriter):
-    """A writer of a state as a checkpoint into directory `room`, which is there; shows it to nobody.
-
-    `format` is one that ckptkit writes, `files` are small ones to put beside the weights, and `max_shard_size` is in
-    bytes. `tied` has ways that are not in the state to the names of tensors in it: they share its bytes, in a format in
-    which tensors can. Without `sync` the data is left to the operating system.
-    """
-
-    def __init__(
-        self,
-        room: str | os.PathLike[str],
-        format: str = "hf",  # noqa: A002 - as users call it
-        *,
-        files: Mapping[str, bytes] | None = None,
-        max_shard_size: int = DEFAULT_SHARD_SIZE,
-        tied: Mapping[KeyPath, str] | None = None,
-        sync: bool = True,
-    ) -> None:
-        super().__init__()
-        self.room = to_local(os.fspath(room))
-        self.sync = sync
-        get_writer(format)
-        self._format = format
-        self._files = dict(files or {})
-        for name in self._files:
-            check_name(name, self.room)
-        self._max_shard_size = max_shard_size
-        self._tied = dict(tied or {})
-        self._portions: tuple[Portion, ...] = ()  # on the coordinator, from plan to finish
-        self._sizes: dict[str, dict[str, int]] = {}
-        self._options = WriterOptions(max_shard_size)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, in another directory if one is given."""
-        if checkpoint_id is not None:
-            self.room = to_local(os.fspath(checkpoint_id))
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise `Unsupported` for several ranks that do not talk to each other: they write the same files."""
-        if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
-            message = f"use_collectives=False: {dist.get_world_size()} ranks write the same files together"
-            raise Unsupported(message, hint="leave it out, or save with torch's FileSystemWriter, which ckptkit reads")
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the files, with holes for the data, and return the plans with what each rank is to do."""
-        plans = without_gaps(plans, self.room)
-        planned = tie(plan_layout(plans, self.room), self._tied)
-        self._options = WriterOptions(self._max_shard_size, len(plans))
-        self._portions = divide(planned, self._format)
-        made = {
-            portion.directory: portion.arrange(self._options, {} if portion.directory else self._files)
-            for portion in self._portions
-        }
-        self._sizes = {place: {file.name: file.nbytes for file in files} for place, files in made.items()}
-        check_room(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
-        for place, files in made.items():
-            create_files(self.room / place, files, anew=True)
-        return [replace(plan, storage_data=self._task(rank, plan)) for rank, plan in enumerate(plans)]
-
-    def _task(self, rank: int, plan: SavePlan) -> Task:
-        names = [item.index.fqn for item in plan.items]
-        own = {
-            (portion.directory, portion.format): {name: portion.names[name] for name in names if name in portion.names}
-            for portion in self._portions
-        }
-        return Task(rank, self.room, own)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items to where they belong.
-
-        Each result of a tensor has what it adds to the sum of each chunk, that of another entry where it lies.
-        """
-        task: Task = plan.storage_data
-        results: list[WriteResult] = []
-        for (place, to), names in task.portions.items():
-            items = [item for item in plan.items if item.index.fqn in names]
-            entries = [item for item in items if item.type == WriteItemType.BYTE_IO]
-            tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-            results += self._write_tensors(task.root / place, to, tensors, names, planner)
-            if entries:
-                writer = get_writer(to)
-                assert isinstance(writer, EntryWriter)
-                results += self._write_entries(task.root / place, writer.entries_file(task.rank), entries, planner)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def _write_tensors(
-        self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
-    ) -> list[WriteResult]:
-        made = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
-        with OpenFiles(root, writable=True) as files:
-            pieces = PieceWriter(files)
-            results = [write_item(pieces, item, planner, made.tensors[names[item.index.fqn]]) for item in items]
-        if self.sync:  # by each rank what it wrote: another machine could not
-            for name in sorted({path for result in results for path, _ in result.storage_data}):
-                sync_path(root / name)
-        return results
-
-    def _write_entries(self, root: Path, file: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write entries that are no tensors, one after the other, into a file of their own."""
-        create_file(root / file, 0, ())
-        results = []
-        end = 0
-        with OpenFiles(root, writable=True) as files:
-            for item in items:
-                data = planner.resolve_data(item)
-                assert not isinstance(data, Tensor)
-                content = data.getbuffer()
-                files[file].write_at(content, end)
-                blob = Blob(file, end, len(content), crc32=crc32(content))
-                results.append(WriteResult(item.index, len(content), blob))
-                end += len(content)
-        if self.sync:
-            sync_path(root / file)
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
-        """Complete the files, with the entries and checksums that need the data, and the manifest of each directory."""
-        for portion in self._portions:
-            portion.finish(self._options, self._sizes[portion.directory], chain(*results))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is the path of a local directory, and no URL: ckptkit writes to such only."""
-        return is_local(checkpoint_id)
-
-
-def is_local(checkpoint_id: object) -> bool:
-    """Return whether something names a place on this machine."""
-    try:
-        to_local(os.fspath(checkpoint_id))  # type: ignore[call-overload]
-    except (TypeError, CkptError):
-        return False
-    return True
-
-
-class Writer(RoomWriter):
-    """A writer of a state to `path`, a local one, where it appears when all ranks are done, whole or not at all.
-
-    `format` is one that ckptkit writes. Entries that are no tensors lie in the files of "dcp" and "pt". With "hf" the
-    weights have the names that the model itself gives them, without the key that it has in the state (`model`); all
-    else lies in a DCP directory `training` beside the weights. A state of several models without entries of other kinds
-    keeps its names. `files` are small ones to put beside the weights (config.json, a tokenizer's), and
-    `max_shard_size` is in bytes.
+    `path` is a local directory or `s3://bucket/prefix`. `format` is one that ckptkit writes: by default "hf" in a local
+    directory and "dcp" in a store, which takes no other. Entries that are no tensors lie in the files of "dcp" and
+    "pt". With "hf" the weights have the names that the model itself gives them, without the key that it has in the
+    state (`model`); all else lies in a DCP directory `training` beside the weights. A state of several models without
+    entries of other kinds keeps its names. `files` are small ones to put beside the weights (config.json, a
+    tokenizer's), and `max_shard_size` is in bytes.
     `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
-    without `sync` the checkpoint may not outlive a power cut. A save
-    that failed may leave a hidden directory, which goes away with the writer, or at its next save.
+    without `sync` a local checkpoint may not outlive a power cut. A save that failed may leave a hidden directory,
+    which goes away with the writer, or at its next save. In a store it leaves its claim and what was sent, which no
+    reader takes for a checkpoint; the next save of the writer replaces them, and one of another with `overwrite`.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        format: str = "hf",  # noqa: A002 - as users call it
+        format: str | None = None,  # noqa: A002 - as users call it
         *,
         files: Mapping[str, bytes] | None = None,
         max_shard_size: int = DEFAULT_SHARD_SIZE,
         overwrite: bool = False,
         sync: bool = True,
     ) -> None:
-        super().__init__(path, format, files=files, max_shard_size=max_shard_size, sync=sync)
-        self.path = self.room
-        self.overwrite = overwrite
-        self._stage: Stage | None = None
+        super().__init__()
+        self._format = format
+        self._files = dict(files or {})
+        self._max_shard_size = max_shard_size
+        self._overwrite = overwrite
+        self._sync = sync
+        self._writer = self._choose(path)
+
+    def _choose(self, place: str | os.PathLike[str]) -> StagedWriter | StoreWriter:
+        path = to_destination(place)
+        if isinstance(path, RemotePath):
+            if self._format not in (None, FORMAT):
+                message = f"`{self._format}` cannot go straight to a store: several ranks would write one object"
+                hint = f"save `{FORMAT}`, then run `ckptkit convert {path} OUT --to {self._format}`; OUT may be a URL"
+                raise Unsupported(message, path=path, hint=hint)
+            return StoreWriter(path, files=self._files, overwrite=self._overwrite)
+        return StagedWriter(
+            path,
+            self._format or _LOCAL_FORMAT,
+            files=self._files,
+            max_shard_size=self._max_shard_size,
+            overwrite=self._overwrite,
+            sync=self._sync,
+        )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, with another path if one is given."""
-        if checkpoint_id is not None:
-            self.path = to_local(os.fspath(checkpoint_id))
+        path = None if checkpoint_id is None else to_destination(checkpoint_id)
+        if path is not None and isinstance(path, RemotePath) != isinstance(self._writer, StoreWriter):
+            self._writer = self._choose(path)
+        self._writer.reset(path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise `Unsupported` for several ranks that do not talk to each other."""
+        self._writer.set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the files in a hidden directory, and return the plans with what each rank is to do there."""
-        self._discard()
-        if self.overwrite:
-            check_replaceable(self.path, self._files)
-        self._stage = stage = Stage(self.path, overwrite=self.overwrite, sync=self.sync)
-        weakref.finalize(self, stage.discard)  # no call of torch's tells of the failure of another rank
-        try:
-            self.room = stage.open().path
-            return super().prepare_global_plan(plans)
-        except BaseException:
-            self._discard()
-            raise
+        """Take the place, and return the plans with what each rank is to do."""
+        return self._writer.prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items."""
+        return self._writer.write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint and show it."""
-        assert self._stage is not None
+        self._writer.finish(metadata, results)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it is a place that ckptkit writes to: a local path, or the URL of a store."""
         try:
-            super().finish(metadata, results)
-            self._stage.commit()
-        except BaseException:
-            self._discard()
-            raise
-        self._stage = None
-
-    def _discard(self) -> None:
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            stage.discard()
-
-
-def without_gaps(plans: list[SavePlan], root: Path) -> list[SavePlan]:
-    """Return the plans of all ranks, with torch's cached ones for those that did not change since the last save.
-
-    torch caches the plans by class of planner and passes on only those that changed (`enable_plan_caching`). Raises
-    `Unsupported` where planners of several classes have plans for as many ranks: nothing tells whose save this is.
-    """
-    if all(plan.usable for plan in plans):
-        return plans
-    cached: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
-    whole = [known for known in cached.values() if len(known) == len(plans)]
-    if len(whole) != 1:
-        hint = "pass enable_plan_caching=False to all planners but one"
-        raise Unsupported(f"expected cached plans of 1 planner, found {len(whole)}", path=root, hint=hint)
-    return [plan if plan.usable else known for plan, known in zip(plans, whole[0], strict=True)]
-
-
-def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
-    """Return what the ranks together will save; each entry lies where one of them has it, as its item of this number.
-
-    Raises `Mismatch` where they leave a gap, overlap or disagree.
-    """
-    specs: dict[str, Spec] = {}
-    chunks: dict[str, list[Chunk]] = {}
-    blobs: dict[str, Blob] = {}
-    keys: dict[str, Any] = {}
-    for rank, plan in enumerate(plans):
-        keys |= plan.planner_data or {}
-        for i, item in enumerate(plan.items):
-            name = item.index.fqn
-            if item.type == WriteItemType.BYTE_IO:
-                blobs[name] = Blob(f"rank {rank}", i, 0)
-                continue
-            spec, box = describe_item(item)
-            if specs.setdefault(name, spec) != spec:
-                raise Mismatch(f"one rank has {specs[name]}, another {spec}", path=root, tensor=name)
-            chunk = Chunk(box, f"rank {rank}", i, box.numel * spec.dtype.itemsize, spec.dtype)
-            chunks.setdefault(name, []).append(chunk)
-    tensors = {name: StoredTensor(spec, tuple(chunks[name])) for name, spec in specs.items()}
-    layout = Layout(root, "memory", tensors, blobs, {name: keys[name] for name in (*tensors, *blobs) if name in keys})
-    try:
-        check_cover(layout)
-    except Corrupt as error:
-        hint = "do all the ranks that hold a part of it take part in the save?"
-        raise Mismatch(error.message, path=root, tensor=error.tensor, hint=hint) from None
-    return layout
-
-
-def describe_item(item: WriteItem) -> tuple[Spec, Box]:
-    """Return what an item is a part of, and which part."""
-    data = item.tensor_data
-    assert data is not None
-    spec = Spec(find_dtype(data.properties.dtype, item.index.fqn), tuple(data.size))
-    return spec, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-
-
-def tie(planned: Layout, tied: Mapping[KeyPath, str]) -> Layout:
-    """Return the layout with further ways that lead to some of its tensors."""
-    ways = {".".join(map(str, way)): way for way in tied}
-    tensors = {name: planned.tensors[tied[way]] for name, way in ways.items()}
-    return replace(planned, tensors={**planned.tensors, **tensors}, keys={**planned.keys, **ways})
-
-
-def write_item(pieces: PieceWriter, item: WriteItem, planner: SavePlanner, target: StoredTensor) -> WriteResult:
-    """Write one item of a plan to its place in the files."""
-    tensor = planner.resolve_data(item)
-    name = item.index.fqn
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        raise Unsupported("not a plain dense tensor with data", tensor=name)
-    spec, box = describe_item(item)
-    if tuple(tensor.shape) != box.size:
-        raise Mismatch(f"the plan has {list(box.size)}, the tensor is {list(tensor.shape)}", tensor=name)
-    plain = widen(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
-    return WriteResult(item.index, plain.nbytes, pieces.write(plain, box, target))
-
-
-def widen(tensor: Tensor, planned: DType, name: str) -> Tensor:
-    """Return a tensor in the dtype of its plan, converted if it is a float that this dtype holds without a loss.
-
-    Raises `Mismatch` for any other dtype: the files have no place for its values.
-    """
-    found = find_dtype(tensor.dtype, name)
-    if found == planned:
-        return tensor
-    dtype: torch.dtype = getattr(torch, planned.name)
-    if found.can_become(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
-        return tensor.to(dtype)
-    hint = "let the planner set the dtype in `create_local_plan` as well as in `resolve_data`"
-    raise Mismatch(f"expected dtype {planned} (the plan's), found {found}", tensor=name, hint=hint)
+            to_destination(checkpoint_id)
+        except (TypeError, CkptError):
+            return False
+        return True

@@ -14,7 +14,7 @@ from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage, translate_os_e
 from ckptkit.files.file import children, folders, is_there, names_in
 from ckptkit.files.path import RemotePath, list_ahead, to_local, to_model_path, to_path
 from ckptkit.files.stores import open_store
-from ckptkit.storage.writer import RoomWriter
+from ckptkit.storage import RoomWriter
 from ckptkit.training.saving.run import Run
 
 

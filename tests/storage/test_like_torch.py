@@ -319,18 +319,18 @@ def test_states_of_ranks_that_have_unlike_parts(tmp_path: Path) -> None:
     assert len(heard) == 4 * (3 * len(PAIRS) + 2)
 
 
-def test_a_url_is_no_directory_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_of_no_store_is_no_place_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for url in ("s3://bucket/x", "memory://x"):
-        with pytest.raises(Usage, match="writes to local directories only"):
+    for url in ("memory://x", "s3://bucket"):
+        with pytest.raises(Usage, match=r"no place that ckptkit writes to|a whole bucket"):
             Writer(url)
-        with pytest.raises(Usage, match="writes to local directories only"):
+        with pytest.raises(Usage, match=r"no place that ckptkit writes to|a whole bucket"):
             dcp.save({"w": counted(3)}, checkpoint_id=url, storage_writer=Writer(tmp_path / "out"))
         assert not Writer.validate_checkpoint_id(url)
         assert Reader.validate_checkpoint_id(url)
     assert not Reader.validate_checkpoint_id("s3://")
-    assert Writer.validate_checkpoint_id("out")
-    assert Writer.validate_checkpoint_id(tmp_path)
+    for place in ("out", tmp_path, "s3://bucket/x"):
+        assert Writer.validate_checkpoint_id(place)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,7 +28,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Unsupported
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.storage.pieces import PieceWriter
-from ckptkit.storage.writer import plan_layout
+from ckptkit.storage.plans import plan_layout
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests.formats.contract import raw_bytes

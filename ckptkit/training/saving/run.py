@@ -8,6 +8,7 @@ step = run.load(model, optimizer) if run.latest() else 0
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,16 +22,19 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.destinations.staging import Stage, clear_dead
+from ckptkit.destinations.staging import clear_dead
+from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import check_name
-from ckptkit.files.path import to_local
+from ckptkit.files.path import RemotePath
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
 from ckptkit.runs.run import RunFolder
 from ckptkit.storage.ranks import Ranks
 from ckptkit.trainers.ckptkit import METRICS
+from ckptkit.training.places import require_storable
 from ckptkit.training.saving.load import Stored
+from ckptkit.training.saving.places import SavePlace, StagedPlace, StorePlace
 from ckptkit.training.saving.quiet import quiet, silence
 from ckptkit.training.saving.save import ADAPTER, FORMATS, HeldState, Saver
 from ckptkit.training.saving.state import Training
@@ -38,6 +42,9 @@ from ckptkit.training.saving.state import Training
 
 class Run:
     """A training directory with its checkpoints, to save to and to load from, by all ranks alike.
+
+    `root` is local, or `s3://bucket/prefix`, to which only one training saves at a time: a save there replaces what a
+    save of the same step left that died, and takes only "sharded" and "adapter".
 
     `state_dict` is "sharded", a directory of DCP's; "full", one file of torch.save; "hf", a Hugging Face model with the
     rest in a directory of DCP's inside it; or "adapter", which is "sharded" without the weights that adapters are on:
@@ -50,7 +57,7 @@ class Run:
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | os.PathLike[str],
         *,
         state_dict: str = "sharded",
         background: bool = False,
@@ -61,7 +68,8 @@ class Run:
     ) -> None:
         if state_dict not in FORMATS:
             raise Usage(f"there is no state dict `{state_dict}`", hint=f"use one of {', '.join(FORMATS)}")
-        self.root = to_local(root)
+        self.root = to_destination(root)
+        require_storable(self.root, state_dict)
         self.state_dict = state_dict
         self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
         self._files = dict(files or {})
@@ -69,6 +77,7 @@ class Run:
             check_name(name, self.root)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit") if background else None
         self._saving: Future[None] | None = None
+        self._replaced: set[Path] = set()
         if background:
             silence()
 
@@ -88,11 +97,21 @@ class Run:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
-        return RunFolder(self.root).checkpoints()
+        return self._look().checkpoints()
 
     def latest(self) -> Checkpoint | None:
         """Return the complete checkpoint with the highest step, or None."""
-        return RunFolder(self.root).latest()
+        return self._look().latest()
+
+    def replace(self, checkpoint: Path) -> None:
+        """Let a checkpoint in a store be replaced, on all ranks, when the run saves its step."""
+        self._replaced.add(checkpoint)
+
+    def _look(self) -> RunFolder:
+        """Return the run as it is now."""
+        if isinstance(self.root, RemotePath):
+            self.root.store.forget()
+        return RunFolder(self.root)
 
     @quiet()
     def save(
@@ -107,7 +126,7 @@ class Run:
         """Save a checkpoint and give its directory, which is visible from the moment that all ranks have finished.
 
         Each of `state` is a dict, or has `state_dict()` and `load_state_dict()`; what rank 0 has of it is saved. A
-        failure on any rank is raised on all, and leaves nothing behind: `Occupied` where there is a checkpoint of
+        failure on any rank is raised on all, and leaves nothing to see: `Occupied` where there is a checkpoint of
         this step, `IOFailure` where a disk refuses, `Usage` for a state that could not be loaded again. One in the
         background is raised by the next `save`, `load` or `wait`.
         """
@@ -116,35 +135,47 @@ class Run:
             raise Usage(f"step is {step}; it must be at least 0")
         training = Training(model, optimizer, state, self._ranks, is_adapter=self.state_dict == ADAPTER)
         files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
-        stage = Stage(self.checkpoint(step))
+        place = self._place(step)
         try:
-            room = self._ranks.on_first(lambda: stage.open().path)
+            place.open()
             held = self._saver.hold({"step": step, **training.take()}, copy=self._thread is not None)
         except BaseException:
-            stage.discard()
+            place.discard()
             raise
-        finish = partial(self._finish, stage, room, held, files)
+        finish = partial(self._finish, place, held, files)
         if self._thread is None:
             finish()
         else:
             self._saving = self._thread.submit(finish)
         return self.checkpoint(step)
 
-    def _finish(self, stage: Stage, room: Path, held: HeldState, files: Mapping[str, bytes]) -> None:
+    def _place(self, step: int) -> SavePlace:
+        path = self.checkpoint(step)
+        if isinstance(path, RemotePath):
+            return StorePlace(path, self._ranks, overwrite=path in self._replaced)
+        return StagedPlace(path, self._ranks)
+
+    def _finish(self, place: SavePlace, held: HeldState, files: Mapping[str, bytes]) -> None:
         """Write what is held, show it, and delete what need not stay beside it; perhaps in a thread."""
         try:
-            self._saver.write(room, held, files)
-            self._ranks.on_first(stage.commit)
+            writer = place.writer(self._saver.format, files, held.tied)
+            self._saver.write(writer, held, place.room)
+            place.show()
         except BaseException:
-            stage.discard()
+            place.discard()
             raise
-        self._ranks.on_first(lambda: self._retain(stage.dst))
+        self._replaced.discard(place.path)
+        self._ranks.on_first(lambda: self._retain(place.path))
 
     def _retain(self, saved: Path) -> None:
+        is_local = not isinstance(self.root, RemotePath)
+        if self._policy.keeps_all and not is_local:
+            return
         try:
             with translate_os_errors(self.root), deleting(self.root):
-                clear_dead(self.root)
-                found = [] if self._policy.keeps_all else find_saved(RunFolder(self.root))
+                if is_local:
+                    clear_dead(self.root)
+                found = [] if self._policy.keeps_all else find_saved(self._look())
                 for verdict in decide(found, self._policy):
                     path = verdict.saved.path
                     # what was saved just now is not the newest where a run was resumed from an older checkpoint;
@@ -170,6 +201,7 @@ class Run:
         error the model and the optimizer may hold parts of both, and are to be made anew.
         """
         self.wait()
+        self._look()
         training = Training(model, optimizer, state, self._ranks)
         chosen = self._ranks.on_first(lambda: self._choose(path))
         try:

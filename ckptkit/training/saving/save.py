@@ -19,11 +19,11 @@ from torch.distributed.checkpoint import DefaultSavePlanner, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
-from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.storage.ties import identify, local_part
 from ckptkit.training.saving.scatter import local_parts
@@ -57,7 +57,7 @@ class Saver:
 
     def __init__(self, ranks: Ranks, state_dict: str, files: Mapping[str, bytes]) -> None:
         self._ranks = ranks
-        self._format = FORMATS[state_dict]
+        self.format = FORMATS[state_dict]
         config = files.get(CONFIG) if state_dict == "hf" else None
         self._drops_head = config is not None and is_tied(json.loads(config))
         self._stager = DefaultStager(
@@ -74,12 +74,12 @@ class Saver:
         tied: dict[KeyPath, str] = {}
         if self._drops_head:
             state = {**state, MODEL: self._ranks.together(lambda: drop_head(state[MODEL]))}
-        if self._format == "pt":
+        if self.format == "pt":
             shared = find_shared(state[MODEL], self._ranks)
             tied = {(MODEL, name): f"{MODEL}.{one}" for name, one in shared.items()}
             state = {**state, MODEL: {name: t for name, t in state[MODEL].items() if name not in shared}}
         parts = {name: part for name, part in state.items() if name in IN_PARTS}
-        if self._format == "pt":
+        if self.format == "pt":
             parts = keep_empty(parts)
         if copy:
             parts = map_tensors(self._copy, parts)
@@ -95,14 +95,13 @@ class Saver:
         assert isinstance(staged, dict)
         return staged[""]
 
-    def write(self, room: Path, held: HeldState, files: Mapping[str, bytes]) -> None:
-        """Write what `hold` gave, and files beside it, every rank its own shards; an error on any is raised on all."""
-        writer = RoomWriter(room, self._format, files=files, tied=held.tied)
-        planner = PlainPlanner() if self._format == "pt" else None
+    def write(self, writer: StorageWriter, held: HeldState, path: Path) -> None:
+        """Write what `hold` gave to `path`, every rank its own shards; an error on any is raised on all."""
+        planner = PlainPlanner() if self.format == "pt" else None
         try:
             state_dict_saver.save(held.state, storage_writer=writer, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
-            raise translate(error, room, "save") from error
+            raise translate(error, path, "save") from error
 
 
 class PlainPlanner(DefaultSavePlanner):

@@ -1,0 +1,121 @@
+"""Read torch's plans for a save: what the ranks together will write, and the data of each item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, check_cover
+from ckptkit.storage.memory import find_dtype
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.dtypes import DType
+
+
+def require_collectives(options: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` for several ranks that do not talk to each other: they write one checkpoint together.
+
+    `options` are those that torch passes to `set_up_storage_writer`.
+    """
+    if not options.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
+        message = f"use_collectives=False: {dist.get_world_size()} ranks write the same files together"
+        raise Unsupported(message, hint="leave it out, or save with torch's FileSystemWriter, which ckptkit reads")
+
+
+def without_gaps(plans: list[SavePlan], root: Path) -> list[SavePlan]:
+    """Return the plans of all ranks, with torch's cached ones for those that did not change since the last save.
+
+    torch caches the plans by class of planner and passes on only those that changed (`enable_plan_caching`). Raises
+    `Unsupported` where planners of several classes have plans for as many ranks: nothing tells whose save this is.
+    """
+    if all(plan.usable for plan in plans):
+        return plans
+    cached: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
+    whole = [known for known in cached.values() if len(known) == len(plans)]
+    if len(whole) != 1:
+        hint = "pass enable_plan_caching=False to all planners but one"
+        raise Unsupported(f"expected cached plans of 1 planner, found {len(whole)}", path=root, hint=hint)
+    return [plan if plan.usable else known for plan, known in zip(plans, whole[0], strict=True)]
+
+
+def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
+    """Return what the ranks together will save; each entry lies where one of them has it, as its item of this number.
+
+    Raises `Mismatch` where they leave a gap, overlap or disagree.
+    """
+    specs: dict[str, Spec] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    blobs: dict[str, Blob] = {}
+    keys: dict[str, Any] = {}
+    for rank, plan in enumerate(plans):
+        keys |= plan.planner_data or {}
+        for i, item in enumerate(plan.items):
+            name = item.index.fqn
+            if item.type == WriteItemType.BYTE_IO:
+                blobs[name] = Blob(f"rank {rank}", i, 0)
+                continue
+            spec, box = describe_item(item)
+            if specs.setdefault(name, spec) != spec:
+                raise Mismatch(f"one rank has {specs[name]}, another {spec}", path=root, tensor=name)
+            chunk = Chunk(box, f"rank {rank}", i, box.numel * spec.dtype.itemsize, spec.dtype)
+            chunks.setdefault(name, []).append(chunk)
+    tensors = {name: StoredTensor(spec, tuple(chunks[name])) for name, spec in specs.items()}
+    layout = Layout(root, "memory", tensors, blobs, {name: keys[name] for name in (*tensors, *blobs) if name in keys})
+    try:
+        check_cover(layout)
+    except Corrupt as error:
+        hint = "do all the ranks that hold a part of it take part in the save?"
+        raise Mismatch(error.message, path=root, tensor=error.tensor, hint=hint) from None
+    return layout
+
+
+def describe_item(item: WriteItem) -> tuple[Spec, Box]:
+    """Return what an item is a part of, and which part."""
+    data = item.tensor_data
+    assert data is not None
+    spec = Spec(find_dtype(data.properties.dtype, item.index.fqn), tuple(data.size))
+    return spec, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def tie(planned: Layout, tied: Mapping[KeyPath, str]) -> Layout:
+    """Return the layout with further ways that lead to some of its tensors."""
+    ways = {".".join(map(str, way)): way for way in tied}
+    tensors = {name: planned.tensors[tied[way]] for name, way in ways.items()}
+    return replace(planned, tensors={**planned.tensors, **tensors}, keys={**planned.keys, **ways})
+
+
+def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
+    """Return the data of an item that is a part of a tensor, in the dtype of its plan, on whatever device.
+
+    Raises `Unsupported` for a tensor without plain dense data, `Mismatch` for another shape or dtype than planned.
+    """
+    tensor = planner.resolve_data(item)
+    name = item.index.fqn
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        raise Unsupported("not a plain dense tensor with data", tensor=name)
+    spec, box = describe_item(item)
+    if tuple(tensor.shape) != box.size:
+        raise Mismatch(f"the plan has {list(box.size)}, the tensor is {list(tensor.shape)}", tensor=name)
+    return widen(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
+
+
+def widen(tensor: Tensor, planned: DType, name: str) -> Tensor:
+    """Return a tensor in the dtype of its plan, converted if it is a float that this dtype holds without a loss.
+
+    Raises `Mismatch` for any other dtype: the files have no place for its values.
+    """
+    found = find_dtype(tensor.dtype, name)
+    if found == planned:
+        return tensor
+    dtype: torch.dtype = getattr(torch, planned.name)
+    if found.can_become(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
+        return tensor.to(dtype)
+    hint = "let the planner set the dtype in `create_local_plan` as well as in `resolve_data`"
+    raise Mismatch(f"expected dtype {planned} (the plan's), found {found}", tensor=name, hint=hint)

@@ -1,0 +1,260 @@
+"""Write through torch to a local directory: every rank puts its shards to their final place in files of any format.
+
+The coordinator makes the files from the plans of all ranks, before a byte of data is there. Where each byte belongs is
+then said by the format's own reader, to every rank alike, so that nothing is left to put together afterwards but the
+entries that are no tensors: how long these are shows only when they are written.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckptkit.checkpoints.replaceable import check_replaceable
+from ckptkit.checkpoints.seal import create_files, read_made
+from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
+from ckptkit.destinations.allocation import check_room, create_file
+from ckptkit.destinations.staging import Stage
+from ckptkit.errors import CkptError
+from ckptkit.files.crc32 import crc32
+from ckptkit.files.file import OpenFiles, check_name
+from ckptkit.files.path import to_local
+from ckptkit.files.trees import sync_path
+from ckptkit.formats import EntryWriter, get_writer, locate
+from ckptkit.layout import Blob, KeyPath, StoredTensor, WriterOptions
+from ckptkit.storage.pieces import PieceWriter
+from ckptkit.storage.plans import (
+    describe_item,
+    plan_layout,
+    require_collectives,
+    resolve_tensor,
+    tie,
+    without_gaps,
+)
+from ckptkit.storage.portions import Portion, divide
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The part of a save that one rank does: into directory `root`, its entries by the names that they are stored by.
+
+    `portions` has these names by those of the state, for the directory in `root` and the format that they go to.
+    """
+
+    rank: int
+    root: Path
+    portions: Mapping[tuple[str, str], Mapping[str, str]]
+
+
+class RoomWriter(StorageWriter):
+    """A writer of a state as a checkpoint into directory `room`, which is there; shows it to nobody.
+
+    `format` is one that ckptkit writes, `files` are small ones to put beside the weights, and `max_shard_size` is in
+    bytes. `tied` has ways that are not in the state to the names of tensors in it: they share its bytes, in a format in
+    which tensors can. Without `sync` the data is left to the operating system.
+    """
+
+    def __init__(
+        self,
+        room: str | os.PathLike[str],
+        format: str = "hf",  # noqa: A002 - as users call it
+        *,
+        files: Mapping[str, bytes] | None = None,
+        max_shard_size: int = DEFAULT_SHARD_SIZE,
+        tied: Mapping[KeyPath, str] | None = None,
+        sync: bool = True,
+    ) -> None:
+        super().__init__()
+        self.room = to_local(os.fspath(room))
+        self.sync = sync
+        get_writer(format)
+        self._format = format
+        self._files = dict(files or {})
+        for name in self._files:
+            check_name(name, self.room)
+        self._max_shard_size = max_shard_size
+        self._tied = dict(tied or {})
+        self._portions: tuple[Portion, ...] = ()  # on the coordinator, from plan to finish
+        self._sizes: dict[str, dict[str, int]] = {}
+        self._options = WriterOptions(max_shard_size)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, in another directory if one is given."""
+        if checkpoint_id is not None:
+            self.room = to_local(os.fspath(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Raise `Unsupported` for several ranks that do not talk to each other: they write the same files."""
+        require_collectives(kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the files, with holes for the data, and return the plans with what each rank is to do."""
+        plans = without_gaps(plans, self.room)
+        planned = tie(plan_layout(plans, self.room), self._tied)
+        self._options = WriterOptions(self._max_shard_size, len(plans))
+        self._portions = divide(planned, self._format)
+        made = {
+            portion.directory: portion.arrange(self._options, {} if portion.directory else self._files)
+            for portion in self._portions
+        }
+        self._sizes = {place: {file.name: file.nbytes for file in files} for place, files in made.items()}
+        check_room(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
+        for place, files in made.items():
+            create_files(self.room / place, files, anew=True)
+        return [replace(plan, storage_data=self._task(rank, plan)) for rank, plan in enumerate(plans)]
+
+    def _task(self, rank: int, plan: SavePlan) -> Task:
+        names = [item.index.fqn for item in plan.items]
+        own = {
+            (portion.directory, portion.format): {name: portion.names[name] for name in names if name in portion.names}
+            for portion in self._portions
+        }
+        return Task(rank, self.room, own)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items to where they belong.
+
+        Each result of a tensor has what it adds to the sum of each chunk, that of another entry where it lies.
+        """
+        task: Task = plan.storage_data
+        results: list[WriteResult] = []
+        for (place, to), names in task.portions.items():
+            items = [item for item in plan.items if item.index.fqn in names]
+            entries = [item for item in items if item.type == WriteItemType.BYTE_IO]
+            tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+            results += self._write_tensors(task.root / place, to, tensors, names, planner)
+            if entries:
+                writer = get_writer(to)
+                assert isinstance(writer, EntryWriter)
+                results += self._write_entries(task.root / place, writer.entries_file(task.rank), entries, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_tensors(
+        self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
+    ) -> list[WriteResult]:
+        made = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
+        with OpenFiles(root, writable=True) as files:
+            pieces = PieceWriter(files)
+            results = [write_item(pieces, item, planner, made.tensors[names[item.index.fqn]]) for item in items]
+        if self.sync:  # by each rank what it wrote: another machine could not
+            for name in sorted({path for result in results for path, _ in result.storage_data}):
+                sync_path(root / name)
+        return results
+
+    def _write_entries(self, root: Path, file: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """Write entries that are no tensors, one after the other, into a file of their own."""
+        create_file(root / file, 0, ())
+        results = []
+        end = 0
+        with OpenFiles(root, writable=True) as files:
+            for item in items:
+                data = planner.resolve_data(item)
+                assert not isinstance(data, Tensor)
+                content = data.getbuffer()
+                files[file].write_at(content, end)
+                blob = Blob(file, end, len(content), crc32=crc32(content))
+                results.append(WriteResult(item.index, len(content), blob))
+                end += len(content)
+        if self.sync:
+            sync_path(root / file)
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
+        """Complete the files, with the entries and checksums that need the data, and the manifest of each directory."""
+        for portion in self._portions:
+            portion.finish(self._options, self._sizes[portion.directory], chain(*results))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it is the path of a local directory, and no URL: ckptkit writes to such only."""
+        return is_local(checkpoint_id)
+
+
+def is_local(checkpoint_id: object) -> bool:
+    """Return whether something names a place on this machine."""
+    try:
+        to_local(os.fspath(checkpoint_id))  # type: ignore[call-overload]
+    except (TypeError, CkptError):
+        return False
+    return True
+
+
+class StagedWriter(RoomWriter):
+    """A writer of a state to the local `path`, where it appears when all ranks are done, whole or not at all.
+
+    See `Writer` for the options. A save that failed may leave a hidden directory, which goes away with the writer, or
+    at its next save.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        format: str = "hf",  # noqa: A002 - as users call it
+        *,
+        files: Mapping[str, bytes] | None = None,
+        max_shard_size: int = DEFAULT_SHARD_SIZE,
+        overwrite: bool = False,
+        sync: bool = True,
+    ) -> None:
+        super().__init__(path, format, files=files, max_shard_size=max_shard_size, sync=sync)
+        self.path = self.room
+        self.overwrite = overwrite
+        self._stage: Stage | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, with another path if one is given."""
+        if checkpoint_id is not None:
+            self.path = to_local(os.fspath(checkpoint_id))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the files in a hidden directory, and return the plans with what each rank is to do there."""
+        self._discard()
+        if self.overwrite:
+            check_replaceable(self.path, self._files)
+        self._stage = stage = Stage(self.path, overwrite=self.overwrite, sync=self.sync)
+        weakref.finalize(self, stage.discard)  # no call of torch's tells of the failure of another rank
+        try:
+            self.room = stage.open().path
+            return super().prepare_global_plan(plans)
+        except BaseException:
+            self._discard()
+            raise
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint and show it."""
+        assert self._stage is not None
+        try:
+            super().finish(metadata, results)
+            self._stage.commit()
+        except BaseException:
+            self._discard()
+            raise
+        self._stage = None
+
+    def _discard(self) -> None:
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.discard()
+
+
+def write_item(pieces: PieceWriter, item: WriteItem, planner: SavePlanner, target: StoredTensor) -> WriteResult:
+    """Write one item of a plan to its place in the files."""
+    tensor = resolve_tensor(item, planner)
+    return WriteResult(item.index, tensor.nbytes, pieces.write(tensor, describe_item(item)[1], target))

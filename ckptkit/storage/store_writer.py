@@ -1,0 +1,324 @@
+"""Write through torch to a store: every rank sends its own files, and the coordinator shows them when all are there.
+
+The coordinator takes the place, with the sizes of all ranks' shards, and the others join it. Nothing is written to the
+local disk. The metadata, without which no reader sees a checkpoint, is the last object and replaces none.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import FileSum, Manifest
+from ckptkit.checkpoints.replaceable import marks_in
+from ckptkit.destinations.destination import Destination
+from ckptkit.destinations.stores import open_destination, to_destination
+from ckptkit.destinations.stream import FileStream
+from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage
+from ckptkit.files.crc32 import combine, crc32
+from ckptkit.files.file import check_name
+from ckptkit.files.path import RemotePath
+from ckptkit.formats.dcp.rank_files import (
+    METADATA,
+    ShardItem,
+    describe_files,
+    end_of,
+    entries_file,
+    lay_out,
+    parts_around,
+    sum_items,
+    tensors_file,
+)
+from ckptkit.layout import Blob, Layout
+from ckptkit.storage.memory import make_buffer, part_of, take
+from ckptkit.storage.plans import describe_item, plan_layout, require_collectives, resolve_tensor, without_gaps
+from ckptkit.tensors.blocks import cut
+from ckptkit.tensors.box import whole
+
+FORMAT = "dcp"
+_MARKS = (MANIFEST, METADATA)
+
+
+@dataclass(frozen=True, slots=True)
+class SendTask:
+    """The part of a save that one rank does: `nbytes` of shards, in the upload that is known by `plan`."""
+
+    rank: int
+    plan: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A save under way, as its coordinator knows it, with the shards that each file will have."""
+
+    there: Destination
+    planned: Layout
+    items: Mapping[str, list[ShardItem]]
+
+
+class StoreWriter(StorageWriter):
+    """A writer of a state as a DCP directory to `path` in a store, with small `files` beside it.
+
+    `overwrite` replaces a checkpoint that is there. With `takes_over` nobody else writes there: what is no complete
+    checkpoint was left by a save that died, and is replaced.
+    """
+
+    def __init__(
+        self,
+        path: RemotePath,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        overwrite: bool = False,
+        takes_over: bool = False,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self._files = dict(files or {})
+        for name in self._files:
+            check_name(name, path)
+        self._overwrite = overwrite
+        self._takes_over = takes_over
+        self._begun: RemotePath | None = None  # where a save of ours is not finished
+        self._upload: Upload | None = None  # on the coordinator, from plan to finish
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, with another path if one is given."""
+        if checkpoint_id is not None:
+            self.path = to_store(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Raise `Unsupported` for several ranks that do not talk to each other."""
+        require_collectives(kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Take the place, and return the plans with what each rank is to do."""
+        plans = without_gaps(plans, self.path)
+        planned = plan_layout(plans, self.path)
+        items = {tensors_file(rank): lay_out_plan(plan) for rank, plan in enumerate(plans)}
+        sizes = {name: end_of(found) for name, found in items.items()}
+        self._require_free({*sizes, *map(entries_file, range(len(plans))), *_MARKS})
+        name = uuid4().hex
+        there = open_destination(self.path, sizes, _MARKS, plan=name)
+        self._claim(there)
+        self._upload = Upload(there, planned, items)
+        tasks = [SendTask(rank, name, nbytes) for rank, nbytes in enumerate(sizes.values())]
+        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
+
+    def _require_free(self, taken: Collection[str]) -> None:
+        for name in self._files:
+            if name in taken:
+                raise Usage(f"`{name}` is a file of the checkpoint itself", path=self.path, hint="give it another name")
+
+    def _claim(self, there: Destination) -> None:
+        """Take the place. What is there and no complete checkpoint is replaced if it can only be of a dead save."""
+        replaces = self._overwrite or self._takes_over or self._begun == self.path
+        if not self._overwrite:
+            require_free(self.path)
+        self._begun = self.path
+        try:
+            there.claim(overwrite=replaces, check=partial(marks_in, self.path, self._files))
+        except Occupied:
+            self._begun = None
+            raise
+        for remark in there.remarks():
+            warnings.warn(f"{self.path}: {remark}", stacklevel=2)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Send this rank's items, and give the CRC-32 of each tensor's data, or where an entry lies.
+
+        The tensors are read one piece at a time, while others are sent.
+        """
+        task: SendTask = plan.storage_data
+        there = self._upload.there if self._upload else self._join(task)
+        entries = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        results = [*send_tensors(there, task, tensors, planner), *send_entries(there, task, entries, planner)]
+        self.path.store.forget()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _join(self, task: SendTask) -> Destination:
+        there = open_destination(self.path, {tensors_file(task.rank): task.nbytes}, _MARKS, plan=task.plan)
+        there.join()
+        return there
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
+        """Send the small files, the manifest and the metadata, which shows the checkpoint."""
+        assert self._upload is not None
+        there, planned, items = self._upload.there, self._upload.planned, self._upload.items
+        found = list(chain(*results))
+        checksums = collect_checksums(found, items, self.path)
+        entries = [result.storage_data for result in found if isinstance(result.storage_data, Blob)]
+        described = describe_files(planned, items, collect_entries(found, planned))
+        small = {**self._files, METADATA: described}
+        sums = {
+            **{name: FileSum(end_of(own), sum_items(own, checksums[name])) for name, own in items.items() if own},
+            **sum_entries(entries),
+            **{name: FileSum(len(content), crc32(content)) for name, content in small.items()},
+        }
+        manifest = Manifest(sums, sum_tensors(planned, items, checksums)).to_bytes()
+        for name, content in self._files.items():
+            there.put_small(name, content, crc32(content))
+        for name, content in zip(_MARKS, (manifest, described), strict=True):
+            there.mark(name, content, crc32(content))
+        self._upload = self._begun = None
+        self.path.store.forget()
+        try:
+            there.commit()
+        except IOFailure as error:  # nothing of the checkpoint is missing: no reason to end a training
+            warnings.warn(f"the checkpoint is complete, but its claim was not deleted: {error}", stacklevel=2)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it is the URL of a place in a store that ckptkit writes to."""
+        try:
+            to_store(checkpoint_id)
+        except (TypeError, CkptError):
+            return False
+        return True
+
+
+def require_free(path: RemotePath) -> None:
+    """Raise `Occupied` if a checkpoint is at a path in a store, now; what a save left that died is none."""
+    path.store.forget()
+    if (path / METADATA).exists() or Checkpoint.at(path).is_complete:
+        hint = "choose another, or replace it with --overwrite"
+        raise Occupied("the destination exists", path=path, hint=hint)
+
+
+def to_store(place: str | os.PathLike[str]) -> RemotePath:
+    """Return the path in a store that a user means. Raises `Usage` for a local one."""
+    path = to_destination(place)
+    if not isinstance(path, RemotePath):
+        raise Usage("this is a local path, and only one in a store will do here", path=path)
+    return path
+
+
+def lay_out_plan(plan: SavePlan) -> list[ShardItem]:
+    """Return the items of the file of the rank that has this plan."""
+    tensors = (item for item in plan.items if item.type != WriteItemType.BYTE_IO)
+    return lay_out((item.index.fqn, *describe_item(item)) for item in tensors)
+
+
+def send_tensors(
+    there: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
+) -> Iterator[WriteResult]:
+    """Send the file with a rank's shards; yield for each the CRC-32 of its data, by file and offset of its item."""
+    placed = lay_out((item.index.fqn, *describe_item(item)) for item in items)
+    if end_of(placed) != task.nbytes:
+        raise Mismatch(f"the planner changed its plan: expected {task.nbytes} bytes, found {end_of(placed)}")
+    if not placed:
+        return
+    name = tensors_file(task.rank)
+    blocks = BlockReader()
+    with FileStream(there, name, task.nbytes) as stream:
+        for item, place in zip(items, placed, strict=True):
+            assert place.envelope is not None
+            stream.write(parts_around(place.envelope, 0)[0])
+            checksum = 0
+            tensor = resolve_tensor(item, planner)
+            for block in blocks.read(tensor):
+                checksum = crc32(block, checksum)
+                stream.write(block)
+            stream.write(parts_around(place.envelope, checksum)[1])
+            yield WriteResult(item.index, tensor.nbytes, {(name, place.offset): checksum})
+
+
+class BlockReader:
+    """A reader of tensors on any device; holds a block of memory at most for each device."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, Tensor] = {}
+
+    def read(self, tensor: Tensor) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor in row-major order, block by block, each of which is valid until the next."""
+        if tensor.device not in self._buffers:
+            self._buffers[tensor.device] = make_buffer(tensor.device)
+        for box in cut(whole(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
+            yield take(part_of(tensor, box), self._buffers[tensor.device])
+
+
+def send_entries(
+    there: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
+) -> Iterator[WriteResult]:
+    """Send the file with a rank's entries that are no tensors; yield where each lies."""
+    name = entries_file(task.rank)
+    content = bytearray()
+    for item in items:
+        data = planner.resolve_data(item)
+        assert not isinstance(data, Tensor)
+        found = data.getbuffer()
+        yield WriteResult(item.index, len(found), Blob(name, len(content), len(found), crc32=crc32(found)))
+        content += found
+    if items:
+        there.put_small(name, content, crc32(content))
+
+
+def collect_checksums(
+    results: Iterable[WriteResult], items: Mapping[str, list[ShardItem]], path: RemotePath
+) -> dict[str, dict[int, int]]:
+    """Return the CRC-32 of the data of each shard, by file and offset. Raises `Corrupt` if one was not written."""
+    found: dict[str, dict[int, int]] = {name: {} for name in items}
+    for result in results:
+        if not isinstance(result.storage_data, Blob):
+            for (name, offset), checksum in result.storage_data.items():
+                found[name][offset] = checksum
+    for name, own in items.items():
+        for item in own:
+            if item.offset not in found[name]:
+                raise Corrupt("the shard was not written by the rank that has it", path=path / name, tensor=item.name)
+    return found
+
+
+def collect_entries(results: Iterable[WriteResult], planned: Layout) -> dict[str, Blob]:
+    """Return where each entry lies that is no tensor. Raises `Corrupt` if one was not written."""
+    found = {one.index.fqn: one.storage_data for one in results if isinstance(one.storage_data, Blob)}
+    if found.keys() != planned.blobs.keys():
+        name = min(found.keys() ^ planned.blobs.keys())
+        raise Corrupt("the entry was not written by the rank that has it", path=planned.root, tensor=name)
+    return {name: found[name] for name in planned.blobs}
+
+
+def sum_entries(entries: Iterable[Blob]) -> dict[str, FileSum]:
+    """Return size and CRC-32 of each file that has entries, one after the other."""
+    sums: dict[str, FileSum] = {}
+    for blob in entries:
+        before = sums.get(blob.path, FileSum(0, 0))
+        assert blob.crc32 is not None
+        total = combine(before.crc32, blob.crc32, blob.length)
+        sums[blob.path] = FileSum(before.nbytes + blob.length, total)
+    return sums
+
+
+def sum_tensors(
+    planned: Layout, items: Mapping[str, list[ShardItem]], checksums: Mapping[str, Mapping[int, int]]
+) -> dict[str, int]:
+    """Return the CRC-32 of each tensor that lies in one shard."""
+    return {
+        item.name: checksums[name][item.offset]
+        for name, own in items.items()
+        for item in own
+        if len(planned.tensors[item.name].chunks) == 1
+    }
