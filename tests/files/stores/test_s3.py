@@ -242,11 +242,13 @@ def verify_reading(path: Path) -> None:
         read_at(file, 1 << 20, 1 << 20)
 
 
-def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
-    for url in (f"{bucket.url}/nothing", "s3://no-such-bucket/ckpt"):
-        with pytest.raises(NotACheckpoint) as raised:
-            inspect(url)
-        assert str(raised.value.path) == url
+def test_what_is_not_there(bucket: Bucket) -> None:
+    with pytest.raises(NotACheckpoint) as raised:
+        inspect(f"{bucket.url}/nothing")
+    assert str(raised.value.path) == f"{bucket.url}/nothing"
+    with pytest.raises(IOFailure, match="there is no such bucket") as refused:
+        inspect("s3://no-such-bucket/ckpt")
+    assert str(refused.value.path) == "s3://no-such-bucket"
 
 
 @pytest.mark.parametrize(
