@@ -42,14 +42,17 @@ class Request:
 class Fault:
     """What goes wrong with the next `times` requests in which the pattern `where` is found, once `skip` have passed.
 
-    An answer with `status`; or the connection is dropped `after` so many bytes of the body; or `first` something is
-    done, and then the request.
+    An answer with `status`, `headers`, and a `body` or an error `code` in it; or the connection is dropped `after` so
+    many bytes of the body; or `first` something is done, and then the request.
     """
 
     where: str
     times: int = 1
     skip: int = 0
     status: int = 0
+    code: str = ""
+    body: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
     after: int | None = None
     first: Callable[[], None] | None = None
 
@@ -156,7 +159,10 @@ class Handler(BaseHTTPRequestHandler):
             fault.first()
         if fault and fault.status:
             self.rfile.read(sent)
-            self.answer(fault.status, [], b"")
+            error = f"<Error><Code>{fault.code}</Code><Message>so it is</Message></Error>" if fault.code else ""
+            reason = fault.body or error
+            is_head = self.command == "HEAD"
+            self.answer(fault.status, [*fault.headers], b"" if is_head else reason.encode())
             return
         upstream = http.client.HTTPConnection("127.0.0.1", self.s3.upstream)
         try:
@@ -200,7 +206,7 @@ class Handler(BaseHTTPRequestHandler):
 def serve_s3(root: Path) -> Iterator[S3]:
     """Serve the directories in `root` as buckets by rclone, until the end of the block."""
     root.mkdir(exist_ok=True)
-    settings = ["--config", "", "--vfs-cache-mode", "off", "--dir-cache-time", "0s"]
+    settings = ["--config", "", "--vfs-cache-mode", "off", "--dir-cache-time", "1ms"]  # rclone spins at 0
     keys = ["--auth-key", f"{_KEY},{_SECRET}"]
     serve: list[str | Path] = ["rclone", "serve", "s3", *keys, *settings, root]
     with behind_proxy(root, lambda port: [*serve, "--addr", f"127.0.0.1:{port}"]) as s3:

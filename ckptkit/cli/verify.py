@@ -22,12 +22,20 @@ if TYPE_CHECKING:
     from ckptkit.ops.verify import Verified
 
 
+_ABOUT_PART = ("path", "format", "tensors", "nbytes", "has_manifest", "proved_files", "salvaged")
+
+
 def verify(
     paths: Annotated[
         list[Path],
         typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs: then each of their checkpoints."),
     ],
-    fast: Annotated[bool, typer.Option("--fast", help="Structure only: read no data of large tensors.")] = False,
+    fast: Annotated[
+        bool,
+        typer.Option(
+            "--fast", help="Structure only: read no data of large tensors. On S3, compare the store's CRC-32."
+        ),
+    ] = False,
     against: Annotated[
         Path | None,
         typer.Option(parser=to_path, metavar="OTHER", help="Also compare with another one, tensor by tensor."),
@@ -120,10 +128,7 @@ def to_json(found: Sequence[Verified]) -> dict[str, Any]:
         "checked_bytes": sum(part.checked_bytes for part in found),
         "unchecked_bytes": sum(part.unchecked_bytes for part in found),
         "left_behind": [pick(one, "path", "why") for part in found for one in part.left_behind],
-        "checkpoints": [
-            {"ok": part.is_ok, **pick(part, "path", "format", "tensors", "nbytes", "has_manifest", "salvaged")}
-            for part in found
-        ],
+        "checkpoints": [{"ok": part.is_ok, **pick(part, *_ABOUT_PART)} for part in found],
         "compared": [
             {"path": pair.a, "other": pair.b, **pick(pair, "tensors", "nbytes")}
             for part in found
@@ -153,7 +158,7 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
             note(f"note: {part.path}: {text}")
         for problem in part.problems:
             print_problem(problem)
-    if fast:
+    if fast and not all(part.proved_files for part in found):
         note("only the structure was looked at: without --fast every byte is read")
     elif any(part.unchecked_bytes and not part.has_manifest for part in found):
         note("unchecked bytes have no checksum: `ckptkit manifest` gives them one, from now on")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,7 +23,8 @@ from ckptkit.destinations.pieces import FilePiece, is_large
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath, at_once
-from ckptkit.files.stores.s3_calls import S3Bucket, find_code
+from ckptkit.files.stores.s3_calls import S3Bucket, crc_of
+from ckptkit.files.stores.s3_errors import find_code
 from ckptkit.version import __version__
 
 _PATIENCE = 300  # seconds in which the process that claimed an upload begins it
@@ -398,9 +399,3 @@ def is_same(part: SentPart, data: bytearray, crc: int) -> bool:
 
 def encode_crc(crc: int) -> str:
     return b64encode(crc.to_bytes(4)).decode()
-
-
-def crc_of(answer: Mapping[str, Any]) -> int | None:
-    """Return the CRC-32 of a part or a whole object that an answer of the store has; None if it has none."""
-    text = answer.get("ChecksumCRC32")
-    return None if text is None or "-" in text else int.from_bytes(b64decode(text))

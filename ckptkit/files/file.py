@@ -16,6 +16,7 @@ from ckptkit.files.joined import JoinedPath, roots_of
 from ckptkit.files.local import open_regular, open_to_write
 from ckptkit.files.path import RemotePath, hint_on_id
 from ckptkit.files.ranges import RemoteFile
+from ckptkit.files.stores import StoredSum
 from ckptkit.files.system import again
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
@@ -126,6 +127,17 @@ def file_size(path: Path) -> int:
             return status.st_size
     with opening(path) as file:
         return file.size
+
+
+def stored_sum(path: Path) -> StoredSum | None:
+    """Return what the store of a remote file knows of its content; None if it keeps no checksums, or for a local file.
+
+    Reads no byte of the file.
+    """
+    if isinstance(path, JoinedPath):
+        return stored_sum(the_one(path))
+    with translate_os_errors(path):
+        return path.stored_sum() if isinstance(path, RemotePath) else None
 
 
 def names_in(path: Path) -> list[str]:

@@ -18,7 +18,7 @@ from typing import NoReturn, Self, TypeVar
 from urllib.parse import quote, unquote
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
-from ckptkit.files.stores import CachedStore, StoreEntry, open_store, reaching
+from ckptkit.files.stores import CachedStore, KeepsSums, StoredSum, StoreEntry, open_store, reaching
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -104,6 +104,14 @@ class RemotePath(PosixPath):
         store, key = self._place
         with reaching(self, store.store):
             return store.find(key)
+
+    def stored_sum(self) -> StoredSum | None:
+        """Return what the store knows of the content of this file; None if it keeps no checksums of files."""
+        store, key = self._place
+        if not isinstance(store.store, KeepsSums):
+            return None
+        with reaching(self, store.store):
+            return store.store.stored_sum(key)
 
     def find_change(self) -> RemotePath | None:
         """Ask the store anew. Returns something here that is not what it was, or None."""

@@ -7,7 +7,7 @@ read, and compared with the CRC-32 that the format or a manifest has for it.
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
+from ckptkit.checkpoints.store_sums import StoreSums, ask_store, tell_proved, tell_unproved
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, translate_os_errors
 from ckptkit.files.crc32 import RESTORE, WAS_CHANGED, tell_damage
@@ -46,7 +47,8 @@ class Verified(Summarized):
     """A checkpoint at `path` that was verified, or a part of one, and what was found.
 
     Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
-    compared with and `unchecked_bytes` had none. `looked_at` are its files, `sums` those of the files that were read,
+    compared with and `unchecked_bytes` had none; of `proved_files` that of the store was compared, which read none of
+    their bytes. `looked_at` are its files, `sums` those of the files that were read,
     `left_behind` other files in its directory, which verify did not read. `compared` is how it differs
     from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
     tensors, if they were asked for. `salvaged` is the account of what was lost when it was made of a damaged one, None
@@ -63,6 +65,7 @@ class Verified(Summarized):
     checked_bytes: int = 0
     unchecked_bytes: int = 0
     has_manifest: bool = False
+    proved_files: int = 0
     sums: Mapping[str, FileSum] = field(default_factory=dict)
     looked_at: frozenset[Path] = frozenset()
     left_behind: tuple[LeftBehind, ...] = ()
@@ -111,7 +114,9 @@ def verify(
 ) -> list[Verified]:
     """Look for damage in checkpoints, part by part; in a run, in each of its checkpoints.
 
-    With `fast` no tensor is read: structure, and with a manifest the checksums that the files say they have. Where
+    With `fast` no tensor is read: structure, and with a manifest the checksums that the files say they have. A store
+    that keeps checksums, such as S3, is asked for them: with a manifest its CRC-32 of each file proves the checkpoint,
+    and a file of which it has none is a problem. Where
     nothing was found, the tensors are compared with those of the checkpoint `against`, of any format and world size:
     all where both have an optimizer, the model's where one has none; of a run those of its latest checkpoint. Another
     dtype is a problem, unless `allow_cast`: then `against` is converted to it first. With `stats` they are counted.
@@ -121,7 +126,7 @@ def verify(
     """
     checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
     tell = telling(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
-    look = partial(verify_part, fast=fast, jobs=jobs, progress=tell)
+    look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=tell)
     found = [part for checkpoint in checkpoints for part in verify_whole(checkpoint, look)]
     if against is not None and all(part.is_ok for part in found):
         from ckptkit.ops.diff import prove  # and with it all that copies and compares
@@ -186,11 +191,15 @@ def verify_part(
     path: Path,
     *,
     fast: bool = False,
+    by_store: bool = False,
     with_manifest: bool = True,
     jobs: int | None = None,
     progress: Told | None = None,
 ) -> Verified:
-    """Look for damage in one directory or file, by its manifest too if there is one and it shall be used."""
+    """Look for damage in one directory or file, by its manifest too if there is one and it shall be used.
+
+    With `fast` and `by_store`, the checksums that a store keeps of files are compared with the manifest's.
+    """
     problems = Problems()
     found = Verified(path)
     try:
@@ -204,7 +213,7 @@ def verify_part(
             manifest = read_known(path, problems) if with_manifest else None
             note_empty(here.parts, layout, problems)
             own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.parts[1:]))
-            found = skim(own, problems) if fast else read_all(own, problems, jobs, progress)
+            found = skim(own, problems, by_store=by_store) if fast else read_all(own, problems, jobs, progress)
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
             if layout.twins and not (fast or problems.list()):
@@ -226,14 +235,37 @@ def note_empty(parts: Iterable[Part], layout: Layout, problems: Problems) -> Non
         problems.add(error)
 
 
-def skim(own: OwnFiles, problems: Problems) -> Verified:
-    """Look at everything but the data of large tensors."""
+def skim(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
+    """Look at everything but the data of large tensors. With `by_store` ask the store for its checksums of files."""
     sizes = sizes_of(own, problems)
-    content, extents = look_inside(own, sizes, problems, with_packed=False)
+    told = ask_store(own.root, sizes) if by_store else StoreSums({}, {})
+    proved = {name: told.sums[name] for name in told.sums if name in own.recorded}
+    rest = {name: size for name, size in sizes.items() if name not in proved}
+    content, extents = look_inside(own, rest, problems, with_packed=False)
     unknown = {extent.path for extent in extents if extent.crc32 is None}
-    sums = sum_files(own.root, (sizes.keys() & own.recorded.keys()) - unknown, extents)
-    compare_files(own, sums, problems)
-    return summary(own, sizes, content)
+    sums = sum_files(own.root, (rest.keys() & own.recorded.keys()) - unknown, extents)
+    compare_files(own, {**sums, **proved}, problems)
+    found = summary(own, sizes, content)
+    return found if told.is_empty else with_proof(own, found, sizes, proved, told, problems)
+
+
+def with_proof(
+    own: OwnFiles,
+    found: Verified,
+    sizes: Mapping[str, int],
+    proved: Collection[str],
+    told: StoreSums,
+    problems: Problems,
+) -> Verified:
+    """Return what was found, with what the store's checksums prove. Files that they do not prove are a problem."""
+    if own.manifest is None:
+        note = f"nothing proves the files without a manifest: the store has {told.describe(sizes)}"
+        return replace(found, notes=(*found.notes, note))
+    if others := sizes.keys() - proved:
+        problems.add(tell_unproved(own.path, sizes, sorted(others), told))
+    places = {(place.path, place.offset): place.length for _, place in own.layout.stored if place.path in proved}
+    notes = (*found.notes, *tell_proved(sizes, proved))
+    return replace(found, notes=notes, proved_files=len(proved), checked_bytes=sum(places.values()))
 
 
 def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from ckptkit.errors import CkptError, IOFailure
 
@@ -22,7 +22,11 @@ T = TypeVar("T")
 Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
 
 # the scheme of a URL, and the class for its store, imported when first needed; fsspec knows all others
-STORES = {"hf": "ckptkit.files.stores.hub:HubStore"}
+STORES = {
+    "hf": "ckptkit.files.stores.hub:HubStore",
+    "s3": "ckptkit.files.stores.s3:S3Store",
+    "s3a": "ckptkit.files.stores.s3:S3Store",
+}
 OTHERS = "ckptkit.files.stores.generic:FileSystem"
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
 
@@ -61,6 +65,35 @@ class Store(Protocol):
 
     def forget(self) -> None:
         """Forget every answer: ask again from now on."""
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A store that says in our words why a method failed."""
+
+    def refusal(self, error: Exception, path: Path) -> CkptError:
+        """Return our error for one that a method raised, asked for what lies at `path`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSum:
+    """What a store knows of the content of a file, without reading it.
+
+    That is its size in bytes, and the names of the checksums that are kept. `parts` has, in order, the CRC-32 and the
+    bytes of each part of the file, or of the whole; it is empty if the store does not tell any.
+    """
+
+    nbytes: int
+    parts: tuple[tuple[int, int], ...] = ()
+    kinds: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class KeepsSums(Protocol):
+    """A store that keeps checksums of files, which it computed itself when they were written."""
+
+    def stored_sum(self, key: str) -> StoredSum:
+        """Return what it knows of the file at `key`, in one or two requests."""
 
 
 @dataclass(slots=True)
@@ -141,6 +174,8 @@ def reaching(path: Path, store: Store) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except Exception as error:  # every library has its own, and those of what it is built on
+        if isinstance(store, Explains):
+            raise store.refusal(error, path) from error
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         what = "access denied" if isinstance(error, PermissionError) else "the store does not answer"
         raise IOFailure(f"{what}: {reason}", path=path, hint=store.hint) from error

@@ -1,4 +1,4 @@
-"""Open stores of every kind that fsspec knows: S3, Google Cloud, Azure, HTTP, SFTP, and so on. Keeps no bytes.
+"""Open stores of every kind that fsspec knows: Google Cloud, Azure, HTTP, SFTP, and so on. Keeps no bytes.
 
 Credentials, endpoints and retries are those of fsspec and of the library behind it, from the environment and from their
 own files.
@@ -15,24 +15,21 @@ from ckptkit.errors import IOFailure, Usage
 from ckptkit.files.stores import Read, StoreEntry, patiently
 
 _EXTRAS = {"s3": "ckptkit-fsdp[s3]", "s3a": "ckptkit-fsdp[s3]"}
-_HINTS = {
-    "s3": "s3fs takes AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for other than AWS",
-}
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "generation", "checksum", "sha256", "oid")
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created", "modified")
 _ONE_BY_ONE = threading.Lock()  # of libraries that are not asynchronous few are safe in threads
 
 
 class FileSystem:
-    """A tree of files as fsspec has it; `url` is its root."""
+    """A tree of files as fsspec has it; `url` is its root, and `settings` are those of fsspec."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, **settings: Any) -> None:
         scheme = url.partition("://")[0].rpartition("::")[2]
-        self.hint = _HINTS.get(scheme, f"whatever `{scheme}://` needs is set up as fsspec documents it")
+        self.hint = f"whatever `{scheme}://` needs is set up as fsspec documents it"
         try:
             import fsspec
 
-            self._files, base = fsspec.url_to_fs(url)
+            self._files, base = fsspec.url_to_fs(url, **settings)
         except ImportError as error:
             package = _EXTRAS.get(scheme)
             hint = f"pip install '{package}'" if package else str(error)
@@ -47,8 +44,10 @@ class FileSystem:
             if key:
                 return entry_of(self._files.info(self._path(key)))
             self._list(key)
-        except FileNotFoundError:
-            return None
+        except FileNotFoundError as error:
+            if self._is_absent(error):
+                return None
+            raise LookupError(str(error)) from error
         return StoreEntry("", is_dir=True)
 
     def entries(self, key: str) -> list[StoreEntry]:
@@ -75,6 +74,10 @@ class FileSystem:
     def forget(self) -> None:
         """Drop the listings that fsspec has."""
         self._files.invalidate_cache()
+
+    def _is_absent(self, error: FileNotFoundError) -> bool:  # noqa: ARG002
+        """Return whether an error says that a file is missing, and not all that it would lie in."""
+        return True
 
     def _path(self, key: str) -> str:
         return f"{self._base}/{key}" if key else self._base

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import IOFailure, NoRoom, Usage
+from ckptkit.errors import IOFailure, Usage
+from ckptkit.files.stores.s3_errors import needs_reason, refusal
 
-_ACCOUNT = "s3fs takes AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for other than AWS"
-_RIGHTS = "the key needs the rights to list, get, put and delete objects here, and to abort multipart uploads"
-_LOGIN = "log in again, or renew the token"
-_REGION = "set AWS_DEFAULT_REGION to the region of the bucket"
-_REFUSALS = {  # what a store says, as its error code: our message, and a hint
-    "NoSuchBucket": ("there is no such bucket", "create the bucket, or correct the URL and AWS_ENDPOINT_URL"),
-    "AccessDenied": ("access denied", _RIGHTS),
-    "AllAccessDisabled": ("access denied", _RIGHTS),
-    "403": ("access denied", _RIGHTS),
-    "InvalidAccessKeyId": ("the store does not know this access key", _ACCOUNT),
-    "SignatureDoesNotMatch": ("the store does not accept the secret key", _ACCOUNT),
-    "ExpiredToken": ("the credentials have expired", _LOGIN),
-    "TokenRefreshRequired": ("the credentials have expired", _LOGIN),
-    "RequestTimeTooSkewed": ("the clock of this machine differs from that of the store", "set the clock"),
-    "PermanentRedirect": ("the bucket is in another region", _REGION),
-    "AuthorizationHeaderMalformed": ("the bucket is in another region", _REGION),
-    "301": ("the bucket is in another region", _REGION),
-    "BadDigest": ("the store received other bytes than were sent", "run the same command again"),
-}
-_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "507"})
 # Checksums are given where they are wanted: those that the library adds by itself break stores that do not know them.
-_SETTINGS = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+SETTINGS = {
+    "config_kwargs": {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+}
+_TRIES = 2  # of s3fs, each with the five of botocore: a server that accepts and never answers is given up in minutes
 
 
 class S3Bucket:
@@ -42,7 +27,7 @@ class S3Bucket:
         try:
             import fsspec
 
-            self._files = fsspec.filesystem("s3", config_kwargs=_SETTINGS)
+            self._files = patient(fsspec.filesystem("s3", **SETTINGS))
         except ImportError as error:
             hint = "pip install 'ckptkit-fsdp[s3]'"
             raise Usage("writing to `s3://` takes a package that is not installed", hint=hint) from error
@@ -50,7 +35,7 @@ class S3Bucket:
     def call(self, operation: str, key: str = "", **arguments: Any) -> Mapping[str, Any]:
         """Return the answer to an operation, such as `put_object`, on an object or on the bucket.
 
-        Raises `IOFailure` or `NoRoom` with the URL of the object; `refusal` gives the store's own word for it.
+        Raises `IOFailure` or `NoRoom` with the URL of the object; `find_code` gives the store's own word for it.
         """
         if "Body" in arguments:
             arguments["Body"] = BytesIO(arguments["Body"])  # sent in steps, not in one that blocks others
@@ -58,7 +43,7 @@ class S3Bucket:
         try:
             answer: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
         except Exception as error:  # every library has its own, and those of what it is built on
-            raise self._translate(error, key) from error
+            raise self._refusal(error, key) from error
         return answer
 
     def list(self, prefix: str) -> dict[str, int]:
@@ -80,27 +65,39 @@ class S3Bucket:
         try:
             content: bytes = sync(self._files.loop, body.read)
         except Exception as error:
-            raise self._translate(error, key) from error
+            raise self._refusal(error, key) from error
         return content
 
-    def _translate(self, error: Exception, key: str) -> IOFailure:
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        code = find_code(error)
-        path = self.root if code == "NoSuchBucket" else self.root / key
-        if code in _FULL:
-            return NoRoom(f"the store has no room: {reason}", path=path, hint="free some space there")
-        if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
-            return IOFailure("there are no credentials for the store", path=path, hint=_ACCOUNT)
-        silent = ("the store does not answer", _ACCOUNT)
-        message, hint = _REFUSALS.get(code, ("the store refuses", None) if code else silent)
-        return IOFailure(f"{message}: {reason}", path=path, hint=hint)
+    def _refusal(self, error: Exception, key: str) -> IOFailure:
+        return refusal(hear_reason(self._files, self.name, error), self.root / key)
 
 
-def find_code(error: BaseException | None) -> str:
-    """Return the code of the answer with which a store refused, such as `NoSuchKey`; "" if it did not answer."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-        error = error.__cause__
-    return ""
+def patient(files: Any) -> Any:
+    """Return the file system of s3fs, which makes a request a few times if the connection fails."""
+    files.retries = _TRIES
+    return files
+
+
+def hear_reason(files: Any, bucket: str, error: Exception) -> Exception:
+    """Return an error of s3fs, or for an answer to HEAD that says no reason the error of a request that does."""
+    if needs_reason(error):
+        try:
+            files.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
+        except Exception as other:  # noqa: BLE001 - as many kinds as the first
+            return error if needs_reason(other) else other
+    return error
+
+
+def crc_of(answer: Mapping[str, Any]) -> int | None:
+    """Return the CRC-32 of a part or a whole object that an answer of the store has; None if it has none."""
+    text = answer.get("ChecksumCRC32")
+    return None if text is None or is_of_parts(answer, text) else int.from_bytes(b64decode(text))
+
+
+def is_of_parts(answer: Mapping[str, Any], text: str) -> bool:
+    """Return whether a checksum of an object is one of the checksums of its parts.
+
+    Some stores neither say its type nor append the number of parts to it: then the ETag shows that there are parts.
+    """
+    kind = answer.get("ChecksumType")
+    return kind == "COMPOSITE" or "-" in text or (kind is None and "-" in answer.get("ETag", ""))

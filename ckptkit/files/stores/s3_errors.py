@@ -1,0 +1,151 @@
+"""Say in our words why S3 refused: one table for what reads and for what writes.
+
+https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import IOFailure, NoRoom
+
+_KEYS = "s3fs takes AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for other than AWS"
+_RIGHTS = "the key needs s3:ListBucket and s3:GetObject; to write also s3:PutObject, s3:DeleteObject and "
+_RIGHTS += "s3:AbortMultipartUpload"
+_LOGIN = "log in again, or renew AWS_SESSION_TOKEN"
+_REGION = "set AWS_DEFAULT_REGION to {region}"
+_AGAIN = "run the same command again"
+_NETWORK = "check the network, and AWS_ENDPOINT_URL if the store is not AWS"
+_BUCKET = ("there is no such bucket", "create the bucket, or correct the URL and AWS_ENDPOINT_URL")
+_DENIED = ("access denied", _RIGHTS)
+_EXPIRED = ("the credentials have expired", _LOGIN)
+_ELSEWHERE = ("the bucket is in another region", _REGION)
+_NO_KEYS = ("there are no credentials for the store", _KEYS)
+_BUSY = ("the store is too busy", "run the same command again later, or with a smaller --jobs")
+_FAILED = ("the store failed", _AGAIN)
+_FULL = ("the store has no room", "free some space there, or raise the quota of the bucket")
+_UNREACHED = ("the store cannot be reached", _NETWORK)
+_MUTE = ("the store does not answer", _NETWORK)
+
+REFUSALS = {  # what a store says, as its error code or its status: our message, and a hint
+    "NoSuchBucket": _BUCKET,
+    "InvalidBucketName": ("this cannot be the name of a bucket", "correct the URL"),
+    "AccessDenied": _DENIED,
+    "AllAccessDisabled": _DENIED,
+    "403": _DENIED,
+    "InvalidAccessKeyId": ("the store does not know this access key", _KEYS),
+    "SignatureDoesNotMatch": ("the store does not accept the secret key", _KEYS),
+    "InvalidToken": ("the store does not accept the session token", _LOGIN),
+    "ExpiredToken": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
+    "RequestExpired": _EXPIRED,
+    "RequestTimeTooSkewed": ("the clock of this machine differs from that of the store", "set the clock"),
+    "PermanentRedirect": _ELSEWHERE,
+    "TemporaryRedirect": _ELSEWHERE,
+    "AuthorizationHeaderMalformed": _ELSEWHERE,
+    "IllegalLocationConstraintException": _ELSEWHERE,
+    "301": _ELSEWHERE,
+    "307": _ELSEWHERE,
+    "BadDigest": ("the store received other bytes than were sent", _AGAIN),
+    "XAmzContentSHA256Mismatch": ("the store received other bytes than were sent", _AGAIN),
+    "EntityTooLarge": ("the file is larger than the store allows", "write smaller files with --max-shard-size"),
+    "SlowDown": _BUSY,
+    "ServiceUnavailable": _BUSY,
+    "TooManyRequests": _BUSY,
+    "503": _BUSY,
+    "429": _BUSY,
+    "InternalError": _FAILED,
+    "500": _FAILED,
+    "502": _FAILED,
+    "504": _FAILED,
+    "QuotaExceeded": _FULL,
+    "XMinioStorageFull": _FULL,
+    "XMinioAdminBucketQuotaExceeded": _FULL,
+    "507": _FULL,
+}
+LIBRARY = {  # what the library raises before a store has answered, as the name of a class
+    "NoCredentialsError": _NO_KEYS,
+    "PartialCredentialsError": _NO_KEYS,
+    "CredentialRetrievalError": _NO_KEYS,
+    "ProfileNotFound": ("AWS_PROFILE names no profile", "correct AWS_PROFILE, or make the profile in ~/.aws/config"),
+    "UnauthorizedSSOTokenError": ("the login has expired", "run `aws sso login`"),
+    "SSOTokenLoadError": ("the login has expired", "run `aws sso login`"),
+    "TokenRetrievalError": ("the login has expired", "run `aws sso login`"),
+    "NoRegionError": ("there is no region", "set AWS_DEFAULT_REGION to the region of the bucket"),
+    "ParamValidationError": ("this cannot be the name of a bucket", "correct the URL"),
+    "SSLError": ("the store's certificate is not trusted", "check AWS_ENDPOINT_URL, or set AWS_CA_BUNDLE"),
+    "ProxyConnectionError": ("the proxy cannot be reached", "check HTTPS_PROXY and NO_PROXY"),
+    "EndpointConnectionError": _UNREACHED,
+    "ConnectTimeoutError": _UNREACHED,
+}
+_HAS_NO_REASON = ("403", "400")  # answers to HEAD, which have no body to say why
+
+
+def refusal(error: BaseException, path: Path) -> IOFailure:
+    """Return our error for one of s3fs or botocore, raised for the object at `path`.
+
+    That is `NoRoom` where the store is full; the path is the bucket's if that is at fault.
+    """
+    reason, code = find_reason(error), find_code(error)
+    message, hint = find_words(error, code)
+    if (message, hint) == _FULL:
+        return NoRoom(f"{message}: {reason}", path=path, hint=hint)
+    if (message, hint) == _ELSEWHERE:
+        region = find_region(error)
+        where = f"the bucket is in {region}" if region else message
+        hint = _REGION.format(region=region or "the region of the bucket")
+        return IOFailure(f"{where}: {reason}", path=bucket_of(path), hint=hint)
+    is_of_bucket = (message, hint) == _BUCKET
+    return IOFailure(f"{message}: {reason}", path=bucket_of(path) if is_of_bucket else path, hint=hint)
+
+
+def find_words(error: BaseException, code: str) -> tuple[str, str | None]:
+    """Return our message for an error, and a hint."""
+    if code:
+        return REFUSALS.get(code, ("the store refuses", None))
+    known = (LIBRARY[kind.__name__] for one in causes(error) for kind in type(one).__mro__ if kind.__name__ in LIBRARY)
+    if "Invalid endpoint" in str(error):
+        return "AWS_ENDPOINT_URL is not a URL", "write it like https://host:port"
+    return next(known, _MUTE)
+
+
+def find_code(error: BaseException | None) -> str:
+    """Return the code of the answer with which a store refused, such as `NoSuchKey`; "" if it did not answer."""
+    return str(answer_of(error).get("Error", {}).get("Code", ""))
+
+
+def needs_reason(error: BaseException) -> bool:
+    """Return whether a store refused without saying why, as it does to every HEAD."""
+    return find_code(error) in _HAS_NO_REASON
+
+
+def find_reason(error: BaseException) -> str:
+    """Return what the store or the library says, in one line."""
+    text = str(answer_of(error).get("Error", {}).get("Message") or "") or str(error)
+    return next(iter(text.strip().splitlines()), "") or type(error).__name__
+
+
+def find_region(error: BaseException) -> str | None:
+    """Return the region that a bucket is in, if the store says so."""
+    answer = answer_of(error)
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    region = headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region")
+    return str(region) if region else None
+
+
+def bucket_of(path: Path) -> Path:
+    return type(path)(*path.parts[:2])
+
+
+def answer_of(error: BaseException | None) -> dict[str, Any]:
+    """Return the answer of the store that an error was made of; {} if there was none."""
+    return next((found for one in causes(error) if isinstance(found := getattr(one, "response", None), dict)), {})
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and the errors that it was made of."""
+    while error is not None:
+        yield error
+        error = error.__cause__

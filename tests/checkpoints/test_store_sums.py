@@ -1,0 +1,150 @@
+"""`verify --fast` of a checkpoint in a store compares the store's checksums, and reads no data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptkit
+from ckptkit.destinations.pieces import PART_BYTES
+from ckptkit.destinations.s3 import encode_crc
+from ckptkit.files.crc32 import crc32
+from tests.destinations.test_s3 import Place, moto, place, simple, source
+from tests.s3 import forget
+
+__all__ = ["moto", "place", "simple", "source"]  # fixtures
+
+HEADER = 1 << 16  # bytes of a file that are not its data
+
+
+def upload(place: Place, root: Path, **how: Any) -> None:
+    """Send files in two parts, as other tools do, with checksums of a kind."""
+    for path in sorted(root.iterdir()):
+        key, content = f"run/ckpt-5/{path.name}", path.read_bytes()
+        made = place.files.call_s3("create_multipart_upload", Bucket=place.name, Key=key, **how)
+        parts = []
+        for number, start in enumerate(range(0, max(len(content), 1), 1 << 24), 1):
+            more = {"ChecksumAlgorithm": how["ChecksumAlgorithm"]} if how else {}
+            asked = {"Bucket": place.name, "Key": key, "UploadId": made["UploadId"], "PartNumber": number, **more}
+            sent = place.files.call_s3("upload_part", Body=content[start : start + (1 << 24)], **asked)
+            sums = {name: sent[name] for name in sent if name.startswith("ChecksumCRC32")}
+            parts.append({"PartNumber": number, "ETag": sent["ETag"], **sums})
+        asked = {"Bucket": place.name, "Key": key, "UploadId": made["UploadId"], "MultipartUpload": {"Parts": parts}}
+        place.files.call_s3("complete_multipart_upload", **asked)
+    place.server.requests.clear()
+    forget()
+
+
+def check(place: Place) -> Any:
+    forget()
+    (found,) = ckptkit.verify(place.url, fast=True)
+    return found
+
+
+def test_one_request_a_file_proves_a_checkpoint(place: Place, source: Path) -> None:
+    ckptkit.cp(source, place.url)
+    place.server.requests.clear()
+    found = check(place)
+    assert found.is_ok
+    assert found.proved_files == 2
+    assert found.checked_bytes > PART_BYTES
+    assert found.unchecked_bytes == 0
+    assert any("compared with the store's CRC-32" in note for note in found.notes)
+    assert sum(".distcp" in one.what for one in place.server.requests) == 1
+    assert place.server.nbytes < HEADER
+    assert not [one for one in place.server.requests if one.start is not None and ".distcp" in one.what]
+
+
+def test_another_object_of_the_same_size_is_found(place: Place, source: Path) -> None:
+    ckptkit.cp(source, place.url)
+    content = bytearray(place.content("__0_0.distcp"))
+    content[len(content) // 2] ^= 1
+    other = {"Bucket": place.name, "Key": "run/ckpt-5/__0_0.distcp", "ChecksumAlgorithm": "CRC32"}
+    place.files.call_s3("put_object", Body=bytes(content), **other)
+    found = check(place)
+    (problem,) = found.problems
+    assert str(problem.path) == f"{place.url}/__0_0.distcp"
+    assert "CRC-32 is" in problem.message
+
+
+def parts_of(content: bytes) -> str:
+    """What S3 answers to GetObjectAttributes for an object that was sent in parts with a CRC-32 each."""
+    parts = []
+    for number, start in enumerate(range(0, len(content), 1 << 24), 1):
+        part = content[start : start + (1 << 24)]
+        crc = encode_crc(crc32(part))
+        parts.append(
+            f"<Part><PartNumber>{number}</PartNumber><Size>{len(part)}</Size><ChecksumCRC32>{crc}</ChecksumCRC32></Part>"
+        )
+    listed = f"<ObjectParts><IsTruncated>false</IsTruncated>{''.join(parts)}</ObjectParts>"
+    return f'<GetObjectAttributesResponse xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{listed}</GetObjectAttributesResponse>'
+
+
+def test_checksums_of_parts_prove_the_whole(place: Place, source: Path) -> None:
+    upload(place, source, ChecksumAlgorithm="CRC32")
+    content = {path.name: path.read_bytes() for path in source.iterdir()}
+    for name in ("__0_0.distcp", ".metadata"):
+        place.server.fail(f"{name}.attributes", status=200, body=parts_of(content[name]))
+    found = check(place)
+    assert found.is_ok
+    assert found.proved_files == 2
+    for name in ("__0_0.distcp", ".metadata"):
+        other = content[name][:-1] + b"?"
+        place.server.fail(f"{name}.attributes", status=200, body=parts_of(other))
+    assert len(check(place).problems) == 2
+
+
+@pytest.mark.parametrize("kind", ["CRC32", "SHA256", ""])
+def test_objects_of_others_say_what_they_have(kind: str, place: Place, source: Path) -> None:
+    upload(place, source, **({"ChecksumAlgorithm": kind} if kind else {}))
+    found = check(place)
+    (problem,) = found.problems
+    what = f"{kind} of parts of 2 files" if kind else "no checksum of 2 files"
+    assert f"no CRC-32 to compare of 2 of 2 files, 16.9 MB: the store has {what}" in problem.message
+    assert "without --fast" in (problem.hint or "")
+    assert found.proved_files == 0
+    assert found.unchecked_bytes > PART_BYTES
+
+
+def test_a_store_that_keeps_no_checksums_proves_nothing(simple: Place, source: Path) -> None:
+    ckptkit.cp(source, simple.url)
+    found = check(simple)
+    assert not found.is_ok
+    assert "no checksum of 2 files" in found.problems[0].message
+    forget()
+    assert ckptkit.verify(simple.url)[0].is_ok
+
+
+def test_without_a_manifest_nothing_is_proved(place: Place, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1000)}, tmp_path / "model.safetensors")
+    ckptkit.cp(tmp_path, place.url)
+    found = check(place)
+    assert found.is_ok
+    assert found.proved_files == found.checked_bytes == 0
+    assert "nothing proves the files without a manifest: the store has CRC-32 of 1 file" in found.notes
+
+
+def test_the_command_line(place: Place, simple: Place, source: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ckptkit", "verify", simple.url, "--fast", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ.copy())
+
+    simple.server.is_simple = False
+    ckptkit.cp(source, simple.url)
+    whole = run("--json")
+    assert whole.returncode == 0
+    assert json.loads(whole.stdout)["checkpoints"][0]["proved_files"] == 2
+    simple.server.is_simple = True
+    lacking = run()
+    assert lacking.returncode == 1
+    assert lacking.stdout.splitlines()[1].startswith("1 problem")
+    assert "problem: " in lacking.stdout
+    assert "hint: run `ckptkit verify` without --fast" in lacking.stdout
