@@ -52,6 +52,7 @@ class Place:
         return {key.removeprefix(base) for key in self.files.find(base, refresh=True)}
 
     def content(self, name: str) -> bytes:
+        self.files.invalidate_cache()
         found: bytes = self.files.cat_file(f"{self.name}/run/ckpt-5/{name}")
         return found
 
