@@ -102,7 +102,7 @@ def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: in
 
 
 @contextmanager
-def uploading(conversion: Conversion, count: int) -> Iterator[Upload]:
+def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
     """Prepare the files in a temporary directory, and claim the destination for what `count` processes make."""
     assert isinstance(conversion.output, RemotePath)
     refuse_repeats(conversion)
@@ -115,7 +115,7 @@ def uploading(conversion: Conversion, count: int) -> Iterator[Upload]:
         check = partial(marks_in, conversion.output, conversion.file_sizes)
         there.claim(overwrite=conversion.options.overwrite, check=check)
         with keeping(conversion.output):
-            yield Upload(conversion, Path(room), plans, there, marks)
+            yield OutputUpload(conversion, Path(room), plans, there, marks)
     conversion.output.store.forget()
 
 
@@ -147,7 +147,7 @@ def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class Upload:
+class OutputUpload:
     """An output on its way to a store: all but its data lies in directory `room`. `held` are marks that are whole."""
 
     conversion: Conversion
