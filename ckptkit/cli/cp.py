@@ -9,6 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.sources import Also, with_others
 from ckptkit.destinations.stores import to_destination
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def cp(
         Path,
         typer.Argument(parser=to_destination, metavar="DST", help="The directory to make, or s3://bucket/prefix."),
     ],
+    also: Also = None,
     overwrite: Overwrite = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
@@ -41,6 +43,7 @@ def cp(
     """
     from ckptkit.ops.cp import cp as run
 
+    src = with_others(src, also)
     with progress_bar("copying") as progress:
         done = run(src, dst, overwrite=overwrite, jobs=jobs, sync=not no_sync, progress=progress)
     if json:

@@ -31,6 +31,7 @@ from ckptkit.engine.scan import Scanned
 from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import children, file_size, opening, read_at
+from ckptkit.files.joined import roots_of
 from ckptkit.files.local import is_strange_link
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath
@@ -167,8 +168,8 @@ def cp(
 
 def check_outside(checkpoint: Checkpoint, target: Path) -> None:
     """Raise `Unsafe` if one of source and destination lies in the other."""
-    here, there = checkpoint.path.resolve(), target.resolve()
-    if contains(here, there) or contains(there, here):
+    here, there = [root.resolve() for root in roots_of(checkpoint.path)], target.resolve()
+    if any(contains(root, there) or contains(there, root) for root in here):
         hint = "choose another destination"
         raise Unsafe("the source and the destination lie in each other", path=target, hint=hint)
 

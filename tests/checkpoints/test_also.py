@@ -131,6 +131,21 @@ def test_on_the_command_line(produce: Produce, tmp_path: Path) -> None:
     assert isinstance(run("verify", first, source, *also).exception, Usage)
 
 
+def test_a_copy_is_one_directory(produce: Produce, tmp_path: Path) -> None:
+    source = produce(producers.fsdp2).root
+    first, second = share_out(source, tmp_path)
+    copied = run("cp", first.parent, tmp_path / "whole", "--also", second.parent)  # two runs
+    assert copied.exit_code == 0, copied.output
+    assert {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()} == {
+        path.name: path.read_bytes() for path in source.iterdir()
+    }
+    for inside in (first / "copy", second / "copy"):
+        assert isinstance(run("cp", second, inside, "--also", first).exception, Unsafe)
+    (second / "__1_0.distcp").unlink()
+    assert isinstance(run("cp", first, tmp_path / "less", "--also", second).exception, CkptError)
+    assert not (tmp_path / "less").exists()
+
+
 def test_a_run_on_two_disks(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
     (_, there), (first, second) = (share_out(source, tmp_path, f"ckpt-{step}") for step in (400, 500))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from s3fs import S3FileSystem
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import ckptkit
+from ckptkit.cli.commands import app
 from ckptkit.destinations.pieces import PART_BYTES, cut_file
 from ckptkit.destinations.s3 import S3Destination
 from ckptkit.destinations.stores import to_destination
@@ -273,6 +276,19 @@ def test_one_file_becomes_one_object(place: Place, tmp_path: Path) -> None:
     forget()
     with pytest.raises(Occupied):
         ckptkit.cp(tmp_path / "model.pt", url)
+
+
+def test_a_checkpoint_on_two_disks_becomes_one(place: Place, source: Path, tmp_path: Path) -> None:
+    for name, kept in (("one", ".metadata"), ("two", "__0_0.distcp")):
+        (tmp_path / name).mkdir()
+        shutil.copy(source / kept, tmp_path / name / kept)
+        (tmp_path / name / "config.json").write_text("{}")
+    assert (
+        CliRunner().invoke(app, ["cp", str(tmp_path / "one"), place.url, "--also", str(tmp_path / "two")]).exit_code
+        == 0
+    )
+    assert place.names() == {".metadata", "__0_0.distcp", "config.json"}
+    assert ckptkit.diff(place.url, source).is_equal
 
 
 def test_a_store_without_conditions_and_checksums(simple: Place, source: Path) -> None:
