@@ -1,4 +1,4 @@
-"""Where a run lies: in a local directory or in a store, and what of it stays on this machine. Imports no torch."""
+"""Say where a run lies, in a local directory or in a store, and what of it stays on this machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,3 +29,10 @@ def local_folder(run: Path) -> Path:
         return run
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "ckptkit" / "runs" / f"{run.name}-{blake2b(str(run).encode(), digest_size=6).hexdigest()}"
+
+
+def look_again(run: Path) -> Path:
+    """Return a run as it is now: what lies in a store is else asked once."""
+    if isinstance(run, RemotePath):
+        run.store.forget()
+    return run

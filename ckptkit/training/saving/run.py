@@ -32,7 +32,7 @@ from ckptkit.runs.retention import Best, Policy, decide, find_holds, find_saved,
 from ckptkit.runs.run import RunFolder
 from ckptkit.storage.ranks import Ranks
 from ckptkit.trainers.ckptkit import METRICS
-from ckptkit.training.places import require_storable
+from ckptkit.training.places import look_again, require_storable
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.places import SavePlace, StagedPlace, StorePlace
 from ckptkit.training.saving.quiet import quiet, silence
@@ -109,9 +109,7 @@ class Run:
 
     def _look(self) -> RunFolder:
         """Return the run as it is now."""
-        if isinstance(self.root, RemotePath):
-            self.root.store.forget()
-        return RunFolder(self.root)
+        return RunFolder(look_again(self.root))
 
     @quiet()
     def save(
