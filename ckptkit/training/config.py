@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from ckptkit.errors import Usage
+from ckptkit.errors import Usage, translate_os_errors
 from ckptkit.files.file import read_small
 from ckptkit.files.path import RemotePath, to_path
 from ckptkit.settings import Setting, settings_of
@@ -91,12 +91,7 @@ class TrainConfig:
         if self.wrap == "size" and self.fsdp == "2":
             raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
         require_whole(self) if self.lora_rank is None else require_adaptable(self)
-        require_storable(self.run, self.state_dict)
-        if self.tensorboard and isinstance(self.run, RemotePath):
-            hint = "leave out `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
-            raise Usage(
-                "TensorBoard's files grow step by step, and a store has no such files", path=self.run, hint=hint
-            )
+        require_places(self)
 
     def to_toml(self) -> str:
         """Return the settings as a TOML file; settings that are None are left out."""
@@ -110,6 +105,16 @@ LEAST = {
     "save_every": 0, "prefetch": 0, "recompute_every": 0,
     "keep_last": 1, "keep_every": 1, "lora_rank": 1, "lora_alpha": 1,
 }  # fmt: skip
+
+
+def require_places(config: TrainConfig) -> None:
+    """Raise `Usage` for what cannot lie where it is to."""
+    require_storable(config.run, config.state_dict)
+    if config.tensorboard and isinstance(config.run, RemotePath):
+        hint = "leave out `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
+        raise Usage("TensorBoard's files grow step by step, and a store has no such files", path=config.run, hint=hint)
+    if isinstance(config.data, RemotePath):
+        raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
 
 
 def require_whole(config: TrainConfig) -> None:
@@ -154,6 +159,8 @@ def to_toml(value: object) -> str:
 def read_settings(path: Path) -> dict[str, Any]:
     """Read the settings of a TOML file, to make a `TrainConfig` of. Raises `Usage` for an unknown or ill-typed one."""
     try:
+        with translate_os_errors(path):
+            path.stat()  # a missing file is said to be missing
         values = tomllib.loads(read_small(path, _LIMIT).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Usage(f"not a TOML file: {error}", path=path) from error

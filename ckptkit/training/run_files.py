@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ckptkit.destinations.objects import open_objects
+from ckptkit.destinations.small_files import open_small_files
 from ckptkit.destinations.staging import publish
 from ckptkit.errors import translate_os_errors
 from ckptkit.files.file import opening, read_at
@@ -21,9 +21,9 @@ _PROBE = ".ckptkit-probe"
 def require_writable(run: Path) -> None:
     """Raise `IOFailure` if a run in a store cannot be written to, by putting an object there and deleting it."""
     if isinstance(run, RemotePath):
-        objects = open_objects(run)
-        objects.put(run / _PROBE, b"")
-        objects.delete(run / _PROBE)
+        files = open_small_files(run)
+        files.put(run / _PROBE, b"")
+        files.delete(run / _PROBE)
 
 
 def make_folder(run: Path) -> None:
@@ -35,8 +35,9 @@ def make_folder(run: Path) -> None:
 
 def read_file(path: Path) -> bytes:
     """Return the content of a file of a run, b"" if it is missing."""
-    if not look_again(path).exists():
-        return b""
+    with translate_os_errors(path):
+        if not look_again(path).exists():
+            return b""
     with opening(path) as file:
         return read_at(file, file.size, 0)
 
@@ -44,7 +45,7 @@ def read_file(path: Path) -> bytes:
 def write_file(path: Path, content: bytes) -> None:
     """Write a file of a run, which is the old or the new one at every moment."""
     if isinstance(path, RemotePath):
-        open_objects(path).put(path, content)
+        open_small_files(path).put(path, content)
     else:
         publish(path, content, overwrite=True)
 
@@ -82,8 +83,8 @@ class StoreLines:
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
-        self._objects = open_objects(path)
-        self._tag = self._objects.tag(path)
+        self._files = open_small_files(path)
+        self._tag = self._files.tag(path)
         self._content = bytearray(read_file(path))
         self._sent = len(self._content)
 
@@ -94,7 +95,7 @@ class StoreLines:
     def send(self) -> None:
         """Put the object, if it has more lines now."""
         if len(self._content) > self._sent:
-            self._tag = self._objects.put(self._path, bytes(self._content), replaces=self._tag)
+            self._tag = self._files.put(self._path, bytes(self._content), replaces=self._tag)
             self._sent = len(self._content)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Mismatch, Usage
+from ckptkit.errors import Mismatch, Usage, translate_os_errors
 from ckptkit.files.file import read_small
 from ckptkit.files.path import RemotePath
 from ckptkit.storage.ranks import Ranks
@@ -150,6 +150,8 @@ def require_same_adapters(path: Path, text: bytes | None) -> None:
 
 def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) -> None:
     """Raise `Mismatch` if a checkpoint's config is of another model, or adapter: its weights may fit all the same."""
+    with translate_os_errors(path):
+        path.stat()  # a missing file is said to be missing
     theirs, ours = json.loads(read_small(path, _LIMIT)), json.loads(text)
     different = sorted(key for key in (theirs.keys() | ours.keys()) - {*but} if theirs.get(key) != ours.get(key))
     if different:

@@ -1,4 +1,4 @@
-"""Write and delete single objects of S3."""
+"""Write and delete single small files of S3."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _ABSENT = ("404", "NoSuchKey")
 _TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
 
 
-class S3Objects:
-    """The single objects of the bucket that `root` lies in: an `Objects`."""
+class S3SmallFiles:
+    """Single files of the bucket that `root` lies in: `SmallFiles`."""
 
     def __init__(self, root: RemotePath) -> None:
         self._bucket = S3Bucket(root.parts[1], RemotePath(*root.parts[:2]))
@@ -27,7 +27,7 @@ class S3Objects:
             return ""
 
     def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
-        """Write an object as a whole and return its ETag; see `Objects`."""
+        """Write an object as a whole and return its ETag; see `SmallFiles`."""
         condition = {} if replaces is None else {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
         try:
             answer = self._bucket.call("put_object", path.key, Body=content, **condition)
