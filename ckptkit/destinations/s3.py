@@ -143,11 +143,17 @@ class S3Destination:
         self._require_same(name, self.sizes[name], crc)
 
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
-        """Send a whole file, unless the store has it."""
+        """Send a whole file, unless the store has it. Raises `Occupied` if another upload has sent one by now."""
         if self._has(name, len(data), crc):
             return
-        self._call("put_object", name, Body=data, **self._compared(crc))
-        self._count(data)
+        condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
+        try:
+            self._call("put_object", name, Body=data, **self._compared(crc), **condition)
+            self._count(data)
+        except IOFailure as error:
+            if find_code(error) not in _TAKEN:
+                raise
+            self._require_same(name, len(data), crc)
 
     def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
