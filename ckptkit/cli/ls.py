@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say, terminal_width
+from ckptkit.cli.output import Json, Quiet, age, note, pick, print_json, print_table, say, terminal_width
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
@@ -19,7 +19,6 @@ from ckptkit.pictures.words import count, visible
 if TYPE_CHECKING:
     from ckptkit.ops.ls import Listed, Listing
 
-_AGES = ((60, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"))  # below so many seconds, divided by, unit
 _COLUMN = 9  # characters that a metric takes, at least
 
 
@@ -151,11 +150,3 @@ def choose_metrics(
 
 def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def age(seconds: float) -> str:
-    """Return how long ago something was: `45 s`, `3 min`, `2 h`, `5 d`."""
-    for limit, divisor, unit in _AGES:
-        if seconds < limit:
-            return f"{max(seconds, 0) // divisor:.0f} {unit}"
-    return f"{seconds // 86_400:.0f} d"

@@ -46,7 +46,7 @@ class StoreClaim:
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
-        """Read a claim. One that another version wrote and that cannot be read is an upload that nothing is known of."""
+        """Read a claim. One that cannot be read, as of another version, is an upload that nothing is known of."""
         try:
             found = json.loads(content)
             uploads = {str(name): str(upload) for name, upload in (found["uploads"] or {}).items()}

@@ -1,4 +1,4 @@
-"""Find the uploads to a prefix of S3 that have not ended, by their claims and by what the store lists, and abort them."""
+"""Find the uploads to a prefix of S3 that have not ended, by claims and by what the store lists, and abort them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.errors import Usage
 from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.path import RemotePath, is_url, parse_url
+from ckptkit.files.path import RemotePath, to_place
 
 KEEPERS = {  # by the first part of a path; all other paths are local
     "s3:": "ckptkit.runs.s3_keeper:S3Keeper",
@@ -64,8 +64,8 @@ class Keeper(Protocol):
     def delete(self, checkpoint: Path) -> tuple[str, ...]:
         """Delete a checkpoint, inside a `with pruning()`, unless something holds it by now. Return what holds it.
 
-        Whenever it ends, readers see all of the checkpoint, or nothing. Raises `IOFailure` if a file cannot be deleted: the next
-        `delete` goes on.
+        Whenever it ends, readers see all of the checkpoint, or nothing. Raises `IOFailure` if a file cannot be deleted:
+        the next `delete` goes on.
         """
 
     def unfinished(self) -> dict[Path, str]:
@@ -96,16 +96,14 @@ def keeper_of(root: Path) -> Keeper:
     for place in roots_of(root):
         if isinstance(place, RemotePath):
             if place.parts[0] not in KEEPERS:
-                raise Usage("ckptkit deletes only in local directories and on s3://", path=place, hint=_ELSEWHERE)
+                hint = "manage this run with the tools of its store"
+                raise Usage("ckptkit deletes only in local directories and on s3://", path=place, hint=hint)
             if isinstance(root, JoinedPath):
                 hint = "name local directories, or one place on s3://"
                 raise Usage("several directories of one run must be local", path=place, hint=hint)
             where = KEEPERS[place.parts[0]]
     module, _, name = where.partition(":")
     return cast(Keeper, getattr(import_module(module), name)(root))
-
-
-_ELSEWHERE = "pin, prune and watch a local directory or s3://; delete here with the tools of the store"
 
 
 def run_of(source: Source) -> Path:
@@ -116,9 +114,7 @@ def run_of(source: Source) -> Path:
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
         return joined([run_of(place) for place in roots_of(path)])
-    if isinstance(path, str) and is_url(path):
-        return parse_url(path)
-    return path if isinstance(path, Path) else Path(path)
+    return to_place(path)
 
 
 def find_holds(checkpoint: Path) -> tuple[str, ...]:

@@ -305,7 +305,7 @@ class S3Post:
             if find_code(error) not in DENIED:
                 raise
             self.can_hold = False
-            warn_of_loss(self.keeper.root, "the store refuses writes: no prune sees which checkpoint this watch handles")
+            warn_of_loss(self.keeper.root, "the store refuses writes: no prune sees what this watch is handling")
         return self.can_hold
 
     @property

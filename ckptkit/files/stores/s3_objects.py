@@ -69,8 +69,8 @@ def list_uploads(bucket: S3Bucket, prefix: str) -> list[MultipartUpload]:
     more: dict[str, str] = {}
     while True:
         page = bucket.call("list_multipart_uploads", Prefix=prefix, **more)
-        for one in page.get("Uploads", ()):
-            found.append(MultipartUpload(one["Key"], one["UploadId"], to_seconds(one["Initiated"])))
+        uploads = page.get("Uploads", ())
+        found += [MultipartUpload(one["Key"], one["UploadId"], to_seconds(one["Initiated"])) for one in uploads]
         if not page.get("IsTruncated"):
             return found
         more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
