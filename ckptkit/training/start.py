@@ -17,6 +17,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Usage, translate_os_errors
 from ckptkit.files.file import read_small
 from ckptkit.files.path import RemotePath
+from ckptkit.runs.run import local_folder
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
@@ -26,7 +27,6 @@ from ckptkit.training.metrics import forget_after
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
 from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.places import local_folder
 from ckptkit.training.resume import find_resume, first_readable, load_newest
 from ckptkit.training.run_files import make_folder, require_writable, write_file
 from ckptkit.training.saving.run import Run
