@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +23,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import ckptkit
+from ckptkit.destinations.stores import to_destination
+from ckptkit.errors import IOFailure, Occupied, Usage
+from ckptkit.files.path import to_path
 from ckptkit.training.metrics import METRICS
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
+from ckptkit.training.run_files import open_lines, require_writable
+from ckptkit.training.saving.run import Run
 from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.s3 import S3, forget, serve_moto
 
@@ -89,6 +95,11 @@ class User:
         found = json.loads(self.type("ls", self.run, "--json").stdout)
         return {one["step"]: one["complete"] for one in found["checkpoints"]}
 
+    def looked_up(self) -> dict[int, bool]:
+        """The same without a command."""
+        forget()
+        return {one.step: one.is_complete for one in ckptkit.ls(self.run).checkpoints if one.step is not None}
+
     def left_here(self) -> set[str]:
         """The names of the files that commands left on the disk."""
         return {path.name for path in self.home.rglob("*") if path.is_file()}
@@ -150,7 +161,7 @@ def test_a_run_that_was_killed_in_a_save_goes_on_elsewhere_and_is_exported(user:
     forget()
     user.place.server.requests.clear()
     proved = user.type("verify", "--fast", exported)
-    assert "proved" in proved.stdout
+    assert "2 files, 11.9 MB: compared with the store's CRC-32" in proved.stderr
     asked = [one.what for one in user.place.server.requests if "model.safetensors" in one.what]
     assert [what.partition(" ")[0] for what in asked if "list-type" not in what] == ["HEAD"]
     assert user.place.server.nbytes < 10_000
@@ -186,75 +197,91 @@ def require_same_model(user: User, out: Path) -> None:
         assert torch.equal(theirs(ids).logits, ours(ids))
 
 
-def test_training_goes_on_while_a_checkpoint_is_sent(user: User) -> None:
+def test_training_goes_on_while_a_checkpoint_is_sent_and_saves_when_asked_to_end(user: User) -> None:
     seen = threading.Event()
-    command = ["train", user.run, *TINY, "--steps", "5", "--save-every", "3", "--background"]
     user.place.server.fail(r"PUT .*ckpt-3/__0_0.distcp", first=lambda: seen.wait(120), times=100)
-    with user.starting(*command) as process:
+    with user.starting("train", user.run, *TINY, "--steps", "100000", "--save-every", "3", "--background") as process:
         assert process.stdout is not None
         lines = [process.stdout.readline().split()[1] for _ in range(4)]
         assert "ckpt-3/.metadata" not in user.names()
+        process.send_signal(signal.SIGTERM)
         seen.set()
         _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert lines == ["1/5", "2/5", "3/5", "4/5"]
-    assert user.listed() == {3: True, 5: True}
-    assert len(steps_in(user.read(METRICS))) == 5
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert [line.partition("/")[0] for line in lines] == ["1", "2", "3", "4"]
+    found = user.looked_up()
+    assert found[3]
+    assert all(found.values())
+    assert len(steps_in(user.read(METRICS))) == max(found)
 
 
-@pytest.mark.parametrize("background", [[], ["--background"]])
-def test_a_store_that_fails_ends_the_training_and_keeps_what_is_there(user: User, background: list[str]) -> None:
+def test_a_store_that_fails_ends_the_training_and_keeps_what_is_there(user: User) -> None:
     user.place.server.fail(r"PUT .*ckpt-2/__1_0.distcp", status=403, code="AccessDenied", times=100)
-    command = ["train", user.run, *TINY, "--steps", "3", "--save-every", "1", *background]
+    command = ["train", user.run, *TINY, "--steps", "3", "--save-every", "1", "--background"]
     done = user.type(*command, code=4)
     assert f"error: {user.run}/ckpt-2/__1_0.distcp: rank 1 could not save it: access denied" in done.stderr
     assert "s3:PutObject" in done.stderr
-    assert user.listed() == {1: True, 2: False}
-    user.type("verify", f"{user.run}/ckpt-1")
+    assert user.looked_up() == {1: True, 2: False}
+    assert all(part.is_ok for part in ckptkit.verify(f"{user.run}/ckpt-1"))
     user.place.server.faults.clear()
     user.type(*command, "--resume", "auto")
-    assert user.listed() == {1: True, 2: True, 3: True}
+    assert user.looked_up() == {1: True, 2: True, 3: True}
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2, 3]
 
 
 def test_a_store_that_cannot_be_written_is_found_before_the_first_step(user: User) -> None:
-    command = ["train", *TINY, "--steps", "1"]
-    absent = user.type(*command, "s3://absent-bucket/run", code=4)
-    assert "error: s3://absent-bucket: there is no such bucket" in absent.stderr
-    for method in ("PUT", "DELETE"):
-        user.place.server.fail(rf"{method} .*probe", status=403, code="AccessDenied", times=100)
-        denied = user.type(*command, user.run, code=4)
-        assert denied.stdout == absent.stdout == ""
-        assert f"error: {user.run}/.ckptkit-probe: access denied" in denied.stderr
-        user.place.server.faults.clear()
+    user.place.server.fail("PUT .*probe", status=403, code="AccessDenied", times=100)
+    denied = user.type("train", *TINY, "--steps", "1", user.run, code=4)
+    assert denied.stdout == ""
+    assert f"error: {user.run}/.ckptkit-probe: access denied" in denied.stderr
     assert user.left_here() == set()
+    user.place.server.faults.clear()
+    with pytest.raises(IOFailure, match="there is no such bucket") as raised:
+        require_writable(to_destination("s3://absent-bucket/run"))
+    assert str(raised.value.path) == "s3://absent-bucket"
+    require_writable(to_destination(user.run))
+    assert user.names() == set()
+    user.place.server.fail("DELETE .*probe", status=403, code="AccessDenied", times=100)
+    with pytest.raises(IOFailure, match="access denied"):
+        require_writable(to_destination(user.run))
 
 
-def test_a_run_that_is_asked_to_end_saves_to_the_store(user: User) -> None:
-    with user.starting("train", user.run, *TINY, "--steps", "100000") as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        rest, errors = process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM, errors
-    (step,) = user.listed()
-    assert len(steps_in(user.read(METRICS))) == step == 1 + len(rest.splitlines())
-
-
-def test_a_second_training_of_the_run_is_refused(user: User) -> None:
+def test_a_second_training_of_the_run_ends_the_first_and_leaves_whole_checkpoints(user: User) -> None:
     go_on = threading.Event()
-    user.place.server.fail(r"PUT .*ckpt-2/__0_0.distcp", first=lambda: go_on.wait(120))
+    held = user.place.server.fail(r"PUT .*ckpt-2/__0_0.distcp", first=lambda: go_on.wait(300), times=100)
     with user.starting("train", user.run, *TINY, "--steps", "2", "--save-every", "1") as first:
         assert first.stdout is not None
         first.stdout.readline()
-        first.stdout.readline()
-        user.type("train", user.run, *TINY, "--steps", "1", code=5)
-        user.type("train", user.run, *TINY, "--steps", "3", "--resume", "auto")
+        while held.times == 100:
+            time.sleep(0.1)
+        held.times = 0
+        user.type("train", user.run, "--nproc", "1", "--steps", "3", "--resume", "auto")
         go_on.set()
         _, errors = first.communicate()
     assert first.returncode == 5, errors
     assert "Traceback" not in errors
-    assert user.listed() == {1: True, 3: True}
+    assert user.looked_up() == {1: True, 2: True, 3: True}
+    assert all(part.is_ok for part in ckptkit.verify(f"{user.run}/ckpt-2"))
+    assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2, 3]
+
+
+def test_lines_of_two_writers_are_not_mixed(user: User) -> None:
+    path = to_destination(user.run) / METRICS
+    ours, theirs = open_lines(path), open_lines(path)
+    user.place.server.fail("PUT .*metrics", after=0)  # the answer is lost, and the library asks again
+    ours.add(b"1\n")
+    ours.send()
+    ours.add(b"2\n")
+    ours.send()
+    theirs.add(b"x\n")
+    with pytest.raises(Occupied, match="another process has written") as raised:
+        theirs.send()
+    assert raised.value.path == path
+    assert user.read(METRICS) == b"1\n2\n"
+    again = open_lines(path)
+    again.add(b"3\n")
+    again.send()
+    assert user.read(METRICS) == b"1\n2\n3\n"
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(user: User) -> None:
@@ -265,25 +292,24 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(user: Use
     done = user.type("train", user.run, "--resume", "auto", "--nproc", "1")
     assert f"warning: {user.run}/ckpt-2 cannot be loaded: " in done.stderr
     assert f"resuming from {user.run}/ckpt-1, ckpt-2 is replaced when its step is saved again" in done.stderr
-    assert user.listed() == {1: True, 2: True}
-    user.type("verify", f"{user.run}/ckpt-2")
+    assert user.looked_up() == {1: True, 2: True}
+    assert all(part.is_ok for part in ckptkit.verify(f"{user.run}/ckpt-2"))
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("settings", "said"),
     [
-        (["--state-dict", "full"], "state dict `full` cannot go straight to a store"),
-        (["--state-dict", "hf"], "state dict `hf` cannot go straight to a store"),
-        (["--tensorboard"], "TensorBoard's files grow step by step"),
-        (["--data", "s3://bucket/text"], "ckptkit trains on local data only"),
+        ({"state_dict": "full"}, "state dict `full` cannot go straight to a store"),
+        ({"state_dict": "hf"}, "state dict `hf` cannot go straight to a store"),
+        ({"tensorboard": True}, "TensorBoard's files grow step by step"),
+        ({"data": to_path("s3://bucket/text")}, "ckptkit trains on local data only"),
     ],
 )
-def test_what_cannot_lie_in_a_store_is_refused_by_name(user: User, options: list[str], said: str) -> None:
-    done = user.type("train", user.run, *options, code=2)
-    assert said in done.stderr
-    assert "hint: " in done.stderr
-    assert user.names() == set()
+def test_what_cannot_lie_in_a_store_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(Usage, match=said) as raised:
+        ckptkit.train("s3://bucket/run", **settings)
+    assert raised.value.hint
 
 
 def test_settings_weights_and_checkpoints_come_from_the_store(user: User, tmp_path: Path) -> None:
@@ -295,12 +321,10 @@ def test_settings_weights_and_checkpoints_come_from_the_store(user: User, tmp_pa
     assert [one["step"] for one in here] == [2]
     assert here[0]["loss"] == pytest.approx(there[1]["loss"], rel=1e-5)
     adapters = f"s3://{user.place.name}/adapters"
-    options = ["--weights", user.run, "--lora-rank", "2", "--state-dict", "adapter"]
-    user.type("train", adapters, *settings, *options)
-    user.type("train", adapters, "--resume", "auto", "--steps", "3", "--nproc", "1")
+    user.type("train", adapters, *settings, "--weights", user.run, "--lora-rank", "2", "--state-dict", "adapter")
     forget()
-    latest = ckptkit.Run(adapters).latest()
+    latest = Run(adapters).latest()
     assert latest is not None
-    assert latest.step == 3
-    with pytest.raises(ckptkit.errors.Usage, match="remote"):
+    assert latest.step == 2
+    with pytest.raises(Usage, match="remote"):
         ckptkit.smoke(user.run, tmp_path / "out")
