@@ -59,12 +59,14 @@ def train(
     A line per step goes to stdout, checkpoints to RUN/ckpt-N.
 
     Starts its own processes, or runs as a rank under `torchrun -m ckptkit train`. A run that resumes takes the settings
-    of its train.toml. On SIGTERM it saves a checkpoint and ends.
+    of its train.toml. On SIGTERM it saves a checkpoint and ends. RUN may be s3://bucket/prefix: then nothing is saved
+    on the local disk.
 
     Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50 --keep-last 2 --resume auto
 
     Exit codes: 0 done; 1 the loss is not finite, or a rank died; 2 usage; 3 the checkpoint to start from is damaged or
-    of another model; 4 an I/O failure; 5 the run has checkpoints already; 143 ended by SIGTERM, and saved.
+    of another model; 4 an I/O failure; 5 the run has checkpoints already, or another training saves to it; 143 ended
+    by SIGTERM, and saved.
     """
     found = (read_settings(config) if config else own_settings(run, resume)) | given(options)
     last_step = TrainConfig(run=run, resume=resume, **found).steps  # refused before torch is imported
