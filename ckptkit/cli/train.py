@@ -59,8 +59,8 @@ def train(
     A line per step goes to stdout, checkpoints to RUN/ckpt-N.
 
     Starts its own processes, or runs as a rank under `torchrun -m ckptkit train`. A run that resumes takes the settings
-    of its train.toml. On SIGTERM it saves a checkpoint and ends. RUN may be s3://bucket/prefix: then nothing is saved
-    on the local disk.
+    of its train.toml. On SIGTERM it saves a checkpoint and ends. RUN may be s3://bucket/prefix: each rank sends its
+    shards straight there.
 
     Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50 --keep-last 2 --resume auto
 
