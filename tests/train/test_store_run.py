@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -247,16 +246,20 @@ def test_a_store_that_cannot_be_written_is_found_before_the_first_step(user: Use
 
 
 def test_a_second_training_of_the_run_ends_the_first_and_leaves_whole_checkpoints(user: User) -> None:
-    go_on = threading.Event()
-    held = user.place.server.fail(r"PUT .*ckpt-2/__0_0.distcp", first=lambda: go_on.wait(300), times=100)
+    """The first is frozen in the middle of a save; what it had sent arrives when the second has ended."""
+    frozen, go_on = threading.Event(), threading.Event()
+
+    def freeze() -> None:
+        os.killpg(first.pid, signal.SIGSTOP)
+        frozen.set()
+        go_on.wait(300)
+
     with user.starting("train", user.run, *TINY, "--steps", "2", "--save-every", "1") as first:
-        assert first.stdout is not None
-        first.stdout.readline()
-        while held.times == 100:
-            time.sleep(0.1)
-        held.times = 0
+        user.place.server.fail(r"PUT .*ckpt-2/__0_0.distcp", first=freeze)
+        assert frozen.wait(300)
         user.type("train", user.run, "--nproc", "1", "--steps", "3", "--resume", "auto")
         go_on.set()
+        os.killpg(first.pid, signal.SIGCONT)
         _, errors = first.communicate()
     assert first.returncode == 5, errors
     assert "Traceback" not in errors
