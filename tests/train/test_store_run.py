@@ -161,9 +161,11 @@ def test_a_run_that_was_killed_in_a_save_goes_on_elsewhere_and_is_exported(user:
     user.place.server.requests.clear()
     proved = user.type("verify", "--fast", exported)
     assert "2 files, 11.9 MB: compared with the store's CRC-32" in proved.stderr
-    asked = [one.what for one in user.place.server.requests if "model.safetensors" in one.what]
-    assert [what.partition(" ")[0] for what in asked if "list-type" not in what] == ["HEAD"]
-    assert user.place.server.nbytes < 10_000
+    server = user.place.server
+    asked = [one for one in server.requests if "model.safetensors" in one.what and "list-type" not in one.what]
+    assert [one.what.partition(" ")[0] for one in asked] == ["GET", "HEAD"]
+    assert asked[0].start == 0  # its header
+    assert server.nbytes < 100_000
     user.type("cp", exported, "out")
     require_same_model(user, user.home / "out")
 
