@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.prune import Pruned, prune
     from ckptkit.ops.reshard import reshard
     from ckptkit.ops.stats import Stats, stats
+    from ckptkit.ops.uploads import PrunedUploads, prune_uploads
     from ckptkit.ops.verify import Verified, verify
     from ckptkit.proving.prove import Proved, prove
     from ckptkit.reports.report import Reported, report
@@ -62,6 +63,7 @@ __all__ = [
     "Moved",
     "Proved",
     "Pruned",
+    "PrunedUploads",
     "Pulled",
     "Pushed",
     "Reported",
@@ -88,6 +90,7 @@ __all__ = [
     "pin",
     "prove",
     "prune",
+    "prune_uploads",
     "pull",
     "push",
     "report",
@@ -117,6 +120,7 @@ _HOMES = {
     "Moved": "ckptkit.comparison.moved",
     "Proved": "ckptkit.proving.prove",
     "Pruned": "ckptkit.ops.prune",
+    "PrunedUploads": "ckptkit.ops.uploads",
     "Pulled": "ckptkit.hub.pull",
     "Pushed": "ckptkit.hub.push",
     "Reported": "ckptkit.reports.report",
@@ -144,6 +148,7 @@ _HOMES = {
     "pin": "ckptkit.ops.pin",
     "prove": "ckptkit.proving.prove",
     "prune": "ckptkit.ops.prune",
+    "prune_uploads": "ckptkit.ops.uploads",
     "pull": "ckptkit.hub.pull",
     "push": "ckptkit.hub.push",
     "report": "ckptkit.reports.report",

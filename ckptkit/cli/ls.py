@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say, terminal_width
+from ckptkit.cli.output import Json, Quiet, age, note, pick, print_json, print_table, say, terminal_width
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
@@ -19,7 +19,6 @@ from ckptkit.pictures.words import count, visible
 if TYPE_CHECKING:
     from ckptkit.ops.ls import Listed, Listing
 
-_AGES = ((60, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"))  # below so many seconds, divided by, unit
 _COLUMN = 9  # characters that a metric takes, at least
 
 
@@ -61,6 +60,7 @@ def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
     """Return one checkpoint of the result."""
     return {
         **pick(one, "path", "step", "world_size", "nbytes", "saved_at", "metrics", "format", "trainer", "problem"),
+        "claim": None if one.claim is None else pick(one.claim, "kind", "started", "host"),
         "complete": one.is_complete,
         "pinned": one.is_pinned,
         "latest": is_latest,
@@ -95,22 +95,34 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
         note(f"note: this is one checkpoint: `ckptkit inspect {run}` looks into it")
     for inside in found.runs:
         note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
+    claims = [one.claim for one in found.checkpoints if one.claim]
+    if any(not claim.is_deletion for claim in claims):
+        note(f"hint: `ckptkit prune --uploads {found.root}` lists uploads; with --yes it aborts those that died")
+    if any(claim.is_deletion for claim in claims):
+        note(f"hint: `ckptkit prune {found.root} --keep-last N --yes` finishes a deletion that died")
     for one in found.checkpoints:
-        if not one.is_complete:
+        if not one.is_complete and one.claim is None:
             note(f"hint: `ckptkit verify {one.path}` says more of what is wrong with it")
             return
 
 
 def row_of(one: Listed) -> list[str]:
     """Return what the table says of every checkpoint."""
-    state = "weights only" if one.is_weights_only and one.is_complete else "complete"
     return [
         one.name,
         age(time.time() - one.saved_at) if one.saved_at else "",
         "" if one.world_size is None else str(one.world_size),
         format_bytes(one.nbytes),
-        one.problem or state,
+        state_of(one),
     ]
+
+
+def state_of(one: Listed) -> str:
+    """Return in words whether a checkpoint is complete, and what did not end."""
+    state = "weights only" if one.is_weights_only and one.is_complete else "complete"
+    if one.claim is None:
+        return one.problem or state
+    return f"{state}; {one.claim.describe()}" if one.is_complete else one.claim.describe()
 
 
 def marks_of(one: Listed, *, is_latest: bool) -> str:
@@ -138,11 +150,3 @@ def choose_metrics(
 
 def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def age(seconds: float) -> str:
-    """Return how long ago something was: `45 s`, `3 min`, `2 h`, `5 d`."""
-    for limit, divisor, unit in _AGES:
-        if seconds < limit:
-            return f"{max(seconds, 0) // divisor:.0f} {unit}"
-    return f"{seconds // 86_400:.0f} d"

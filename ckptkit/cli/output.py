@@ -22,6 +22,7 @@ from ckptkit.pictures.words import fold, visible
 
 _quiet = False
 _NARROWEST = 16  # columns that a column keeps in a terminal too narrow for a table; no number is wider
+_AGES = ((60, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"))  # below so many seconds, divided by, unit
 _SOON = 0.5  # seconds: work that is done by then shows no bar
 _LEAST_LOGGED = 10**8  # bytes: less is done before anybody reads the log
 _UNITS = {"": 1, "B": 1} | {
@@ -179,3 +180,11 @@ def parse_bytes(text: str) -> int:
     if size <= 0:
         raise Usage(f"`{text}` is no size", hint="write it like 5GB or 512MiB")
     return size
+
+
+def age(seconds: float) -> str:
+    """Return how long ago something was: `45 s`, `3 min`, `2 h`, `5 d`."""
+    for limit, divisor, unit in _AGES:
+        if seconds < limit:
+            return f"{max(seconds, 0) // divisor:.0f} {unit}"
+    return f"{seconds // 86_400:.0f} d"

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, say
-from ckptkit.files.path import to_local
+from ckptkit.files.path import to_place
 
 
 def pin(
     checkpoints: Annotated[
         list[Path],
-        typer.Argument(parser=to_local, metavar="CHECKPOINT", help="Checkpoints; of a run, its latest complete one."),
+        typer.Argument(parser=to_place, metavar="CHECKPOINT", help="Checkpoints; of a run, its latest complete one."),
     ],
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
@@ -42,7 +42,7 @@ def pin(
 
 def unpin(
     checkpoints: Annotated[
-        list[Path], typer.Argument(parser=to_local, metavar="CHECKPOINT", help="Checkpoints, gone or there.")
+        list[Path], typer.Argument(parser=to_place, metavar="CHECKPOINT", help="Checkpoints, gone or there.")
     ],
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,

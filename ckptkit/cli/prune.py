@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, plain, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, age, note, pick, plain, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
 from ckptkit.files.joined import roots_of
-from ckptkit.files.path import to_local
+from ckptkit.files.path import to_place
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
+    from ckptkit.destinations.s3_uploads import OpenUpload
     from ckptkit.ops.prune import Pruned, PruneEntry
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_WEEK = "7d"  # what is idle for so long is stale, unless the user says another time
 
 
 def prune(
     run: Annotated[
-        Path, typer.Argument(parser=to_local, metavar="RUN", help="The directory that the checkpoints are in.")
+        Path, typer.Argument(parser=to_place, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
     ],
     keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the last N steps.")] = None,
     keep_every: Annotated[int | None, typer.Option(metavar="N", help="Keep steps that are multiples of N.")] = None,
@@ -32,6 +37,13 @@ def prune(
         bool, typer.Option("--demote", help="Delete no checkpoint: leave its weights, as a bf16 Hugging Face model.")
     ] = False,
     also: Also = None,
+    uploads: Annotated[
+        bool, typer.Option("--uploads", help="Abort uploads to s3:// that died, and delete no checkpoint.")
+    ] = False,
+    older: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="With --uploads: those that sent nothing for so long; by default 7d."),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; without it nothing is done, and only shown.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be done, as without --yes; not together with it.")
@@ -47,15 +59,25 @@ def prune(
     Only complete checkpoints count, named like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500; what
     is unfinished, damaged or something else is listed and left alone.
 
+    With --uploads it lists uploads to s3:// that have not ended, of ckptkit and of other tools, and with --yes aborts
+    those that sent nothing for 7 days, or for --older 12h. Objects that are whole stay.
+
     Example: ckptkit prune run --keep-last 3 --keep-every 1000 --keep-best loss:min:2 --yes
 
     Exit codes: 0 done, or shown what would be; 2 usage; 3 no run is there; 4 an I/O failure; 5 another process is
     deleting checkpoints of this run; 130 interrupted.
     """
-    from ckptkit.ops.prune import prune as run_it
-
     if yes and dry_run:
         raise Usage("--yes and --dry-run contradict each other", hint="pass one of them")
+    if uploads:
+        rules = {"--keep-last": keep_last, "--keep-every": keep_every, "--keep-best": keep_best, "--demote": demote}
+        refuse_beside_uploads({**rules, "--also": also, "--jobs": jobs})
+        prune_uploads(run, parse_age(older or _WEEK), yes=yes, json=json)
+        return
+    if older is not None:
+        raise Usage("--older goes with --uploads only", hint="checkpoints are kept by steps: pass --keep-last N")
+    from ckptkit.ops.prune import prune as run_it
+
     run = with_others(run, also)
     with progress_bar("demote") as progress:
         done = run_it(
@@ -72,6 +94,58 @@ def prune(
         print_json({**plain(done), "freed_bytes": done.freed_bytes})
     else:
         report(done)
+
+
+def refuse_beside_uploads(options: Mapping[str, object]) -> None:
+    """Raise `Usage` for an option that says nothing about uploads."""
+    for name, value in options.items():
+        if value:
+            raise Usage(f"--uploads does not go with {name}", hint="run the two one after the other")
+
+
+def parse_age(text: str) -> float:
+    """Read a time in seconds: `7d`, `12h`, `30m`, `90s`."""
+    number, unit = text[:-1], _UNITS.get(text[-1:])
+    try:
+        seconds = float(number) * (unit or math.nan)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise Usage(f"`{text}` is no time", hint="write it like 7d, 12h, 30m or 90s")
+    return seconds
+
+
+def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
+    """List uploads that have not ended, and abort the stale ones."""
+    from ckptkit.ops.uploads import prune_uploads as run_it
+
+    done = run_it(run, older=older, yes=yes)
+    if json:
+        words = {"root": done.root, "older": older, "aborted": done.aborted, "freed_bytes": done.freed_bytes}
+        stale, keep = list(map(upload_json, done.stale)), list(map(upload_json, done.keep))
+        print_json({**words, "stale": stale, "keep": keep})
+        return
+    verdict = "aborted" if done.aborted else "abort"
+    table = [*(upload_row(one, verdict) for one in done.stale), *(upload_row(one, "left alone") for one in done.keep)]
+    print_table(table, ("upload", "started", "host", "idle", "parts", "whole", "verdict"))
+    for line in done.summary():
+        say(line)
+    if left := sum(one.whole_bytes for one in done.stale):
+        note(f"note: {format_bytes(left)} of whole objects stay at these places; `ckptkit ls` shows what they are")
+    if done.stale and not done.aborted:
+        note("hint: the same with --yes does it")
+
+
+def upload_json(one: OpenUpload) -> dict[str, Any]:
+    """Return an upload of the result."""
+    told = pick(one, "path", "started", "host", "idle_seconds", "sent_bytes", "whole_bytes")
+    return {**told, "claimed": one.claim is not None, "files": [part.key for part in one.files]}
+
+
+def upload_row(one: OpenUpload, verdict: str) -> tuple[object, ...]:
+    """Return a row of the table."""
+    sizes = (format_bytes(one.sent_bytes), format_bytes(one.whole_bytes) if one.whole_bytes else "")
+    return (one.path, one.started, one.host or "", age(one.idle_seconds), *sizes, verdict)
 
 
 def report(done: Pruned) -> None:

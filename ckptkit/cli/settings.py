@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING
+from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
 
 from ckptkit.cli.output import parse_bytes
+from ckptkit.files.path import to_path
 from ckptkit.settings import Setting
 
 Command = Callable[..., None]
@@ -60,7 +62,8 @@ def overriding(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting that a file may have too."""
     is_given = setting.default not in (MISSING, None, ())
     text = f"{setting.text} [{spell(setting.default)}]" if is_given else setting.text
-    return parameter(name, kind_of(setting) | None, None, typer.Option(help=text, show_default=False))
+    place: dict[str, Any] = {"parser": to_path, "metavar": "PATH"} if setting.kind is Path else {}
+    return parameter(name, kind_of(setting) | None, None, typer.Option(help=text, show_default=False, **place))
 
 
 def parameter(name: str, kind: Any, default: object, described: Any) -> inspect.Parameter:

@@ -13,6 +13,8 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, reserve_stdout, say
 from ckptkit.cli.settings import given, with_options
+from ckptkit.destinations.stores import to_destination
+from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, read_settings, settings
 
@@ -28,12 +30,25 @@ TERMINATED = 128 + signal.SIGTERM
 
 @with_options(settings(), over_a_file=True)
 def train(
-    run: Annotated[Path, typer.Argument(help="Directory for checkpoints, metrics.jsonl and train.toml.")] = Path("run"),
+    run: Annotated[
+        Path,
+        typer.Argument(
+            parser=to_destination,
+            metavar="RUN",
+            help="Directory for checkpoints, metrics.jsonl and train.toml, or s3://bucket/prefix.",
+        ),
+    ] = Path("run"),
     resume: Annotated[
         str | None, typer.Option("--resume", help="Go on from this checkpoint; auto: from the latest, if there is one.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="Settings as TOML, such as a run's train.toml; options override.")
+        Path | None,
+        typer.Option(
+            "--config",
+            parser=to_path,
+            metavar="PATH",
+            help="Settings as TOML, such as a run's train.toml; options override.",
+        ),
     ] = None,
     nproc: Annotated[int | None, NPROC] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -44,12 +59,14 @@ def train(
     A line per step goes to stdout, checkpoints to RUN/ckpt-N.
 
     Starts its own processes, or runs as a rank under `torchrun -m ckptkit train`. A run that resumes takes the settings
-    of its train.toml. On SIGTERM it saves a checkpoint and ends.
+    of its train.toml. On SIGTERM it saves a checkpoint and ends. RUN may be s3://bucket/prefix: each rank sends its
+    shards straight there.
 
     Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50 --keep-last 2 --resume auto
 
     Exit codes: 0 done; 1 the loss is not finite, or a rank died; 2 usage; 3 the checkpoint to start from is damaged or
-    of another model; 4 an I/O failure; 5 the run has checkpoints already; 143 ended by SIGTERM, and saved.
+    of another model; 4 an I/O failure; 5 the run has checkpoints already, or another training saves to it; 143 ended
+    by SIGTERM, and saved.
     """
     found = (read_settings(config) if config else own_settings(run, resume)) | given(options)
     last_step = TrainConfig(run=run, resume=resume, **found).steps  # refused before torch is imported
@@ -117,8 +134,12 @@ def leave(code: int) -> NoReturn:
 
 
 def smoke(
-    run: Annotated[Path, typer.Option("--run", help="Where the run is made, and left.")] = Path("run"),
-    out: Annotated[Path, typer.Option("--out", help="Where its export is made, and left.")] = Path("out"),
+    run: Annotated[
+        Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where the run is made, and left.")
+    ] = Path("run"),
+    out: Annotated[
+        Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where its export is made, and left.")
+    ] = Path("out"),
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes to train on.")] = 2,
     untied: Annotated[
         bool, typer.Option("--untied", help="Give the output its own weights, not the embeddings'.")

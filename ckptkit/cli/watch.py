@@ -12,7 +12,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, reserve_stdout, say
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_local
+from ckptkit.files.path import to_place
 
 if TYPE_CHECKING:
     from ckptkit.watching.watch import Event, Watched
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def watch(
     run: Annotated[
-        Path, typer.Argument(parser=to_local, metavar="RUN", help="The directory that the checkpoints are in.")
+        Path, typer.Argument(parser=to_place, metavar="RUN", help="The directory that the checkpoints are in.")
     ],
     do: Annotated[
         list[str] | None,
@@ -32,7 +32,7 @@ def watch(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(parser=to_local, metavar="DIR", help="Where {out} lies; by default `exported` of the run."),
+        typer.Option(parser=to_place, metavar="DIR", help="Where {out} lies; by default `exported` of the run."),
     ] = None,
     every: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks at the run.")] = 30.0,
     tries: Annotated[int, typer.Option(min=1, metavar="N", help="How often one is tried that fails.")] = 3,

@@ -18,19 +18,20 @@ from hashlib import md5
 from threading import Lock
 from typing import Any
 
+from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import CLAIM, NOTES, Check
 from ckptkit.destinations.pieces import FilePiece, is_large
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath, at_once
 from ckptkit.files.stores.s3_calls import S3Bucket, crc_of
+from ckptkit.files.stores.s3_errors import ABSENT as _ABSENT
+from ckptkit.files.stores.s3_errors import TAKEN as _TAKEN
 from ckptkit.files.stores.s3_errors import find_code
 from ckptkit.version import __version__
 
 _PATIENCE = 300  # seconds in which the process that claimed an upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
-_ABSENT = ("404", "NoSuchKey", "NoSuchUpload")
-_TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
 _NO_CHECKSUMS = ("400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented", "SignatureDoesNotMatch")
 
 
@@ -76,9 +77,9 @@ class S3Destination:
         begun = self._read_claim()
         if begun is not None and begun["plan"] != self.plan:
             if not overwrite:
-                message = f"another upload is under way since {begun['started']}, from {begun['host']}"
+                what = StoreClaim(begun["plan"], begun["started"], begun["host"]).describe()
                 hint = "wait for it, or abandon it with --overwrite"
-                raise Occupied(message, path=self.path, hint=hint)
+                raise Occupied(f"another {what}", path=self.path, hint=hint)
             self._uploads = begun["uploads"] or {}
             self.abandon()
         self.resumed = begun is not None and begun["plan"] == self.plan
@@ -143,11 +144,17 @@ class S3Destination:
         self._require_same(name, self.sizes[name], crc)
 
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
-        """Send a whole file, unless the store has it."""
+        """Send a whole file, unless the store has it. Raises `Occupied` if another upload has sent one by now."""
         if self._has(name, len(data), crc):
             return
-        self._call("put_object", name, Body=data, **self._compared(crc))
-        self._count(data)
+        condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
+        try:
+            self._call("put_object", name, Body=data, **self._compared(crc), **condition)
+            self._count(data)
+        except IOFailure as error:
+            if find_code(error) not in _TAKEN:
+                raise
+            self._require_same(name, len(data), crc)
 
     def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""

@@ -251,6 +251,13 @@ def parse_url(url: str) -> Path:
     return path
 
 
+def to_place(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `place`, to be changed: a local one or a URL, never a copy in a cache."""
+    if isinstance(place, str) and is_url(place):
+        return parse_url(place)
+    return place if isinstance(place, Path) else Path(place)
+
+
 def to_local(place: str | os.PathLike[str]) -> Path:
     """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
     path = parse_url(place) if isinstance(place, str) and is_url(place) else place

@@ -31,7 +31,7 @@ from ckptkit.formats import unpack
 from ckptkit.layout import Layout
 from ckptkit.ops.open import LazyCheckpoint
 from ckptkit.runs.deletion import delete, deleting
-from ckptkit.runs.retention import find_holds
+from ckptkit.runs.keeper import find_holds
 from ckptkit.storage.entries import find_archive, read_value
 from ckptkit.storage.ranks import translate
 from ckptkit.storage.writer import Writer

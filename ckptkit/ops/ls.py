@@ -13,14 +13,18 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, name_of, no_checkpoint, path_of, runs_in
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.destinations.claims import StoreClaim, claimed_in, read_claim
+from ckptkit.destinations.destination import CLAIM
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files.file import absent, children
 from ckptkit.files.joined import roots_of
+from ckptkit.files.path import RemotePath
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.runs.pins import pinned_in
 from ckptkit.runs.retention import read_metrics
 from ckptkit.summary import Summarized
+from ckptkit.trainers import step_of
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
 
@@ -30,7 +34,8 @@ class Listed:
 
     `nbytes` counts all its files; `saved_at` is the time of the newest file, in seconds since 1970; `metrics` are those
     that were saved with it. `problem` says in few words what is wrong, None if nothing is. `named_by` are the tracker
-    files that name it. One that `is_weights_only` is a model: no training can resume from it.
+    files that name it. One that `is_weights_only` is a model: no training can resume from it. `claim` is of an
+    upload or a deletion in a store that has not ended: it may be at work, or have died.
     """
 
     path: Path
@@ -46,6 +51,7 @@ class Listed:
     named_by: tuple[str, ...] = ()
     is_weights_only: bool = False
     trainer: str | None = None
+    claim: StoreClaim | None = None
 
     @property
     def name(self) -> str:
@@ -80,6 +86,8 @@ def ls(run: Source) -> Listing:
     Reads no tensor and no metadata. Raises `NotACheckpoint` if there is none.
     """
     root = path_of(run)
+    if isinstance(root, RemotePath):
+        root.store.forget()
     with translate_os_errors(root):
         if not root.exists():
             raise absent(root)
@@ -91,6 +99,7 @@ def ls(run: Source) -> Listing:
             root = root.parent if found[0].path == root else root
         pins, trackers = pinned_in(root), trackers_in(root)
         listed = [look_at(one, pins, trackers, runs) for one in found]
+        listed += [look_at_upload(path) for path in claimed_in(root)] if is_run else []
     complete = [one.path for one in listed if is_run and one.is_complete and one.step is not None]
     tracker = say_tracked(trackers, listed) if is_run else None
     return Listing(root, tuple(listed), complete[-1] if complete else None, tracker, tuple(runs))
@@ -138,7 +147,15 @@ def look_at(
         tuple(tracker.name for tracker in trackers if tracker.means(checkpoint.path)),
         checkpoint.is_weights_only,
         checkpoint.named_trainer,
+        read_claim(checkpoint.path),
     )
+
+
+def look_at_upload(path: Path) -> Listed:
+    """Return what is known of a file of which no byte is visible before its upload has ended."""
+    claim = path.parent / f"{path.name}{CLAIM}"
+    step, saved_at = step_of(Path(path.stem)), claim.stat().st_mtime
+    return Listed(path, step, None, False, None, 0, saved_at, {}, False, "absent", claim=read_claim(path))
 
 
 def fault_of(checkpoint: Checkpoint) -> str | None:

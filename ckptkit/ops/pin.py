@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
-from ckptkit.errors import NotACheckpoint, Usage
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.errors import Usage
 from ckptkit.files.file import absent
-from ckptkit.runs.deletion import deleting
-from ckptkit.runs.pins import clear_pin, is_pinned, set_pin
+from ckptkit.runs.complete import require_complete
+from ckptkit.runs.keeper import keeper_of, run_of
+from ckptkit.runs.pins import is_pinned
 from ckptkit.trainers import step_of
-
-_PATIENCE = 10.0  # seconds that a pin waits for others to end deleting
 
 
 def pin(*checkpoints: Source) -> list[Path]:
     """Pin checkpoints, a run meaning its latest: neither `prune` nor a training deletes them. Gives what was pinned.
 
-    Raises `NotACheckpoint`, with nothing pinned, if one is no complete checkpoint; `Occupied` while another process is
-    deleting checkpoints of the run.
+    A run is local or on S3. Raises `NotACheckpoint`, with nothing pinned, if one is no complete checkpoint; `Occupied`
+    while another process is deleting checkpoints of the run.
     """
-    chosen = list(dict.fromkeys(choose(local_path_of(checkpoint)) for checkpoint in checkpoints))
+    chosen = list(dict.fromkeys(choose(run_of(checkpoint)) for checkpoint in checkpoints))
     for path in chosen:
-        with deleting(path.parent, patience=_PATIENCE):  # else it could be deleted between a look at it and the pin
-            require_complete(path)
-            set_pin(path)
+        keeper_of(path.parent).pin(path)
     return chosen
 
 
@@ -33,18 +30,21 @@ def unpin(*checkpoints: Source) -> list[Path]:
 
     Raises `NotACheckpoint`, with nothing changed, if one is neither pinned nor a complete checkpoint.
     """
-    chosen = list(dict.fromkeys(local_path_of(checkpoint).resolve() for checkpoint in checkpoints))
+    chosen = list(dict.fromkeys(run_of(checkpoint).resolve() for checkpoint in checkpoints))
+    for path in chosen:
+        keeper_of(path.parent).refresh()
     pinned = [path for path in chosen if is_pinned(path)]
     for path in chosen:
         if path not in pinned:
             require_complete(path)
     for path in pinned:
-        clear_pin(path)
+        keeper_of(path.parent).unpin(path)
     return pinned
 
 
 def choose(path: Path) -> Path:
     """Return the checkpoint that a user means, where it really lies. Raises `NotACheckpoint` if it is not complete."""
+    keeper_of(path).refresh()
     if not path.exists():
         raise absent(path)
     found = Checkpoint.open(path).path.resolve()
@@ -52,10 +52,3 @@ def choose(path: Path) -> Path:
         raise Usage("this is a part of a checkpoint", path=path, hint=f"pin all of it: {found.parent}")
     require_complete(found)
     return found
-
-
-def require_complete(path: Path) -> None:
-    """Raise `NotACheckpoint` if a path is no complete checkpoint."""
-    if not (path.is_dir() and Checkpoint.at(path).is_complete):
-        hint = f"`ckptkit verify {path}` says what is wrong with it; `ckptkit ls {path.parent}` lists the others"
-        raise NotACheckpoint("no complete checkpoint", path=path, hint=hint)

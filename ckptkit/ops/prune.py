@@ -10,8 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of, named_in, no_checkpoint
-from ckptkit.destinations.staging import clear_dead
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -25,14 +24,15 @@ from ckptkit.errors import (
 )
 from ckptkit.files.file import folders
 from ckptkit.files.joined import roots_of
+from ckptkit.files.path import RemotePath
 from ckptkit.ops.demote import demote, foresee
 from ckptkit.ops.ls import measure
 from ckptkit.ops.verify import verify_part
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, Told, telling
-from ckptkit.runs.deletion import delete, deleting, is_being_written
-from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, best_of, decide, find_holds, read_metrics
+from ckptkit.runs.keeper import Keeper, find_holds, keeper_of, run_of
+from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, best_of, decide, read_metrics
 from ckptkit.summary import Summarized
 from ckptkit.trainers import is_epoch
 
@@ -98,36 +98,39 @@ def prune(
     The newest stays, the `keep_last` newest, those of steps that are multiples of `keep_every`, and the best by
     `keep_best`, METRIC[:min|max][:N]; and whatever is pinned, or named by another trainer's tracker file. With `demote`
     the others become Hugging Face models in bfloat16 and only what else they hold is deleted. Of a run on several disks
-    a checkpoint goes from all, or stays on all, and none is demoted. Raises `Usage` if nothing says what to keep,
-    `NotACheckpoint` if `run` is no run, `Occupied` if another process is deleting, and `IOFailure` if something cannot
-    be removed.
+    a checkpoint goes from all, or stays on all, and none is demoted. A run on S3 is pruned too, and not demoted. Raises
+    `Usage` if nothing says what to keep, `NotACheckpoint` if `run` is no run, `Occupied` if another process is
+    deleting, and `IOFailure` if something cannot be removed.
     """
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.keeps_all:
         raise Usage("nothing says what to keep", hint="give --keep-last, --keep-every or --keep-best")
-    root = local_path_of(run)
+    root = run_of(run)
+    keeper = keeper_of(root)
+    if demote and isinstance(root, RemotePath):
+        hint = "`ckptkit consolidate CKPT OUT` makes a model of one; OUT may be on s3://"
+        raise Usage("--demote works in local directories only", path=root, hint=hint)
     if demote and len(roots_of(root)) > 1:
         hint = "`ckptkit consolidate CKPT OUT --also DIR` makes a model of one, anywhere"
         raise Usage("of checkpoints on several disks none can be demoted", path=root, hint=hint)
     with translate_os_errors(root):
-        if not root.is_dir():
+        keeper.refresh()
+        if not keeper.is_there():
             raise NotACheckpoint("no such directory", path=root)
         if not named_in(root):
             raise no_checkpoint(root)
-    with deleting(root) if yes else nullcontext():
-        if yes:
-            for place in roots_of(root):
-                clear_dead(place)
-        plan = make_plan(root, policy, demote=demote)
-        return carry_out(plan, jobs, progress) if yes else plan
+    with keeper.pruning() if yes else nullcontext():
+        plan = make_plan(keeper, policy, demote=demote)
+        return carry_out(plan, keeper, jobs, progress) if yes else plan
 
 
-def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
+def make_plan(keeper: Keeper, policy: Policy, *, demote: bool) -> Pruned:
     """Return what becomes of every directory in a run. A checkpoint that is being replaced just now stays."""
-    paths = [path for path in folders(root) if not path.name.startswith(".")]
+    root, unfinished = keeper.root, keeper.unfinished()
+    paths = [path for path in folders(root) if not path.name.startswith(".") and path not in unfinished]
     found = {path: examine(path) for path in paths}
     other = [
-        PruneEntry(path, Checkpoint.at(path).own_step, measure(path)[0], fault)
+        PruneEntry(path, Checkpoint.at(path).own_step, measure(path)[0], keeper.work_on(path) or fault)
         for path, fault in found.items()
         if isinstance(fault, str)
     ]
@@ -139,9 +142,9 @@ def make_plan(root: Path, policy: Policy, *, demote: bool) -> Pruned:
         saved = verdict.saved
         entry = PruneEntry(saved.path, saved.step, measure(saved.path)[0], ", ".join(verdict.reasons))
         if not verdict.is_kept:
-            entry = judge(saved, entry, demote=demote)
+            entry = judge(saved, entry, keeper, demote=demote)
         (go if entry.freed_bytes else keep).append(entry)
-    gone = tuple(go)
+    gone = (*go, *(clear_entry(path, reason) for path, reason in unfinished.items()))
     return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
 
 
@@ -153,10 +156,16 @@ def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy
         raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 
-def judge(saved: SavedCheckpoint, entry: PruneEntry, *, demote: bool) -> PruneEntry:
+def clear_entry(path: Path, reason: str) -> PruneEntry:
+    """Return the entry of a directory that an interrupted deletion left."""
+    nbytes = measure(path)[0]
+    return PruneEntry(path, Checkpoint.at(path).own_step, nbytes, reason, nbytes)
+
+
+def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: bool) -> PruneEntry:
     """Return what becomes of a checkpoint that no rule keeps: it stays if there is nothing to free, and says why."""
-    if is_being_written(saved.path):
-        return replace(entry, reason="being written")
+    if work := keeper.work_on(saved.path):
+        return replace(entry, reason=work)
     if not demote:
         return replace(entry, reason="nothing keeps it", freed_bytes=entry.nbytes)
     if saved.is_weights_only:
@@ -172,17 +181,17 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, *, demote: bool) -> PruneEn
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 
-def carry_out(plan: Pruned, jobs: int | None, progress: Progress | None) -> Pruned:
+def carry_out(plan: Pruned, keeper: Keeper, jobs: int | None, progress: Progress | None) -> Pruned:
     """Do what a plan says, the oldest first. A checkpoint that was pinned or held meanwhile stays."""
     kept: list[PruneEntry] = []
     deleted: list[PruneEntry] = []
     demoted: list[PruneEntry] = []
     tell = telling(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
     for entry in reversed((*plan.delete, *plan.demote)):
-        if held := find_holds(entry.path):
+        is_deleted = entry in plan.delete
+        if held := keeper.delete(entry.path) if is_deleted else find_holds(entry.path):
             kept.append(replace(entry, reason=", ".join(held), freed_bytes=0))
-        elif entry in plan.delete:
-            delete(entry.path)
+        elif is_deleted:
             deleted.append(entry)
         else:
             demoted.append(make_smaller(entry, jobs, tell))

@@ -11,12 +11,9 @@ from typing import Self
 
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.file import read_small
-from ckptkit.files.joined import roots_of
-from ckptkit.runs.pins import is_pinned
+from ckptkit.runs.keeper import find_holds
 from ckptkit.runs.run import RunFolder
-from ckptkit.runs.watches import is_held
 from ckptkit.trainers import metrics_files
-from ckptkit.trainers.trackers import trackers_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +119,6 @@ def best_of(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCh
     """
     measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
-
-
-def find_holds(checkpoint: Path) -> tuple[str, ...]:
-    """Return what keeps a checkpoint now, whatever the rules say: a pin, a tracker that names it, a watch.
-
-    If the checkpoint lies on several disks, a reason on any of them counts.
-    """
-    places = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
-    return tuple(dict.fromkeys(hold for place in places for hold in holds_in(place)))
-
-
-def holds_in(checkpoint: Path) -> Iterator[str]:
-    """Yield what keeps a checkpoint in one directory of a run; the checkpoint itself may lie in another."""
-    if is_pinned(checkpoint):
-        yield "pinned"
-    yield from (f"`{found.name}` names it" for found in trackers_in(checkpoint.parent) if found.means(checkpoint))
-    if is_held(checkpoint):
-        yield "a watch is handling it"
 
 
 def find_saved(run: RunFolder) -> list[SavedCheckpoint]:

@@ -1,11 +1,14 @@
-"""A run on disk: a training directory and the checkpoints in it."""
+"""A run: a training directory and the checkpoints in it."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, latest_in, named_in
+from ckptkit.files.path import RemotePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +28,14 @@ class RunFolder:
     def latest(self) -> Checkpoint | None:
         """Return the complete checkpoint with the highest step, or None."""
         return latest_in(self.root)
+
+
+def local_folder(run: Path) -> Path:
+    """Return where the files of a run lie that only this machine needs: in the run if it is local, or in the cache.
+
+    The cache is `$XDG_CACHE_HOME/ckptkit`, by default `~/.cache/ckptkit`.
+    """
+    if not isinstance(run, RemotePath):
+        return run
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "ckptkit" / "runs" / f"{run.name}-{blake2b(str(run).encode(), digest_size=6).hexdigest()}"

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.files.file import read_small
+from ckptkit.files.path import RemotePath, to_path
 from ckptkit.settings import Setting, settings_of
 from ckptkit.training.models.config import require_at_least
+from ckptkit.training.places import look_again, require_storable
 
 SETTINGS = "train.toml"  # in a run, what it was started with
+_LIMIT = 1 << 20  # bytes of it
 Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
 StateDict = Literal["sharded", "full", "hf", "adapter"]
@@ -87,6 +91,7 @@ class TrainConfig:
         if self.wrap == "size" and self.fsdp == "2":
             raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
         require_whole(self) if self.lora_rank is None else require_adaptable(self)
+        require_places(self)
 
     def to_toml(self) -> str:
         """Return the settings as a TOML file; settings that are None are left out."""
@@ -100,6 +105,16 @@ LEAST = {
     "save_every": 0, "prefetch": 0, "recompute_every": 0,
     "keep_last": 1, "keep_every": 1, "lora_rank": 1, "lora_alpha": 1,
 }  # fmt: skip
+
+
+def require_places(config: TrainConfig) -> None:
+    """Raise `Usage` for what cannot lie where it is to."""
+    require_storable(config.run, config.state_dict)
+    if config.tensorboard and isinstance(config.run, RemotePath):
+        hint = "leave out `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
+        raise Usage("TensorBoard's files grow step by step, and a store has no such files", path=config.run, hint=hint)
+    if isinstance(config.data, RemotePath):
+        raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
 
 
 def require_whole(config: TrainConfig) -> None:
@@ -145,7 +160,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read the settings of a TOML file, to make a `TrainConfig` of. Raises `Usage` for an unknown or ill-typed one."""
     try:
         with translate_os_errors(path):
-            values = tomllib.loads(path.read_text())
+            path.stat()  # a missing file is said to be missing
+        values = tomllib.loads(read_small(path, _LIMIT).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Usage(f"not a TOML file: {error}", path=path) from error
     unknown = values.keys() - settings().keys()
@@ -160,7 +176,7 @@ def from_toml(name: str, value: object, path: Path) -> object:
     if kind is float and type(value) is int:
         return float(value)
     if kind is Path and isinstance(value, str):
-        return Path(value)
+        return to_path(value)
     if isinstance(value, list) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
         return tuple(value)
     if type(value) is (str if get_origin(kind) is Literal else kind):
@@ -173,6 +189,6 @@ def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
 
     The weights that it was started from are those of its checkpoints now, but where these may have adapters alone.
     """
-    path = run / SETTINGS
+    path = look_again(run) / SETTINGS
     found = read_settings(path) if resume is not None and path.is_file() else {}
     return {name: value for name, value in found.items() if name != "weights" or "lora_rank" in found}

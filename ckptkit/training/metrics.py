@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ckptkit.destinations.staging import publish
-from ckptkit.errors import Corrupt, Usage, translate_os_errors
+from ckptkit.errors import Corrupt, IOFailure, Usage
 from ckptkit.training.config import TrainConfig
+from ckptkit.training.run_files import open_lines, read_file, write_file
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
@@ -71,23 +71,29 @@ def peak_memory(device_type: str) -> tuple[int | None, int | None]:
 
 
 class Log(AbstractContextManager["Log"]):
-    """The metrics of a run, a line of JSON per step, and for TensorBoard if asked. Only rank 0 writes."""
+    """The metrics of a run, a line of JSON per step, and for TensorBoard if asked. Only rank 0 writes.
+
+    In a store they are put with each checkpoint, and at the end.
+    """
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
-        self._path = config.run / METRICS if rank == 0 else None
+        self._lines = open_lines(config.run / METRICS) if rank == 0 else None
         self._board = open_board(config.run / TENSORBOARD) if config.tensorboard and rank == 0 else None
 
-    def __exit__(self, *error: object) -> None:
-        """Write out all that is buffered."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write out all that is buffered, but after a failure of a disk or store."""
         if self._board is not None:
             self._board.close()
+        if self._lines is not None and not (kind and issubclass(kind, IOFailure)):
+            self._lines.send()
 
     def write(self, step: StepMetrics) -> None:
         """Add a step."""
         numbers = asdict(step)
-        if self._path is not None:
-            with translate_os_errors(self._path), self._path.open("a") as file:
-                file.write(json.dumps(numbers) + "\n")
+        if self._lines is not None:
+            self._lines.add(f"{json.dumps(numbers)}\n".encode())
+            if step.checkpoint:
+                self._lines.send()
         if self._board is not None:
             for name, value in numbers.items():
                 if isinstance(value, int | float) and name != "step":
@@ -106,14 +112,13 @@ def open_board(directory: Path) -> Any:
 def forget_after(run: Path, step: int) -> None:
     """Remove from a run's metrics the steps after `step`, which will be taken again."""
     path = run / METRICS
-    with translate_os_errors(path):
-        kept = [line for line in whole_lines(path) if step_of(line, path) <= step]
-    publish(path, "".join(kept).encode(), overwrite=True)
+    kept = [line for line in whole_lines(read_file(path)) if step_of(line, path) <= step]
+    write_file(path, "".join(kept).encode())
 
 
-def whole_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file that were written to their end; none where there is no file."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+def whole_lines(content: bytes) -> Iterator[str]:
+    """Yield the lines that were written to their end."""
+    lines = content.decode(errors="replace").splitlines(keepends=True)
     return (line for line in lines if line.endswith("\n"))
 
 

@@ -1,9 +1,7 @@
-"""Where a run lies: in a local directory or in a store, and what of it stays on this machine. Imports no torch."""
+"""Say what a run takes where it lies, in a local directory or in a store. Imports no torch."""
 
 from __future__ import annotations
 
-import os
-from hashlib import blake2b
 from pathlib import Path
 
 from ckptkit.errors import Usage
@@ -20,12 +18,8 @@ def require_storable(run: Path, state_dict: str) -> None:
         raise Usage(message, path=run, hint=hint)
 
 
-def local_folder(run: Path) -> Path:
-    """Return where the files of a run lie that only this machine needs: in the run if it is local, or in the cache.
-
-    The cache is `$XDG_CACHE_HOME/ckptkit`, by default `~/.cache/ckptkit`.
-    """
-    if not isinstance(run, RemotePath):
-        return run
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "ckptkit" / "runs" / f"{run.name}-{blake2b(str(run).encode(), digest_size=6).hexdigest()}"
+def look_again(run: Path) -> Path:
+    """Return a run as it is now: what lies in a store is else asked once."""
+    if isinstance(run, RemotePath):
+        run.store.forget()
+    return run

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.destinations.exchange import move_into_place
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
+from ckptkit.files.path import RemotePath, to_path
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.saving.run import Run
@@ -32,7 +33,7 @@ def find_resume(config: TrainConfig) -> list[Path]:
     if config.resume == AUTO:
         complete[0].require_resumable()
         return [one.path for one in complete if not one.is_weights_only]
-    if not Path(config.resume).exists():
+    if not to_path(config.resume).exists():
         raise NotACheckpoint("no complete checkpoint to go on from", path=config.resume)
     chosen = Checkpoint.open(config.resume)
     chosen.require_resumable()
@@ -57,8 +58,8 @@ def first_readable(found: Sequence[Path]) -> Path:
 def load_newest(trainer: Trainer, run: Run, found: Sequence[Path], ranks: Ranks, warn: Callable[[str], None]) -> None:
     """Load the first of `found` that is undamaged, on all ranks.
 
-    The damaged ones before it get another name, since the run will save those steps again. Raises the error of the
-    first if none can be loaded.
+    The damaged ones before it get another name, since the run will save those steps again; in a store, which renames
+    nothing, they are replaced then. Raises the error of the first if none can be loaded.
     """
     damaged: dict[Path, CkptError] = {}
     for path in found:
@@ -68,11 +69,18 @@ def load_newest(trainer: Trainer, run: Run, found: Sequence[Path], ranks: Ranks,
             damaged[path] = error
             continue
         for other, why in damaged.items():
-            place = ranks.on_first(partial(set_aside, other))
-            what = f"{other} cannot be loaded: {why.message}"
-            warn(f"warning: {what}; resuming from {path}, {other.name} is now {place.name}")
+            then = give_up(other, run, ranks)
+            warn(f"warning: {other} cannot be loaded: {why.message}; resuming from {path}, {then}")
         return
     raise next(iter(damaged.values()))
+
+
+def give_up(path: Path, run: Run, ranks: Ranks) -> str:
+    """Let the run save the step of a damaged checkpoint again, on all ranks. Returns what becomes of it, in words."""
+    if isinstance(path, RemotePath):
+        run.replace(path)
+        return f"{path.name} is replaced when its step is saved again"
+    return f"{path.name} is now {ranks.on_first(partial(set_aside, path)).name}"
 
 
 def set_aside(path: Path) -> Path:

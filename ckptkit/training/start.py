@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Usage, translate_os_errors
+from ckptkit.files.file import read_small
+from ckptkit.files.path import RemotePath
+from ckptkit.runs.run import local_folder
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
@@ -24,6 +28,7 @@ from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resol
 from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.resume import find_resume, first_readable, load_newest
+from ckptkit.training.run_files import make_folder, require_writable, write_file
 from ckptkit.training.saving.run import Run
 from ckptkit.training.saving.save import ADAPTER
 from ckptkit.training.saving.state import are_adapters
@@ -31,6 +36,7 @@ from ckptkit.training.trainer import Trainer
 from ckptkit.training.weights import load_weights
 
 CONFIG = "config.json"
+_LIMIT = 1 << 24  # bytes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
         blueprint = with_adapters(config, config.lora_rank, blueprint, mesh.device_type)
     require_fit(config, blueprint, found)
     run = make_run(config, {**found.tokenizer_files, **blueprint.files()})
-    tokens = ranks.on_first(partial(tokenise, config, found))
+    tokens = share_tokens(config, found, ranks)
     corpus = open_corpus(tokens, length=config.sequence_length, seed=config.seed)
     trainer = Trainer(config, blueprint, corpus, mesh, None if found.resume or weights else config.seed)
     if weights is not None and (found.resume is None or found.needs_base):
@@ -77,8 +83,9 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
 
 
 def find(config: TrainConfig) -> Findings:
-    """Find the checkpoint, the model and the tokenizer, before anything is built."""
+    """Find the checkpoint, the model and the tokenizer, before anything is built; and write to the run's store."""
     candidates = find_resume(config)
+    require_writable(config.run)
     resume = first_readable(candidates) if candidates else None
     model = resolve_model(config.model)
     own = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None
@@ -92,9 +99,28 @@ def has_adapters_alone(path: Path) -> bool:
     return are_adapters(Checkpoint.open(path).weights.layout.tensors)
 
 
+def share_tokens(config: TrainConfig, found: Findings, ranks: Ranks) -> TokenFile:
+    """Return the tokens of the data, in a file that every rank opens: in the run, or one of this machine.
+
+    Raises `Mismatch` if machines have other data.
+    """
+    tokens = ranks.on_first(partial(tokenise, config, found))
+    if not isinstance(config.run, RemotePath):
+        return tokens
+    machines = ranks.gather(socket.gethostname())
+    is_first_here = machines.index(socket.gethostname()) == ranks.rank
+    ranks.together(lambda: tokenise(config, found) if is_first_here else None)  # where rank 0's is not to be seen
+    tokens = ranks.together(partial(tokenise, config, found))
+    for machine, checksum in zip(machines, ranks.gather(tokens.checksum), strict=True):
+        if checksum != tokens.checksum:
+            hint = "give all machines the same files"
+            raise Mismatch(f"the data on {machine} is not that on {socket.gethostname()}", path=config.data, hint=hint)
+    return tokens
+
+
 def tokenise(config: TrainConfig, found: Findings) -> TokenFile:
-    """Return the tokens of the data, in a file of the run that every rank opens."""
-    return prepare_tokens(config.data, choose_tokenizer(found.tokenizer), config.run)
+    """Return the tokens of the data, in a file in the run or, where that is in a store, of this machine."""
+    return prepare_tokens(config.data, choose_tokenizer(found.tokenizer), local_folder(config.run))
 
 
 def require_fit(config: TrainConfig, blueprint: Blueprint, found: Findings) -> None:
@@ -125,7 +151,8 @@ def require_same_adapters(path: Path, text: bytes | None) -> None:
 def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) -> None:
     """Raise `Mismatch` if a checkpoint's config is of another model, or adapter: its weights may fit all the same."""
     with translate_os_errors(path):
-        theirs, ours = json.loads(path.read_bytes()), json.loads(text)
+        path.stat()  # a missing file is said to be missing
+    theirs, ours = json.loads(read_small(path, _LIMIT)), json.loads(text)
     different = sorted(key for key in (theirs.keys() | ours.keys()) - {*but} if theirs.get(key) != ours.get(key))
     if different:
         key = different[0]
@@ -165,10 +192,8 @@ def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
 
 
 def prepare(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
-    """Prepare the run directory: its settings, the model's files, and the metrics of the steps that were taken."""
-    with translate_os_errors(config.run):
-        config.run.mkdir(parents=True, exist_ok=True)
-        (config.run / SETTINGS).write_text(config.to_toml())
-        for name, content in files.items():
-            (config.run / name).write_bytes(content)
+    """Prepare the run: its settings, the model's files, and the metrics of the steps that were taken."""
+    make_folder(config.run)
+    for name, content in {SETTINGS: config.to_toml().encode(), **files}.items():
+        write_file(config.run / name, content)
     forget_after(config.run, step)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.destinations.stores import to_destination
+from ckptkit.files.path import to_path
 from ckptkit.runs.run import RunFolder
 from ckptkit.training import loop
 from ckptkit.training.config import TrainConfig, find_settings, read_settings
 from ckptkit.training.launch import launch
 from ckptkit.training.loop import Note
 from ckptkit.training.metrics import StepMetrics
+from ckptkit.training.places import look_again
 
 
 def train(
@@ -27,12 +30,13 @@ def train(
 ) -> Checkpoint | None:
     """Train a causal language model with FSDP, and return the latest complete checkpoint of the run, if it has one.
 
-    `settings` are the fields of `TrainConfig`, `config` is a file of them as TOML; a run that is to `resume`, from
-    "auto" or a checkpoint, otherwise has those that it was started with. Starts `nproc` processes, by default one per
-    GPU or one; under torchrun this process is one of its ranks. `report` hears each step of rank 0 and what else
-    happens. Raises a `CkptError` that a rank raised.
+    `run` is a local directory or `s3://bucket/prefix`. `settings` are the fields of `TrainConfig`, `config` is a file
+    of them as TOML; a run that is to `resume`, from "auto" or a checkpoint, otherwise has those that it was started
+    with. Starts `nproc` processes, by default one per GPU or one; under torchrun this process is one of its ranks.
+    `report` hears each step of rank 0 and what else happens. Raises a `CkptError` that a rank raised.
     """
-    found = find_settings(Path(run), resume) if config is None else read_settings(Path(config))
-    chosen = TrainConfig(run=Path(run), resume=resume, **{**found, **settings})
+    root = to_destination(run)
+    found = find_settings(root, resume) if config is None else read_settings(to_path(config))
+    chosen = TrainConfig(run=root, resume=resume, **{**found, **settings})
     launch(partial(loop.train, chosen), nproc, report or (lambda _: None))
-    return RunFolder(chosen.run).latest()
+    return RunFolder(look_again(root)).latest()

@@ -1,7 +1,7 @@
-"""Keep in the run what a watch has done with each checkpoint, so that a restart does not do it again.
+"""Keep what a watch has done with each checkpoint, so that a restart does not do it again.
 
-The journal is a small JSON file beside the lock of the watch. Every note replaces it, and is on disk before work goes
-on.
+The journal is a small JSON file beside the lock of the watch: in a local run, or for a run in a store in the cache of
+this machine. Every note replaces it, and is on disk before work goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from ckptkit.destinations.staging import publish
 from ckptkit.errors import Corrupt
 from ckptkit.files.file import read_small
-from ckptkit.runs.watches import FOLDER
 
 _LIMIT = 1 << 26  # bytes: about 400,000 checkpoints
 _STATES = ("begun", "done", "failed", "missed")
@@ -47,17 +46,17 @@ class Fate:
 
 @dataclass(frozen=True)
 class WatchJournal:
-    """The journal of the watch `key` in the run at `root`: an entry for each checkpoint, by name."""
+    """The journal of the watch `key` in a directory: an entry for each checkpoint, by name."""
 
-    root: Path
+    folder: Path
     key: str
     about: Mapping[str, Any]
     entries: dict[str, Fate] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, root: Path, key: str, about: Mapping[str, Any]) -> WatchJournal:
+    def of(cls, folder: Path, key: str, about: Mapping[str, Any]) -> WatchJournal:
         """Open the journal of a watch, empty if there is no file yet. Raises `Corrupt` if the file is no journal."""
-        made = cls(root, key, about)
+        made = cls(folder, key, about)
         path = made.path
         if path.exists():
             try:
@@ -71,7 +70,7 @@ class WatchJournal:
     @property
     def path(self) -> Path:
         """Return the file of the journal."""
-        return self.root / FOLDER / f"{self.key}.json"
+        return self.folder / f"{self.key}.json"
 
     def note(self, name: str, entry: Fate) -> None:
         """Write what has become of a checkpoint to the disk."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.errors import translate_os_errors
+from ckptkit.files.file import names_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Look:
 def _walk(path: Path, name: str) -> list[tuple[str, int, int]]:
     state = path.stat() if not name else path.lstat()
     if stat.S_ISDIR(state.st_mode):
-        return [found for inside in os.listdir(path) for found in _walk(path / inside, f"{name}/{inside}")]
+        return [found for inside in names_in(path) for found in _walk(path / inside, f"{name}/{inside}")]
     return [(name, state.st_size, state.st_mtime_ns)] if stat.S_ISREG(state.st_mode) else []
 
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, local_path_of, oldest_first
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, oldest_first
+from ckptkit.destinations.claims import find_claim
+from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
-from ckptkit.files.path import to_local
+from ckptkit.files.path import RemotePath
 from ckptkit.files.trees import make_directories
 from ckptkit.pictures.words import count
-from ckptkit.runs.watches import claiming, clock_of, hold, let_go, require_place
+from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, run_of
 from ckptkit.summary import Summarized
 from ckptkit.watching.commands import WatchCommand
 from ckptkit.watching.journal import Fate, WatchJournal
@@ -94,8 +96,8 @@ def watch(
     run as often. No prune and no `Run` deletes a checkpoint while it is handled. A command that runs longer than
     `timeout` seconds is ended with its children, and has failed; pass `math.inf` for no limit. A command that fails is
     run again, after a pause of `every` seconds that doubles each time, until `tries` have failed. The journal in
-    `.ckptkit-watch` of the run has what was done. The next watch tries a checkpoint that failed again, and handles a
-    checkpoint that was saved again as a new one.
+    `.ckptkit-watch` of the run has what was done; for a run on S3 it lies in the cache of this machine. The next watch
+    tries a checkpoint that failed again, and handles a checkpoint that was saved again as a new one.
 
     Returns with `once` when all checkpoints that are there have been handled or given up, and otherwise never. Raises
     `NotACheckpoint` if there is no directory, `Usage` for commands that make no sense, `Occupied` if a watch with the
@@ -107,18 +109,21 @@ def watch(
         raise Usage("nothing says what to do", hint="give --do 'consolidate {ckpt} {out}', or --exec")
     if not (every > 0 and timeout > 0) or tries < 1:
         raise Usage("`every` and `timeout` must be more than 0, and `tries` at least 1")
-    root = local_path_of(run).absolute()
+    root = run_of(run).absolute()
+    keeper = keeper_of(root)
+    keeper.refresh()
     with translate_os_errors(root):
-        if not root.is_dir():
+        if not keeper.is_there():
             raise NotACheckpoint("no such directory", path=root, hint="a run that is to come: make its directory first")
         if Checkpoint.at(root).own_step is not None:
             raise NotACheckpoint("a checkpoint, and no run", path=root, hint=f"the run is {root.parent}")
-    place = root / _OUT if out is None else to_local(out).resolve()
+    place = root / _OUT if out is None else to_destination(out).resolve()
     about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
-    with claiming(root, key) as lock:
+    with keeper.watching(key, longest=timeout * len(commands)) as post:
         terms = WatchTerms(tuple(commands), place, every, tries, timeout)
-        watcher = Watcher(WatchJournal.of(root, key, about), terms, lock, tell or (lambda _event: None))
+        journal = WatchJournal.of(post.folder, key, about)
+        watcher = Watcher(keeper, post, journal, terms, tell or (lambda _event: None))
         return watcher.work_once() if once else watcher.work_on()
 
 
@@ -140,11 +145,14 @@ def several(given: Words | Sequence[Words]) -> list[Words]:
 class Watcher:
     """The state of a watch while it runs: its journal, its listener, and which checkpoints are due when."""
 
-    def __init__(self, journal: WatchJournal, terms: WatchTerms, lock: int, tell: Listener) -> None:
-        self.root = journal.root
+    def __init__(
+        self, keeper: Keeper, post: WatchPost, journal: WatchJournal, terms: WatchTerms, tell: Listener
+    ) -> None:
+        self.root = keeper.root
         self.terms = terms
         self.journal = journal
-        self._lock = lock
+        self._keeper = keeper
+        self._post = post
         self._tell = tell
         self._patience = Patience(terms.every)
         self._outcomes: dict[str, Event] = {}
@@ -198,9 +206,9 @@ class Watcher:
 
         Raises `IOFailure` for one that cannot be looked at, when the others are done.
         """
-        require_place(self._lock, self.root, self.journal.key)
-        with translate_os_errors(self.root):
-            now_ns = clock_of(self._lock)
+        self._post.require_place()
+        self._keeper.refresh()
+        now_ns = self._post.clock_ns()
         there = [path for path in candidates_in(self.root) if among is None or path.name in among]
         for name in sorted(self._waiting - {path.name for path in there}):
             self.miss(name)
@@ -239,7 +247,7 @@ class Watcher:
         """Handle a checkpoint, protect it meanwhile, and note the outcome. Return False if it has changed by now."""
         self._due.pop(one.name, None)
         try:
-            hold(self._lock, one.path)
+            self._post.hold(one.path)
         except Occupied as error:
             self._due[one.name] = time.monotonic() + self.terms.every
             self._tell(Event(one.path, None, f"{error.message}: later"))
@@ -250,7 +258,7 @@ class Watcher:
                 return False
             failure = self.carry_out(one, look.saved_ns) if is_there else None
         finally:
-            let_go(self._lock)
+            self._post.let_go()
         if not is_there or (failure and not one.path.exists()):
             self.miss(one.name)
         elif failure:
@@ -273,10 +281,10 @@ class Watcher:
             if not self.was_made(command, entry, out):
                 entry = Fate("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
-                if "out" in command.places:
+                if "out" in command.places and not isinstance(out, RemotePath):
                     make_directories(out.parent, sync=False)
                 self._tell(Event(one.path, None, str(command)))
-                failure = command.run(values, self._lock, self.terms.timeout)
+                failure = command.run(values, self._post.lock, self.terms.timeout)
                 if failure:
                     self.note(one.name, Fate("failed", saved_ns, number))
                     return f"{command}: {failure}"
@@ -287,7 +295,7 @@ class Watcher:
 
     def note(self, name: str, entry: Fate) -> None:
         """Write to the journal, unless the run has been moved: a new run is never made in its place."""
-        require_place(self._lock, self.root, self.journal.key)
+        self._post.require_place()
         self.journal.note(name, entry)
 
     def was_made(self, command: WatchCommand, entry: Fate, out: Path) -> bool:
@@ -327,11 +335,23 @@ class Watcher:
 def identity(path: Path) -> tuple[int, int] | None:
     """Return inode and time of the last change of a file or directory, None if there is nothing.
 
-    A file or directory that replaces another has a different pair.
+    A file or directory that replaces another has a different pair. In a store, an upload that has not ended is nothing.
     """
+    if isinstance(path, RemotePath):
+        return identity_in_store(path)
     with translate_os_errors(path):
         try:
             state = path.lstat()
         except FileNotFoundError:
             return None
         return state.st_ino, state.st_mtime_ns
+
+
+def identity_in_store(path: RemotePath) -> tuple[int, int] | None:
+    """Return a number that changes with the files at a path, and when the newest was changed; None for no output."""
+    path.store.forget()
+    look = Look.at(path) if path.exists() and not find_claim(path) else None
+    if look is None:
+        return None
+    digest = hashlib.blake2b(repr(look.files).encode(), digest_size=6).digest()
+    return int.from_bytes(digest), look.changed_ns

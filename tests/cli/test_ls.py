@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ckptkit.cli.inspect import count_parameters, share
-from ckptkit.cli.ls import age
+from ckptkit.cli.output import age
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
@@ -119,6 +119,7 @@ def test_ls_in_json(run: Path) -> None:
         "problem": "unfinished",
         "weights_only": False,
         "named_by": ["latest"],
+        "claim": None,
     }
 
 

@@ -444,5 +444,5 @@ def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
         watch(tmp_path / "none", exec="true", once=True)
     with pytest.raises(NotACheckpoint, match="a checkpoint, and no run"):
         watch(run / "ckpt-9", exec="true", once=True)
-    with pytest.raises(Usage, match="remote"):
-        watch("s3://bucket/run", exec="true", once=True)
+    with pytest.raises(Usage, match="only in local directories and on s3://"):
+        watch("gs://bucket/run", exec="true", once=True)

@@ -80,7 +80,19 @@ LIBRARY = {  # what the library raises before a store has answered, as the name 
     "EndpointConnectionError": _UNREACHED,
     "ConnectTimeoutError": _UNREACHED,
 }
+ABSENT = ("404", "NoSuchKey", "NoSuchUpload")
+TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
+DENIED = ("403", "AccessDenied", "AllAccessDisabled")
 _HAS_NO_REASON = ("403", "400")  # answers to HEAD, which have no body to say why
+
+
+class StoreRefused(Exception):
+    """What a store says of one of the objects that a request named, in the form in which it refuses whole requests."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message or code)
+        self.code = code
+        self.response = {"Error": {"Code": code, "Message": message}}
 
 
 def refusal(error: BaseException, path: Path) -> IOFailure:

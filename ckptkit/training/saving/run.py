@@ -22,17 +22,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.destinations.staging import clear_dead
 from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.files.file import check_name
 from ckptkit.files.path import RemotePath
-from ckptkit.runs.deletion import delete, deleting
-from ckptkit.runs.retention import Best, Policy, decide, find_holds, find_saved, write_metrics
+from ckptkit.runs.keeper import keeper_of
+from ckptkit.runs.retention import Best, Policy, decide, find_saved, write_metrics
 from ckptkit.runs.run import RunFolder
 from ckptkit.storage.ranks import Ranks
 from ckptkit.trainers.ckptkit import METRICS
-from ckptkit.training.places import require_storable
+from ckptkit.training.places import look_again, require_storable
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.places import SavePlace, StagedPlace, StorePlace
 from ckptkit.training.saving.quiet import quiet, silence
@@ -109,9 +108,7 @@ class Run:
 
     def _look(self) -> RunFolder:
         """Return the run as it is now."""
-        if isinstance(self.root, RemotePath):
-            self.root.store.forget()
-        return RunFolder(self.root)
+        return RunFolder(look_again(self.root))
 
     @quiet()
     def save(
@@ -168,20 +165,19 @@ class Run:
         self._ranks.on_first(lambda: self._retain(place.path))
 
     def _retain(self, saved: Path) -> None:
-        is_local = not isinstance(self.root, RemotePath)
-        if self._policy.keeps_all and not is_local:
+        if self._policy.keeps_all and isinstance(self.root, RemotePath):
             return
         try:
-            with translate_os_errors(self.root), deleting(self.root):
-                if is_local:
-                    clear_dead(self.root)
+            keeper = keeper_of(self.root)
+            with translate_os_errors(self.root), keeper.pruning():
+                for left in keeper.unfinished():
+                    keeper.delete(left)
                 found = [] if self._policy.keeps_all else find_saved(self._look())
                 for verdict in decide(found, self._policy):
                     path = verdict.saved.path
-                    # what was saved just now is not the newest where a run was resumed from an older checkpoint;
-                    # and somebody may have pinned one while others were being deleted
-                    if not verdict.is_kept and path.absolute() != saved and not find_holds(path):
-                        delete(path)
+                    # what was saved just now is not the newest where a run was resumed from an older checkpoint
+                    if not verdict.is_kept and path.absolute() != saved:
+                        keeper.delete(path)
         except CkptError as error:  # the new checkpoint is there: no reason to end a training
             warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import CkptError, Occupied, translate_os_errors
+from ckptkit.files.path import to_local
 from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.smoke.checks import CHECKS
 from ckptkit.training.smoke.judging import Skipped
@@ -46,7 +47,7 @@ def smoke(
     A check that fails is a row with `ok` False, never an exception; `Occupied` is raised where `run` or `out` exist
     (`overwrite` replaces what an earlier smoke left).
     """
-    run, out = Path(run), Path(out)
+    run, out = to_local(run), to_local(out)
     clear(run, out, overwrite=overwrite)
     config = TrainConfig(
         run=run, untied=not tied, steps=STEPS, save_every=SAVED, device=device,

@@ -1,0 +1,112 @@
+"""Read the claims on places in a store: which upload or deletion holds a place, since when and from which host.
+
+A claim is a small object in the place, or beside it if the place is one file. An upload creates it before its first
+byte and deletes it after its last; a deletion does the same.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+from uuid import uuid4
+
+from ckptkit.destinations.destination import CLAIM
+from ckptkit.errors import CkptError, Corrupt, IOFailure
+from ckptkit.files.file import names_in, read_small
+from ckptkit.files.path import RemotePath
+from ckptkit.version import __version__
+
+_DELETION = "deletion "  # how the plan of a deletion begins
+_LOOKS = 3
+_LIMIT = 1 << 24  # bytes of a claim: it names every large file
+
+
+@dataclass(frozen=True, slots=True)
+class StoreClaim:
+    """What a claim says: the `plan` that it stands for, when and where it `started`, and the ids of `uploads` by file.
+
+    `uploads` has nothing until the upload has begun its large files.
+    """
+
+    plan: str
+    started: str
+    host: str
+    uploads: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def for_deletion(cls) -> Self:
+        """Return a claim for a deletion by this process."""
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(f"{_DELETION}{uuid4().hex}", started, socket.gethostname())
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Read a claim. One that cannot be read, as of another version, is an upload that nothing is known of."""
+        try:
+            found = json.loads(content)
+            uploads = {str(name): str(upload) for name, upload in (found["uploads"] or {}).items()}
+            return cls(str(found["plan"]), str(found["started"]), str(found["host"]), uploads)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            return cls("", "", "")
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the object."""
+        told = {"plan": self.plan, "started": self.started, "host": self.host, "uploads": dict(self.uploads) or None}
+        return json.dumps({"ckptkit": __version__, **told, "conditions": True, "checksums": True}, indent=1).encode()
+
+    @property
+    def is_deletion(self) -> bool:
+        """Return whether the place is being deleted."""
+        return self.plan.startswith(_DELETION)
+
+    @property
+    def kind(self) -> str:
+        """Return what is under way: "upload" or "deletion"."""
+        return "deletion" if self.is_deletion else "upload"
+
+    def describe(self) -> str:
+        """Return in words what is under way, to follow an article."""
+        return f"{self.kind} is under way" + (f" since {self.started}, from {self.host}" if self.started else "")
+
+
+def read_claim(place: Path) -> StoreClaim | None:
+    """Return the claim on a directory or file in a store, as far as the store was looked at; None if there is none.
+
+    On a local disk nothing is claimed by an object.
+    """
+    failure: CkptError | None = None
+    for _ in range(_LOOKS):
+        path = find_claim(place)
+        if path is None:
+            return None
+        try:
+            return StoreClaim.parse(read_small(path, _LIMIT))
+        except (Corrupt, IOFailure) as error:  # deleted or replaced since it was listed
+            failure = error
+            path.store.forget()
+    assert failure is not None
+    raise failure
+
+
+def find_claim(place: Path) -> RemotePath | None:
+    """Return the object that claims a directory or file in a store, None if there is none."""
+    if not isinstance(place, RemotePath):
+        return None
+    if place.is_dir() and CLAIM in names_in(place):
+        return place / CLAIM
+    beside = place.parent / f"{place.name}{CLAIM}"
+    return beside if place.key and beside.exists() else None
+
+
+def claimed_in(root: Path) -> list[Path]:
+    """Return the files in a directory of a store that are being uploaded and that no reader sees yet."""
+    if not isinstance(root, RemotePath):
+        return []
+    names = set(names_in(root))
+    files = (name.removesuffix(CLAIM) for name in names if name.endswith(CLAIM) and name != CLAIM)
+    return [root / name for name in sorted(files) if name not in names]

@@ -1,0 +1,50 @@
+"""Write and delete single small files of S3."""
+
+from __future__ import annotations
+
+from ckptkit.errors import IOFailure, Occupied
+from ckptkit.files.path import RemotePath
+from ckptkit.files.stores.s3_calls import S3Bucket
+from ckptkit.files.stores.s3_errors import find_code
+
+_ABSENT = ("404", "NoSuchKey")
+_TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
+
+
+class S3SmallFiles:
+    """Single files of the bucket that `root` lies in: `SmallFiles`."""
+
+    def __init__(self, root: RemotePath) -> None:
+        self._bucket = S3Bucket(root.parts[1], RemotePath(*root.parts[:2]))
+
+    def tag(self, path: RemotePath) -> str:
+        """Return the ETag of an object; "" if there is no object."""
+        try:
+            return str(self._bucket.call("head_object", path.key)["ETag"])
+        except IOFailure as error:
+            if find_code(error) not in _ABSENT:
+                raise
+            return ""
+
+    def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
+        """Write an object as a whole and return its ETag; see `SmallFiles`."""
+        condition = {} if replaces is None else {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
+        try:
+            answer = self._bucket.call("put_object", path.key, Body=content, **condition)
+        except IOFailure as error:
+            if find_code(error) not in (*_TAKEN, *_ABSENT):
+                raise
+            found = self.tag(path)
+            # ours, if the answer to a first attempt was lost and the library made another
+            if not found or self._bucket.read(path.key) != content:
+                hint = "end the other process, then go on with the same command"
+                raise Occupied("another process has written or deleted this object", path=path, hint=hint) from error
+            return found
+        finally:
+            path.store.forget()
+        return str(answer["ETag"])
+
+    def delete(self, path: RemotePath) -> None:
+        """Delete an object."""
+        self._bucket.call("delete_object", path.key)
+        path.store.forget()

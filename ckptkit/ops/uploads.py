@@ -1,0 +1,71 @@
+"""List the uploads to a store that have not ended, and abort those that died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.errors import Usage
+from ckptkit.files.path import RemotePath
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
+from ckptkit.runs.keeper import run_of
+from ckptkit.summary import Summarized
+
+if TYPE_CHECKING:
+    from ckptkit.destinations.s3_uploads import OpenUpload
+
+WEEK = 7 * 86400.0  # seconds
+_SCHEMES = ("s3:",)
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedUploads(Summarized):
+    """The uploads to `root` that have not ended: those `stale`, and those to `keep`, which wrote not long ago.
+
+    `aborted` says whether the stale ones were aborted, or only found.
+    """
+
+    root: RemotePath
+    stale: tuple[OpenUpload, ...]
+    keep: tuple[OpenUpload, ...]
+    aborted: bool
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of parts that the store no longer has."""
+        return sum(one.sent_bytes for one in self.stale) if self.aborted else 0
+
+    def summary(self) -> Iterator[str]:
+        what, nbytes = count(len(self.stale), "upload"), format_bytes(sum(one.sent_bytes for one in self.stale))
+        if not self.stale:
+            yield f"no stale upload; {count(len(self.keep), 'upload')} under way" if self.keep else "no upload"
+        elif self.aborted:
+            yield f"aborted {what}, {nbytes} of parts freed"
+        else:
+            yield f"to be aborted: {what}, which frees {nbytes} of parts; nothing was aborted yet"
+
+
+def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> PrunedUploads:
+    """Find the uploads at or below a prefix on S3 that have not ended, and with `yes` abort those that are stale.
+
+    These are the ones that sent nothing for `older` seconds: uploads of ckptkit with their claims and notes, and
+    multipart uploads of other tools. Objects that are whole stay. Raises `Usage` for a local path and for other stores.
+    """
+    root = run_of(run)
+    if older < 0:
+        raise Usage(f"`older` is {older:g} s; it must be at least 0")
+    if not isinstance(root, RemotePath):
+        hint = "`ckptkit prune RUN --yes` removes what dead writers left in a local directory"
+        raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)
+    if root.parts[0] not in _SCHEMES:
+        hint = "abort uploads there with the tools of the store"
+        raise Usage("ckptkit lists and aborts uploads on s3:// only", path=root, hint=hint)
+    from ckptkit.destinations.s3_uploads import abort, find_uploads
+
+    found = find_uploads(root)
+    stale = [one for one in found if one.idle_seconds >= older]
+    gone = [one for one in stale if abort(one)] if yes else stale
+    return PrunedUploads(root, tuple(gone), tuple(one for one in found if one not in gone), aborted=yes)

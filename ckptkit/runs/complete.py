@@ -1,0 +1,15 @@
+"""Require a complete checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import NotACheckpoint
+
+
+def require_complete(path: Path) -> None:
+    """Raise `NotACheckpoint` if a path is no complete checkpoint."""
+    if not (path.is_dir() and Checkpoint.at(path).is_complete):
+        hint = f"`ckptkit verify {path}` says what is wrong with it; `ckptkit ls {path.parent}` lists the others"
+        raise NotACheckpoint("no complete checkpoint", path=path, hint=hint)

@@ -1,0 +1,333 @@
+"""Keep a run on S3, where nothing can be locked or renamed: by objects that claim, pin and hold a checkpoint.
+
+A deletion claims the checkpoint as an upload does, so that neither works on what the other does. Then it looks for pins
+and watches; whoever pins or holds looks for a claim afterwards: of two that come at the same time one sees the other.
+It deletes the files first that make a checkpoint visible, and its claim last. Several processes may delete one
+checkpoint together.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, candidates_in
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.destinations.claims import StoreClaim, read_claim
+from ckptkit.destinations.destination import CLAIM
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    IOFailure,
+    Mismatch,
+    NotACheckpoint,
+    Occupied,
+    Unsupported,
+    translate_os_errors,
+)
+from ckptkit.files.file import children, read_small
+from ckptkit.files.path import RemotePath
+from ckptkit.files.stores.s3_calls import S3Bucket
+from ckptkit.files.stores.s3_errors import ABSENT, DENIED, TAKEN, find_code
+from ckptkit.files.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock
+from ckptkit.files.system import warn_of_loss
+from ckptkit.files.trees import make_directories
+from ckptkit.models.companions import CONFIG
+from ckptkit.runs import pins, watches
+from ckptkit.runs.complete import require_complete
+from ckptkit.runs.holds import marks_on
+from ckptkit.runs.keeper import WatchPost
+from ckptkit.runs.pins import is_pinned
+from ckptkit.runs.run import local_folder
+
+_PATIENCE = 10.0  # seconds that a pin or a watch waits for a deletion to end
+_PAUSE = 0.5  # seconds between two looks at it
+_HOLD = ".json"  # ends the name of the object by which a watch holds a checkpoint
+_LIMIT = 1 << 12  # bytes of one
+
+
+class S3Keeper:
+    """The keeper of the run at `root`, a prefix of a bucket."""
+
+    def __init__(self, root: RemotePath) -> None:
+        self.root = root
+        self.bucket = S3Bucket(root.parts[1], RemotePath(*root.parts[:2]))
+
+    def refresh(self) -> None:
+        """Ask the store anew from now on."""
+        self.root.store.forget()
+
+    def is_there(self) -> bool:
+        """Return True: a prefix needs no directory."""
+        return True
+
+    @contextmanager
+    def pruning(self) -> Iterator[None]:
+        """Begin to delete, perhaps beside others: each checkpoint is claimed by itself."""
+        self.refresh()
+        yield
+
+    def delete(self, checkpoint: Path) -> tuple[str, ...]:
+        """Delete a checkpoint unless something holds it, such as an upload that has claimed its place."""
+        claim = self._claim(checkpoint)
+        if not claim.is_deletion:
+            return (f"an {claim.describe()}",)
+        self.refresh()
+        if held := self.holds(checkpoint):
+            self._drop_claim(checkpoint)
+            return held
+        keys = self._keys_before_claim(checkpoint)
+        try:
+            self._delete(checkpoint, keys)
+        except IOFailure:
+            self.refresh()
+            if Checkpoint.at(checkpoint).is_complete:
+                with suppress(IOFailure):  # what keeps us from deleting the rest may forbid this too
+                    self._drop_claim(checkpoint)
+            raise
+        finally:
+            self.refresh()
+        return ()
+
+    def unfinished(self) -> dict[Path, str]:
+        """Return the directories that are being deleted and are no complete checkpoint any more."""
+        found: dict[Path, str] = {}
+        for path in self._claimed_to_delete():
+            if not Checkpoint.at(path).is_complete and not self._has_new_files(path):
+                found[path] = "its deletion did not end"
+        return found
+
+    def work_on(self, checkpoint: Path) -> str | None:
+        """Return that an upload has claimed a directory, or that files were added to what was being deleted."""
+        claim = read_claim(checkpoint)
+        if claim is None:
+            return None
+        if not claim.is_deletion:
+            return f"an {claim.describe()}"
+        is_reused = not Checkpoint.at(checkpoint).is_complete and self._has_new_files(checkpoint)
+        return f"files were added after its deletion began, {claim.started}" if is_reused else None
+
+    def holds(self, checkpoint: Path) -> tuple[str, ...]:
+        """Return what keeps a checkpoint, as far as the store was looked at."""
+        return (*marks_on(checkpoint), *self._watches_on(checkpoint))
+
+    def pin(self, checkpoint: Path) -> None:
+        """Write the object of a pin; then look whether a deletion came before it."""
+        self.refresh()
+        require_complete(checkpoint)
+        was_pinned = is_pinned(checkpoint)
+        self.bucket.call("put_object", self._pin_key(checkpoint), Body=b"")
+        try:
+            self._wait_for_deletion(checkpoint)
+            require_complete(checkpoint)
+        except CkptError:
+            if not was_pinned:
+                self.unpin(checkpoint)
+            raise
+        finally:
+            self.refresh()
+
+    def unpin(self, checkpoint: Path) -> None:
+        """Delete the object of a pin."""
+        self.bucket.call("delete_object", self._pin_key(checkpoint))
+        self.refresh()
+
+    @contextmanager
+    def watching(self, key: str, longest: float) -> Iterator[WatchPost]:
+        """Lock the file of a watch on this machine: the journal and the lock stay here."""
+        read_clock(self.bucket)  # a bucket that does not exist is an error now, and not one to wait out
+        folder = local_folder(self.root)
+        with translate_os_errors(folder):
+            make_directories(folder, sync=False)
+        with watches.claiming(folder, key) as lock:
+            post = S3Post(self, folder, key, lock, longest)
+            post.let_go()
+            try:
+                yield post
+            finally:
+                with suppress(IOFailure):  # it ends by itself
+                    post.let_go()
+
+    def is_being_deleted(self, checkpoint: Path) -> bool:
+        """Ask whether a deletion has claimed a checkpoint."""
+        claim = self._read_claim(checkpoint)
+        return claim is not None and claim.is_deletion
+
+    def _wait_for_deletion(self, checkpoint: Path) -> None:
+        """Wait until no deletion claims a checkpoint. Raises `Occupied` if one still does after a while."""
+        last = time.monotonic() + _PATIENCE
+        while self.is_being_deleted(checkpoint):
+            if time.monotonic() > last:
+                hint = f"wait for it to end; if it was killed, delete {checkpoint / CLAIM} to keep the checkpoint"
+                raise Occupied("another process is deleting this checkpoint", path=checkpoint, hint=hint)
+            time.sleep(_PAUSE)
+        self.refresh()
+
+    def _claim(self, checkpoint: Path) -> StoreClaim:
+        """Claim a checkpoint for its deletion. Return the claim that is there now, ours or another's."""
+        there = self._read_claim(checkpoint)
+        if there is not None:
+            is_decided_anew = there.is_deletion and Checkpoint.at(checkpoint).is_complete
+            if not is_decided_anew:
+                return there
+        ours = StoreClaim.for_deletion()
+        try:
+            condition = {} if there else {"IfNoneMatch": "*"}
+            self.bucket.call("put_object", self._claim_key(checkpoint), Body=ours.to_bytes(), **condition)
+        except IOFailure as error:
+            if find_code(error) not in TAKEN:
+                raise
+        return self._read_claim(checkpoint) or ours  # some stores know no conditions
+
+    def _read_claim(self, checkpoint: Path) -> StoreClaim | None:
+        """Ask for the claim on a checkpoint."""
+        try:
+            return StoreClaim.parse(self.bucket.read(self._claim_key(checkpoint)))
+        except IOFailure as error:
+            if find_code(error) not in ABSENT:
+                raise
+            return None
+
+    def _drop_claim(self, checkpoint: Path) -> None:
+        """Delete the claim of a deletion."""
+        if self.is_being_deleted(checkpoint):
+            self.bucket.call("delete_object", self._claim_key(checkpoint))
+
+    def _keys_before_claim(self, checkpoint: Path) -> list[str]:
+        """Return the keys below a checkpoint that are not newer than the claim on it, but for the claim."""
+        own = self._claim_key(checkpoint)
+        found = list_objects(self.bucket, f"{key_of(checkpoint)}/")
+        if own not in found:
+            return []
+        return [key for key, one in found.items() if key != own and one.changed <= found[own].changed]
+
+    def _delete(self, checkpoint: Path, keys: Sequence[str]) -> None:
+        """Delete objects, those first that make a checkpoint visible, and the claim last."""
+        first = keys_to_see(checkpoint).intersection(keys)
+        rest = [key for key in keys if key not in first]
+        for batch in (*in_batches(sorted(first)), *in_batches(rest)):
+            if not self.is_being_deleted(checkpoint):
+                self._require_gone(checkpoint)
+                return
+            delete_objects(self.bucket, batch)
+        self._drop_claim(checkpoint)
+
+    def _require_gone(self, checkpoint: Path) -> None:
+        """Raise `Occupied` unless another process has deleted all of a checkpoint."""
+        if list_objects(self.bucket, f"{key_of(checkpoint)}/"):
+            hint = f"`ckptkit ls {self.root}` shows what is there now"
+            raise Occupied("another process has ended this deletion", path=checkpoint, hint=hint)
+
+    def _claimed_to_delete(self) -> Iterator[Path]:
+        """Yield the directories that a deletion has claimed, as far as the store was looked at."""
+        for path in candidates_in(self.root):
+            claim = read_claim(path)
+            if claim is not None and claim.is_deletion:
+                yield path
+
+    def _has_new_files(self, checkpoint: Path) -> bool:
+        """Return whether files were added after a deletion began."""
+        base = f"{key_of(checkpoint)}/"
+        return len(list_objects(self.bucket, base)) > len(self._keys_before_claim(checkpoint)) + 1
+
+    def _watches_on(self, checkpoint: Path) -> Iterator[str]:
+        """Yield the watches that hold a checkpoint, each by an object that says until when."""
+        folder = self.root / watches.FOLDER
+        if not folder.is_dir():
+            return
+        for path in children(folder):
+            try:
+                found = json.loads(read_small(path, _LIMIT))
+                name, host, until = found["checkpoint"], found["host"], float(found["until"])
+            except (TypeError, ValueError, KeyError) as error:
+                raise Corrupt("not the note of a watch", path=path, hint="delete this object") from error
+            if name == checkpoint.name and read_clock(self.bucket) < until:
+                yield f"a watch on {host} is handling it"
+
+    def _claim_key(self, checkpoint: Path) -> str:
+        return f"{key_of(checkpoint)}/{CLAIM}"
+
+    def _pin_key(self, checkpoint: Path) -> str:
+        return f"{key_of(self.root / pins.FOLDER)}/{checkpoint.name}"
+
+
+@dataclass(slots=True)
+class S3Post:
+    """The post of the watch `key`: an object in the run names the checkpoint that it holds, for `longest` seconds."""
+
+    keeper: S3Keeper
+    home: Path
+    key: str
+    lock: int
+    longest: float
+    can_hold: bool = True
+
+    @property
+    def folder(self) -> Path:
+        """Return the directory for the journal, on this machine."""
+        return self.home / watches.FOLDER
+
+    def hold(self, checkpoint: Path) -> None:
+        """Write the object, then wait a while for a deletion that came before it."""
+        until = read_clock(self.keeper.bucket) + self.longest
+        told = {"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}
+        if self._may(partial(self.keeper.bucket.call, "put_object", self._object, Body=json.dumps(told).encode())):
+            last = time.monotonic() + _PATIENCE
+            while self.keeper.is_being_deleted(checkpoint) and time.monotonic() < last:
+                time.sleep(_PAUSE)
+        self.keeper.refresh()
+
+    def let_go(self) -> None:
+        """Delete the object."""
+        self._may(partial(self.keeper.bucket.call, "delete_object", self._object))
+
+    def clock_ns(self) -> int:
+        """Return the time of the store."""
+        return int(read_clock(self.keeper.bucket) * 1e9)
+
+    def require_place(self) -> None:
+        """Raise `NotACheckpoint` if the journal was moved or removed."""
+        watches.require_place(self.lock, self.home, self.key)
+
+    def _may(self, write: Callable[[], object]) -> bool:
+        """Write to the run, unless the credentials only let us read; which is said once."""
+        if not self.can_hold:
+            return False
+        try:
+            write()
+        except IOFailure as error:
+            if find_code(error) not in DENIED:
+                raise
+            self.can_hold = False
+            warn_of_loss(self.keeper.root, "the store refuses writes: no prune sees what this watch is handling")
+        return self.can_hold
+
+    @property
+    def _object(self) -> str:
+        name = f"{self.key}-{socket.gethostname()}{_HOLD}"
+        return f"{key_of(self.keeper.root / watches.FOLDER)}/{name}"
+
+
+def keys_to_see(checkpoint: Path) -> set[str]:
+    """Return the keys of the files without any of which no reader finds a checkpoint.
+
+    These are manifests, config.json, and of each part the files that describe it, or all if none does.
+    """
+    found = {checkpoint / MANIFEST, checkpoint / CONFIG}
+    for part in Checkpoint.at(checkpoint).parts:
+        found |= {part.path / MANIFEST, part.path / CONFIG}
+        with suppress(Corrupt, Mismatch, NotACheckpoint, Unsupported):  # what cannot be read nobody finds
+            layout = part.layout
+            found |= {layout.root / name for name in (layout.descriptions or layout.paths)}
+    return {key_of(path) for path in found}
+
+
+def key_of(path: Path) -> str:
+    assert isinstance(path, RemotePath)
+    return path.key
