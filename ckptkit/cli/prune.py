@@ -127,11 +127,12 @@ def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
         return
     verdict = "aborted" if done.aborted else "abort"
     table = [*(upload_row(one, verdict) for one in done.stale), *(upload_row(one, "left alone") for one in done.keep)]
-    print_table(table, ("upload", "started", "host", "idle", "parts", "whole", "verdict"))
+    if table:
+        print_table(table, ("upload", "started", "host", "idle", "parts", "whole", "verdict"))
     for line in done.summary():
         say(line)
     if left := sum(one.whole_bytes for one in done.stale):
-        note(f"note: {format_bytes(left)} of whole objects stay at these places; `ckptkit ls` shows what they are")
+        note(f"note: {format_bytes(left)} of whole objects stay there: delete them with the tools of the store")
     if done.stale and not done.aborted:
         note("hint: the same with --yes does it")
 
