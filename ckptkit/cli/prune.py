@@ -56,6 +56,8 @@ def prune(
 
     That is those that no --keep names. The newest always stays, and so does what is pinned.
 
+    Also on s3://, but for --demote. There it also finishes deletions that were interrupted.
+
     Only complete checkpoints count, named like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500; what
     is unfinished, damaged or something else is listed and left alone.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -208,9 +209,7 @@ def test_killed_at_any_request_it_leaves_nothing_half(
         place = make_place(place.server, monkeypatch)
         fill(place, 1, 2, producer=producer)
         client = processes.Process(target=prune_apart, args=(place.server.env, url_of(place)))
-        kill = place.server.fail(
-            "^(PUT|POST|DELETE)", skip=number, status=500, first=lambda: os.kill(client.pid or 0, signal.SIGKILL)
-        )
+        kill = place.server.fail("^(PUT|POST|DELETE)", skip=number, status=500, first=client.kill)
         client.start()
         client.join()
         place.server.faults.clear()
@@ -368,7 +367,7 @@ def test_files_that_were_added_to_a_half_deleted_checkpoint_stay(place: Place, f
     with pytest.raises(IOFailure):
         prune(url_of(place), keep_last=1, yes=True)
     assert visible(place) == [2]
-    place.server.fail(r"PUT .*ckpt-1/mine", first=lambda: wait_a_second())
+    place.server.fail(r"PUT .*ckpt-1/mine", first=wait_a_second)
     place.files.pipe_file(f"{place.name}/run/ckpt-1/mine", b"of another tool")
     forget()
     done = prune(url_of(place), keep_last=1, yes=True)
@@ -378,9 +377,7 @@ def test_files_that_were_added_to_a_half_deleted_checkpoint_stay(place: Place, f
 
 
 def wait_a_second() -> None:
-    """Let the clock of the store, which tells whole seconds to some, go on."""
-    import time
-
+    """Let the clock of the store go on, which some tell in whole seconds."""
     time.sleep(1.1)
 
 
