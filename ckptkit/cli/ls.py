@@ -23,9 +23,7 @@ _COLUMN = 9  # characters that a metric takes, at least
 
 
 def ls(
-    run: Annotated[
-        Path, typer.Argument(parser=to_path, metavar="RUN", help="The run: a directory or a URL.")
-    ],
+    run: Annotated[Path, typer.Argument(parser=to_path, metavar="RUN", help="The run: a directory or a URL.")],
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,

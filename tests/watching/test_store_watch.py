@@ -104,9 +104,10 @@ assert held == [os.path.basename(os.environ["CKPTKIT_CKPT"])] or os.environ["CKP
 def test_the_hold_of_a_killed_watch_ends_by_itself(place: Place, tmp_path: Path) -> None:
     save(place, tmp_path, 1, 2)
     base = f"{place.name}/run/{FOLDER}"
-    place.files.pipe_file(f"{base}/a-there.json", b'{"checkpoint": "ckpt-1", "host": "there", "until": 9e9}')
+    place.files.pipe_file(f"{base}/a-there.hold", b'{"checkpoint": "ckpt-1", "host": "there", "until": 9e9}')
+    place.files.pipe_file(f"{base}/a.json", b'{"commands": []}')  # the journal of a local run that was copied here
     assert ckptkit.prune(url_of(place), keep_last=1, yes=True).delete == ()
-    place.files.pipe_file(f"{base}/a-there.json", b'{"checkpoint": "ckpt-1", "host": "there", "until": 1e9}')
+    place.files.pipe_file(f"{base}/a-there.hold", b'{"checkpoint": "ckpt-1", "host": "there", "until": 1e9}')
     assert len(ckptkit.prune(url_of(place), keep_last=1, yes=True).delete) == 1
 
 
