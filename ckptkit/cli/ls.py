@@ -23,9 +23,7 @@ _COLUMN = 9  # characters that a metric takes, at least
 
 
 def ls(
-    run: Annotated[
-        Path, typer.Argument(parser=to_path, metavar="RUN", help="The directory that the checkpoints are in.")
-    ],
+    run: Annotated[Path, typer.Argument(parser=to_path, metavar="RUN", help="The run: a directory or a URL.")],
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
@@ -36,6 +34,8 @@ def ls(
 
     Found by the names that trainers give them: ckpt-500, checkpoint-500, step-500, global_step500, iter_0000500,
     ep1-ba500, epoch=1-step=500.ckpt. Only names, sizes and small files are looked at: `ckptkit verify` does the rest.
+
+    In a store it also shows an upload or a deletion that has not ended: it may be at work, or have died.
 
     Example: ckptkit ls run
 

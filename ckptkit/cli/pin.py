@@ -23,7 +23,7 @@ def pin(
 
     Neither `ckptkit prune` nor a training that saves here deletes one that is pinned.
 
-    A pin is an empty file in the `.pins` directory of the run.
+    A pin is an empty file, or on s3:// an empty object, in the `.pins` directory of the run.
 
     Example: ckptkit pin run/ckpt-500
 

@@ -56,6 +56,8 @@ def prune(
 
     That is those that no --keep names. The newest always stays, and so does what is pinned.
 
+    Also on s3://, but for --demote. There it also finishes deletions that were interrupted.
+
     Only complete checkpoints count, named like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500; what
     is unfinished, damaged or something else is listed and left alone.
 
@@ -127,11 +129,12 @@ def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
         return
     verdict = "aborted" if done.aborted else "abort"
     table = [*(upload_row(one, verdict) for one in done.stale), *(upload_row(one, "left alone") for one in done.keep)]
-    print_table(table, ("upload", "started", "host", "idle", "parts", "whole", "verdict"))
+    if table:
+        print_table(table, ("upload", "started", "host", "idle", "parts", "whole", "verdict"))
     for line in done.summary():
         say(line)
     if left := sum(one.whole_bytes for one in done.stale):
-        note(f"note: {format_bytes(left)} of whole objects stay at these places; `ckptkit ls` shows what they are")
+        note(f"note: {format_bytes(left)} of whole objects stay there: delete them with the tools of the store")
     if done.stale and not done.aborted:
         note("hint: the same with --yes does it")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def watch(
     run: Annotated[
-        Path, typer.Argument(parser=to_place, metavar="RUN", help="The directory that the checkpoints are in.")
+        Path, typer.Argument(parser=to_place, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
     ],
     do: Annotated[
         list[str] | None,
@@ -52,7 +52,8 @@ def watch(
 
     One counts when it is complete and has not changed for --every seconds; it is not pruned while it is handled. What
     fails is tried again after growing pauses, and so is a command that ran longer than --timeout and was ended with its
-    children. `.ckptkit-watch` of the run has what was done: it is not done again after a restart.
+    children. `.ckptkit-watch` of the run has what was done: it is not done again after a restart. For a run on s3://
+    the notes lie in the cache of this machine, and {out} is on s3:// too unless --out names a local directory.
 
     Example: ckptkit watch run --do 'consolidate {ckpt} {out} --dtype bf16' --exec 'python evaluate.py {out}'
 

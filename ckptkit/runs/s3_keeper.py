@@ -48,7 +48,7 @@ from ckptkit.runs.run import local_folder
 
 _PATIENCE = 10.0  # seconds that a pin or a watch waits for a deletion to end
 _PAUSE = 0.5  # seconds between two looks at it
-_HOLD = ".json"  # ends the name of the object by which a watch holds a checkpoint
+_HOLD = ".hold"  # ends the name of the object by which a watch holds a checkpoint
 _LIMIT = 1 << 12  # bytes of one
 
 
@@ -86,9 +86,9 @@ class S3Keeper:
         try:
             self._delete(checkpoint, keys)
         except IOFailure:
-            self.refresh()
-            if Checkpoint.at(checkpoint).is_complete:
-                with suppress(IOFailure):  # what keeps us from deleting the rest may forbid this too
+            with suppress(IOFailure):  # what keeps us from deleting the rest may forbid this too
+                self.refresh()
+                if Checkpoint.at(checkpoint).is_complete:
                     self._drop_claim(checkpoint)
             raise
         finally:
@@ -242,6 +242,8 @@ class S3Keeper:
         if not folder.is_dir():
             return
         for path in children(folder):
+            if path.suffix != _HOLD:  # what a copy of a local run brought along
+                continue
             try:
                 found = json.loads(read_small(path, _LIMIT))
                 name, host, until = found["checkpoint"], found["host"], float(found["until"])

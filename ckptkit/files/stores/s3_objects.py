@@ -136,10 +136,10 @@ def ask_to_delete(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefus
     }
 
 
-def in_batches(keys: Sequence[str], size: int = BATCH) -> Iterator[list[str]]:
+def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:
     """Yield keys in lists, each for one request."""
     rest = iter(keys)
-    while batch := list(islice(rest, size)):
+    while batch := list(islice(rest, BATCH)):
         yield batch
 
 
