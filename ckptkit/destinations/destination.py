@@ -43,7 +43,13 @@ class Destination(Protocol):
         """
 
     def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
-        """Send a piece of a file, whose CRC-32 is `crc`, unless the store has it. It may keep `data`."""
+        """Send a piece of a file, whose CRC-32 is `crc`, unless the store has it.
+
+        It may keep `data`, and wait for the pieces before it where a store takes a file from start to end.
+        """
+
+    def stop(self, error: BaseException) -> None:
+        """End what is under way, since no more is put. Raises the error to the threads that wait in `put`."""
 
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file that is no mark, unless the store has it."""
