@@ -1,7 +1,8 @@
 """Put files together piece by piece. What is known of them lies in a directory; the data comes in blocks, in any order.
 
 A piece goes to its taker as soon as its last byte is there, and is held no longer. Blocks that come nearly in order
-keep few pieces open. Pieces that need no data go right before the next piece that does, so no taker waits for them. The CRC-32 of data, which some formats record behind it, is filled in when the data is whole.
+keep few pieces open. Pieces that need no data go right before the next piece that does, so no taker waits for them. The
+CRC-32 of data, which some formats record behind it, is filled in when the data is whole.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ class Destination(Protocol):
     It is made with the `sizes` in bytes of its large files and others that are known, by name; with the names of its
     `marks`, which come last and in this order, since no reader takes the rest for a checkpoint without them; and with a
     `plan`: text that is the same for uploads of the same files only. If `is_file`, the one file becomes the object at
-    `path` itself. Several threads may put pieces at the same time. `sent_bytes` counts what this process sent.
+    `path` itself. Several threads may put pieces at the same time, and begin those of a file in order.
+    `sent_bytes` counts what this process sent.
     """
 
     path: RemotePath
