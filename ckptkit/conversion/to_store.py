@@ -112,6 +112,8 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
         sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
         plan = blake2b(conversion.key(count), digest_size=16).hexdigest()
         there = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
+        if count > 1:
+            there.notes()  # refuses before anything is claimed
         check = partial(marks_in, conversion.output, conversion.file_sizes)
         there.claim(overwrite=conversion.options.overwrite, check=check)
         with keeping(there):
