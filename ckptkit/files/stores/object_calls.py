@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ T = TypeVar("T")
 _IN_FLIGHT = 4  # parts of a stream that are sent at the same time
 _AT_ONCE = 1 << 26  # bytes of an object that is sent in one request
 _PATIENCE = 10  # seconds for a stream to end that is given up
+_ALLOWS_HTTP = ("AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 _TIMEOUT = "300s"  # of a request: a part may take long
 
 
@@ -200,10 +202,14 @@ class ObjectStream:
 
 
 def connect(url: str) -> ObjectStore:
-    """Return the bucket or container at a URL; credentials and endpoint come from the environment."""
+    """Return the bucket or container at a URL; credentials and endpoint come from the environment.
+
+    obstore takes no option from the environment where some are given.
+    """
     from obstore.store import from_url
 
-    return from_url(url, client_options={"timeout": _TIMEOUT})
+    allows_http = any(os.environ.get(name, "").lower() in ("1", "true") for name in _ALLOWS_HTTP)
+    return from_url(url, client_options={"timeout": _TIMEOUT, "allow_http": allows_http})
 
 
 def missing_package(root: Path) -> Usage:

@@ -17,6 +17,7 @@ _WORDS = {  # by the scheme of a URL: what the hints say
         "keys": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
         "rights": "the account needs storage.objects.get and .list; to write also .create and .delete",
         "endpoint": "GOOGLE_BASE_URL if it is set",
+        "http": "GOOGLE_ALLOW_HTTP",
     },
     "az": {
         "bucket": "container",
@@ -25,6 +26,7 @@ _WORDS = {  # by the scheme of a URL: what the hints say
         "rights": "check the key; an account needs the role Storage Blob Data Reader, to write Storage Blob Data "
         "Contributor; a SAS token needs the permissions rl, to write racwdl",
         "endpoint": "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ENDPOINT if it is set",
+        "http": "AZURE_ALLOW_HTTP",
     },
 }
 _AGAIN = "run the same command again"
@@ -37,8 +39,8 @@ _BUSY = ("the store is too busy", "run the same command again later, or with a s
 _FAILED = ("the store failed", _AGAIN)
 _FULL = ("the store has no room", "raise the quota of the project or account")
 _KEPT = ("nobody may replace or delete this object", "look at its retention policy, or write elsewhere")
-_UNREACHED = ("the store cannot be reached", "check the network, and {endpoint}")
-_MUTE = ("the store does not answer", "check the network, and {endpoint}")
+_UNREACHED = ("the store cannot be reached", "check the network, then {endpoint}")
+_MUTE = ("the store does not answer", "check the network, then {endpoint}")
 _CHANGED = ("the object was replaced meanwhile", _AGAIN)
 
 REFUSALS = {  # what a store says, as its error code or its status: our message, and a hint
@@ -81,7 +83,7 @@ LIBRARY = (  # what obstore says before a store has answered, as a part of its m
     ("Invalid Access Key", ("AZURE_STORAGE_ACCOUNT_KEY is not a key", "copy the key from the account's access keys")),
     ("service account", ("the credentials cannot be read", "{keys}")),
     ("redential", ("the credentials cannot be read", "{keys}")),
-    ("URL scheme is not allowed", ("the endpoint has no TLS", "set AZURE_ALLOW_HTTP=true to write to it all the same")),
+    ("BadScheme", ("the endpoint does not begin with https://", "correct it, or set {http}=true")),
     ("kind: Connect", _UNREACHED),
 )
 _CODE = re.compile(r"<Code>(\w+)</Code>")
