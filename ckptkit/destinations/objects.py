@@ -128,7 +128,6 @@ class ObjectDestination:
             if self._bucket.head(self._key(name)) is not None:
                 raise self._taken(name)
             self._finish(name)
-            self._require_size(name)
         sent = self.whole[name]
         if sent.crc32 != crc:
             self._bucket.delete([self._note_key(name)])
@@ -219,6 +218,7 @@ class ObjectDestination:
         made = self._streams[name].finish()
         with self._lock:
             del self._streams[name]
+        self._require_size(name)
         sent = SentFile(self.sizes[name], self._sums[name], (made["e_tag"] or "").strip('"'))
         self.whole[name] = sent
         self._bucket.put(self._note_key(name), json.dumps([sent.nbytes, sent.crc32, sent.tag]).encode())

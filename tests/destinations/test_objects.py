@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,10 @@ from ckptkit.errors import Corrupt, IOFailure, Occupied, Unsupported, Usage
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.object_calls import connect
+from ckptkit.training.launch import launch
 from tests.azurite import AZURITE, create_container, env_of, serve_azurite
 from tests.s3 import S3, forget
+from tests.storage.test_store_writer import load_on_ranks, save_on_ranks
 
 CLAIM = ".ckptkit-upload.json"
 _NUMBERS = count()
@@ -402,6 +405,19 @@ def test_a_state_is_saved_there(place: Bucket) -> None:
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(found, storage_reader=ckptkit.storage.Reader(place.url), no_dist=True)
     assert torch.equal(found["model"]["w"], state["model"]["w"])
+
+
+@_NEEDS_AZURITE
+def test_every_rank_saves_its_shards(az: Bucket) -> None:
+    heard: list[Any] = []
+    launch(partial(save_on_ranks, az.url), 2, heard.append)
+    assert sorted(map(str, heard)) == ["True"] * 2 + ["[1]"] * 2
+    names = {"__0_0.distcp", "__1_0.distcp", "__0_1.distcp", "__1_1.distcp", "ckptkit.json", ".metadata"}
+    assert az.files().keys() == names
+    assert all(part.is_ok for url in (az.url, f"{az.url}-failed") for part in ckptkit.verify(url))
+    heard.clear()
+    launch(partial(load_on_ranks, az.url), 2, heard.append)
+    assert heard == [True] * 6
 
 
 def test_a_place_is_read_like_a_directory(place: Bucket) -> None:
