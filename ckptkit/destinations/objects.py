@@ -161,8 +161,8 @@ class ObjectDestination:
 
     def remarks(self) -> list[str]:
         """Return what the store does not do."""
-        words = "obstore sends this store no checksums: ckptkit compared the sizes of the files; `ckptkit verify` reads"
-        return [f"{words} them back"]
+        words = "this store compared no checksums, and ckptkit compared the sizes of the files"
+        return [f"{words}: `ckptkit verify {self.path}` reads every byte back"]
 
     def _begin(self, *, overwrite: bool, check: Check) -> None:
         there = self._list()

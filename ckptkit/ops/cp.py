@@ -1,4 +1,4 @@
-"""Copy a checkpoint as it is, to a local directory or to S3, and compare every checksum that it has on the way."""
+"""Copy a checkpoint as it is, to a local directory or to a store, and compare every checksum that it has on the way."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def cp(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> CopiedFiles:
-    """Copy the files of a checkpoint, as they are, to the local directory or the URL `s3://bucket/prefix` at `dst`.
+    """Copy the files of a checkpoint, as they are, to the local directory or the URL of a prefix in a store at `dst`.
 
     Of a run, its latest complete checkpoint. A checkpoint that is one file is copied to the file or key `dst`. The
     copy appears whole or not at all, and the same call continues an interrupted one. Raises `Corrupt` if a file is

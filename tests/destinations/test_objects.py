@@ -397,11 +397,11 @@ def test_damage_is_found_before_the_mark(place: Bucket, source: Path, tmp_path: 
 
 
 def test_a_state_is_saved_there(place: Bucket) -> None:
-    state = {"model": {"w": torch.arange(PART_BYTES // 2, dtype=torch.float32)}, "step": 5}
+    state: dict[str, Any] = {"model": {"w": torch.arange(PART_BYTES // 2, dtype=torch.float32)}, "step": 5}
     with pytest.warns(UserWarning, match="single process|compared the sizes"):
         dcp.save(state, storage_writer=ckptkit.storage.Writer(place.url), no_dist=True)
     assert CLAIM not in place.files()
-    found = {"model": {"w": torch.zeros(PART_BYTES // 2)}, "step": 0}
+    found: dict[str, Any] = {"model": {"w": torch.zeros(PART_BYTES // 2)}, "step": 0}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(found, storage_reader=ckptkit.storage.Reader(place.url), no_dist=True)
     assert torch.equal(found["model"]["w"], state["model"]["w"])
@@ -446,7 +446,8 @@ def test_an_object_that_is_replaced_while_it_is_read(az: Bucket, two_files: Path
 
 @_NEEDS_AZURITE
 def test_errors_name_the_container_and_what_to_do(az: Bucket, two_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for ask in (ckptkit.cp, lambda _, there: ckptkit.verify(there)):
+    asks: list[Convert] = [ckptkit.cp, lambda _, there: ckptkit.verify(there)]
+    for ask in asks:
         with pytest.raises(IOFailure, match="no such container") as error:
             ask(two_files, "az://nobody-made-this/x")
         assert str(error.value.path) == "az://nobody-made-this"
@@ -455,7 +456,7 @@ def test_errors_name_the_container_and_what_to_do(az: Bucket, two_files: Path, m
         ckptkit.cp(two_files, "/".join(az.url.split("/")[:3]))
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "Zm9v")
     forget()
-    for ask in (ckptkit.cp, lambda _, there: ckptkit.verify(there)):
+    for ask in asks:
         with pytest.raises(IOFailure, match="access denied: Server failed to authenticate") as error:
             ask(two_files, az.url)
         assert "Storage Blob Data" in str(error.value.hint)

@@ -16,7 +16,7 @@ _WORDS = {  # by the scheme of a URL: what the hints say
         "bucket": "bucket",
         "keys": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
         "rights": "the account needs storage.objects.get and .list; to write also .create and .delete",
-        "endpoint": "GOOGLE_BASE_URL if it is set",
+        "endpoint": "GOOGLE_BASE_URL",
         "http": "GOOGLE_ALLOW_HTTP",
     },
     "az": {
@@ -25,12 +25,12 @@ _WORDS = {  # by the scheme of a URL: what the hints say
         "with AZURE_USE_AZURE_CLI=true the login of `az login` is used",
         "rights": "check the key; an account needs the role Storage Blob Data Reader, to write Storage Blob Data "
         "Contributor; a SAS token needs the permissions rl, to write racwdl",
-        "endpoint": "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ENDPOINT if it is set",
+        "endpoint": "AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_ENDPOINT",
         "http": "AZURE_ALLOW_HTTP",
     },
 }
 _AGAIN = "run the same command again"
-_BUCKET = ("there is no such {bucket}", "create the {bucket}, or correct the URL and {endpoint}")
+_BUCKET = ("there is no such {bucket}", "create the {bucket}, or correct the URL or {endpoint}")
 _BAD_NAME = ("this cannot be the name of a {bucket}", "correct the URL")
 _DENIED = ("access denied", "{rights}")
 _EXPIRED = ("the credentials have expired", "log in again, or renew them: {keys}")
@@ -39,8 +39,8 @@ _BUSY = ("the store is too busy", "run the same command again later, or with a s
 _FAILED = ("the store failed", _AGAIN)
 _FULL = ("the store has no room", "raise the quota of the project or account")
 _KEPT = ("nobody may replace or delete this object", "look at its retention policy, or write elsewhere")
-_UNREACHED = ("the store cannot be reached", "check the network, then {endpoint}")
-_MUTE = ("the store does not answer", "check the network, then {endpoint}")
+_UNREACHED = ("the store cannot be reached", "check the network and {endpoint}")
+_MUTE = ("the store does not answer", "check the network and {endpoint}")
 _CHANGED = ("the object was replaced meanwhile", _AGAIN)
 
 REFUSALS = {  # what a store says, as its error code or its status: our message, and a hint
@@ -144,4 +144,5 @@ def find_reason(error: BaseException) -> str:
     """Return what the store or the library says, in one line."""
     found = _MESSAGE.search(str(error))
     text = found[1] if found else str(error)
-    return next(iter(text.strip().splitlines()), "") or type(error).__name__
+    line = next(iter(text.strip().splitlines()), "")
+    return line.rpartition(" - ")[2] or type(error).__name__

@@ -6,6 +6,7 @@ https://developmentseed.org/obstore/latest/authentication/
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,11 @@ from ckptkit.errors import CkptError, IOFailure
 from ckptkit.files.stores import Read, Store, StoreEntry
 from ckptkit.files.stores.generic import FileSystem
 from ckptkit.files.stores.object_calls import connect, hear_reason, list_all
-from ckptkit.files.stores.object_errors import is_absent, refusal
+from ckptkit.files.stores.object_errors import is_absent, needs_reason, refusal
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
+    from obstore.store import ObjectStore
 
 
 def open_objects(url: str) -> Store:
@@ -34,12 +36,7 @@ class ObjectFiles:
     hint = "check the network"
 
     def __init__(self, url: str) -> None:
-        from ckptkit.files.path import parse_url
-
-        try:
-            self._store = connect(url)
-        except Exception as error:
-            raise refusal(error, parse_url(url)) from error
+        self._url = url
         self._seen: dict[str, ObjectMeta] = {}
 
     def find(self, key: str) -> StoreEntry | None:
@@ -86,7 +83,11 @@ class ObjectFiles:
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
         """Return our error for one of obstore."""
-        return refusal(hear_reason(self._store, error), path)
+        return refusal(hear_reason(self._store, error) if needs_reason(error) else error, path)
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        return connect(self._url)
 
     def _head(self, key: str) -> ObjectMeta | None:
         from obstore import head
