@@ -1,6 +1,6 @@
 """Azurite, Microsoft's own emulator of Azure Blob Storage, behind the proxy of `tests/s3.py`.
 
-`npm install azurite` in the root of the repository, or anywhere on PATH, makes it available.
+`npm install --no-save azurite` in the root of the repository, or anywhere on PATH, makes it available.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Writer(StorageWriter):
     `path` is a local directory or the URL of a prefix in a store. `format` is one that ckptkit writes: by default "hf"
     in a local directory and "dcp" in a store, which takes no other. Entries that are no tensors lie in the files of
     "dcp" and "pt". With "hf" the weights have the names that the model itself gives them, without the key that it has
-    in the state (`model`); all else lies in a DCP directory `training` beside the weights. A state of several models without
-    entries of other kinds keeps its names. `files` are small ones to put beside the weights (config.json, a
+    in the state (`model`); all else lies in a DCP directory `training` beside the weights. A state of several models
+    without entries of other kinds keeps its names. `files` are small ones to put beside the weights (config.json, a
     tokenizer's), and `max_shard_size` is in bytes.
     `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
     without `sync` a local checkpoint may not outlive a power cut. A save that failed may leave a hidden directory,
