@@ -20,7 +20,9 @@ def cp(
     src: Source,
     dst: Annotated[
         Path,
-        typer.Argument(parser=to_destination, metavar="DST", help="The directory to make, or s3://bucket/prefix."),
+        typer.Argument(
+            parser=to_destination, metavar="DST", help="The directory to make, or a prefix on s3://, gs:// or az://."
+        ),
     ],
     also: Also = None,
     overwrite: Overwrite = False,
@@ -36,10 +38,10 @@ def cp(
 
     Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
 
-    SRC may be s3://, hf:// or https://. --jobs is the number of pieces of 16 MiB in memory, by default 8. On S3,
-    --overwrite first removes the old checkpoint: until the copy is whole there is none. Exit codes: 0 done; 2 usage;
-    3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or another upload is under
-    way; 130 interrupted.
+    SRC may be s3://, gs://, az://, hf:// or https://. --jobs is the number of pieces of 16 MiB in memory, by default
+    8. In a store, --overwrite first removes the old checkpoint: until the copy is whole there is none. Exit codes: 0
+    done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or another
+    upload is under way; 130 interrupted.
     """
     from ckptkit.ops.cp import cp as run
 

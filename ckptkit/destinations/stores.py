@@ -16,6 +16,8 @@ from ckptkit.errors import CkptError, Occupied, Usage
 from ckptkit.files.path import RemotePath, is_url, parse_url
 
 DESTINATIONS = {  # by the scheme of a URL
+    "az": "ckptkit.destinations.objects:ObjectDestination",
+    "gs": "ckptkit.destinations.objects:ObjectDestination",
     "s3": "ckptkit.destinations.s3:S3Destination",
 }
 
@@ -35,6 +37,9 @@ class StorePieces:
         """Send a piece."""
         if piece.count > 1 or piece.name not in self.marks:
             self.there.put(piece, data, crc)
+
+    def stop(self, error: BaseException) -> None:
+        self.there.stop(error)
 
 
 def to_destination(place: str | os.PathLike[str]) -> Path:
@@ -77,14 +82,16 @@ def scheme_of(path: RemotePath) -> str:
 
 
 @contextmanager
-def keeping(dst: RemotePath) -> Iterator[None]:
-    """Say of an error inside the block that the store keeps what was sent."""
-    words = f"the store keeps what was sent to {dst}: the same command goes on with it"
+def keeping(there: Destination) -> Iterator[None]:
+    """Say of an error inside the block, which ends an upload, that the store keeps what was sent."""
+    words = f"the store keeps what was sent to {there.path}: the same command goes on with it"
     try:
         yield
     except CkptError as error:
+        there.stop(error)
         error.hint = f"{error.hint}; {words}" if error.hint else words
         raise
     except BaseException as error:
+        there.stop(error)
         error.add_note(words)
         raise

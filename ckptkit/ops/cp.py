@@ -1,4 +1,4 @@
-"""Copy a checkpoint as it is, to a local directory or to S3, and compare every checksum that it has on the way."""
+"""Copy a checkpoint as it is, to a local directory or to a store, and compare every checksum that it has on the way."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def cp(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> CopiedFiles:
-    """Copy the files of a checkpoint, as they are, to the local directory or the URL `s3://bucket/prefix` at `dst`.
+    """Copy the files of a checkpoint, as they are, to the local directory or the URL of a prefix in a store at `dst`.
 
     Of a run, its latest complete checkpoint. A checkpoint that is one file is copied to the file or key `dst`. The
     copy appears whole or not at all, and the same call continues an interrupted one. Raises `Corrupt` if a file is
@@ -304,7 +304,7 @@ def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite:
     sizes, marks = contents.sizes, contents.marks
     there = open_destination(dst, sizes, marks, plan=name_upload(contents), is_file=contents.is_file)
     there.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes))
-    with keeping(dst):
+    with keeping(there):
         found = send(StorePieces(there, marks)).files
         for name in (*(name for name in sizes if name not in marks), *marks):
             if is_large(sizes[name]) or name not in marks:

@@ -24,11 +24,11 @@ _LOCAL_FORMAT = "hf"
 class Writer(StorageWriter):
     """A writer of a state to `path`, where it appears when all ranks are done, whole or not at all.
 
-    `path` is a local directory or `s3://bucket/prefix`. `format` is one that ckptkit writes: by default "hf" in a local
-    directory and "dcp" in a store, which takes no other. Entries that are no tensors lie in the files of "dcp" and
-    "pt". With "hf" the weights have the names that the model itself gives them, without the key that it has in the
-    state (`model`); all else lies in a DCP directory `training` beside the weights. A state of several models without
-    entries of other kinds keeps its names. `files` are small ones to put beside the weights (config.json, a
+    `path` is a local directory or the URL of a prefix in a store. `format` is one that ckptkit writes: by default "hf"
+    in a local directory and "dcp" in a store, which takes no other. Entries that are no tensors lie in the files of
+    "dcp" and "pt". With "hf" the weights have the names that the model itself gives them, without the key that it has
+    in the state (`model`); all else lies in a DCP directory `training` beside the weights. A state of several models
+    without entries of other kinds keeps its names. `files` are small ones to put beside the weights (config.json, a
     tokenizer's), and `max_shard_size` is in bytes.
     `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
     without `sync` a local checkpoint may not outlive a power cut. A save that failed may leave a hidden directory,

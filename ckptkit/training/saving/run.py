@@ -42,7 +42,7 @@ from ckptkit.training.saving.state import Training
 class Run:
     """A training directory with its checkpoints, to save to and to load from, by all ranks alike.
 
-    `root` is local, or `s3://bucket/prefix`, to which only one training saves at a time: a save there replaces what a
+    `root` is local, or a prefix in a store, to which only one training saves at a time: a save there replaces what a
     save of the same step left that died, and takes only "sharded" and "adapter".
 
     `state_dict` is "sharded", a directory of DCP's; "full", one file of torch.save; "hf", a Hugging Face model with the
