@@ -114,7 +114,7 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
         there = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
         check = partial(marks_in, conversion.output, conversion.file_sizes)
         there.claim(overwrite=conversion.options.overwrite, check=check)
-        with keeping(conversion.output):
+        with keeping(there):
             yield OutputUpload(conversion, Path(room), plans, there, marks)
     conversion.output.store.forget()
 
@@ -185,7 +185,7 @@ class OutputUpload:
                 if place in own:
                     own[place].crc_at.append(at)
             gaps |= {(str(Path(draft.place, name)), offset): gap for (name, offset), gap in own.items()}
-        return Assembly(self.room, self.sizes, gaps, self.put, only)
+        return Assembly(self.room, self.sizes, gaps, self, only)
 
     def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
         """Send a piece, or hold it if it is the whole of a mark."""
@@ -193,6 +193,9 @@ class OutputUpload:
             self.held[piece.name] = data
         else:
             self.there.put(piece, data, crc)
+
+    def stop(self, error: BaseException) -> None:
+        self.there.stop(error)
 
     def copy(self, assembly: Assembly, share: Share) -> list[Ledger]:
         """Copy a share of each plan into the pieces."""

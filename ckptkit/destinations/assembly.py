@@ -1,23 +1,24 @@
 """Put files together piece by piece. What is known of them lies in a directory; the data comes in blocks, in any order.
 
-A piece goes to its sink as soon as its last byte is there, and is held no longer. Blocks that come nearly in order keep
-few pieces open. The CRC-32 of data, which some formats record behind it, is filled in when the data is whole.
+A piece goes to its taker as soon as its last byte is there, and is held no longer. Blocks that come nearly in order
+keep few pieces open. Pieces that need no data go right before the next piece that does, so no taker waits for them. The
+CRC-32 of data, which some formats record behind it, is filled in when the data is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from types import TracebackType
 
-from ckptkit.destinations.pieces import FilePiece, cut_file, piece_bytes
+from ckptkit.destinations.pieces import FilePiece, PieceTaker, cut_file, piece_bytes
 from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import open_file
 
-Put = Callable[[FilePiece, bytearray, int], None]
 PieceKey = tuple[str, int]  # a file's name and a piece's number
 
 
@@ -30,7 +31,7 @@ class Gap:
 
 
 class Assembly:
-    """Files of these `sizes` in bytes, of which directory `room` has all but the gaps; `put` gets each whole piece.
+    """Files of these `sizes` in bytes, of which directory `room` has all but the gaps; `taker` gets each whole piece.
 
     `gaps` are given by a file's name and an offset. With `only` pieces other than these are left to other processes.
     Several threads may write at the same time. `sent` are the pieces that were put.
@@ -41,14 +42,14 @@ class Assembly:
         room: Path,
         sizes: Mapping[str, int],
         gaps: Mapping[tuple[str, int], Gap],
-        put: Put,
+        taker: PieceTaker,
         only: Iterable[PieceKey] | None = None,
     ) -> None:
         self.sent: set[PieceKey] = set()
         self._room = room
         self._sizes = sizes
         self._gaps = dict(gaps)
-        self._put = put
+        self._taker = taker
         self._only = None if only is None else set(only)
         self._data: dict[PieceKey, bytearray] = {}
         self._sums: Checksums[tuple[str, int]] = Checksums()
@@ -74,6 +75,8 @@ class Assembly:
                 self._missing[piece.key] -= high - low
                 is_whole = not self._missing[piece.key]
             if is_whole:
+                for known in self._known_before(piece):
+                    self._send(known)
                 self._send(piece)
 
     def note(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
@@ -94,10 +97,14 @@ class Assembly:
             self.write(name, memoryview(crc.to_bytes(4, "little")), at)
 
     def send_rest(self) -> None:
-        """Put the pieces that nothing was missing of."""
+        """Put the pieces that needed no data and have none behind them that did."""
         for piece in self._pieces():
             if self.is_ours(piece) and piece.key not in self.sent and not self._missing.get(piece.key):
                 self._send(piece)
+
+    def stop(self, error: BaseException) -> None:
+        """End the waiting of all threads, after an error of one."""
+        self._taker.stop(error)
 
     def require_all(self) -> None:
         """Raise `Corrupt` unless all pieces have been put."""
@@ -106,6 +113,16 @@ class Assembly:
             piece = missing[0]
             message = f"{self._missing[piece.key]} bytes of piece {piece.number} of {piece.count} were not written"
             raise Corrupt(message, path=self._room / piece.name, offset=piece.start)
+
+    def _known_before(self, piece: FilePiece) -> list[FilePiece]:
+        """Return our pieces between this one and the last one before it that needs data."""
+        found: list[FilePiece] = []
+        for number in range(piece.number - 1, 0, -1):
+            if (piece.name, number) in self._missing:
+                break
+            start = (number - 1) * piece_bytes(self._sizes[piece.name])
+            found.append(FilePiece(piece.name, number, piece.count, start, piece_bytes(self._sizes[piece.name])))
+        return [known for known in reversed(found) if self.is_ours(known)]
 
     def is_ours(self, piece: FilePiece) -> bool:
         return self._only is None or piece.key in self._only
@@ -122,7 +139,9 @@ class Assembly:
         for number in range(offset // length, -(-(offset + nbytes) // length)):
             start = number * length
             piece = FilePiece(name, number + 1, count, start, min(length, size - start))
-            yield piece, max(offset, start), min(offset + nbytes, start + piece.length)
+            low, high = max(offset, start), min(offset + nbytes, start + piece.length)
+            if low < high:
+                yield piece, low, high
 
     def _open(self, piece: FilePiece) -> bytearray:
         """Return the bytes of a piece as far as they are there."""
@@ -147,7 +166,7 @@ class Assembly:
             self.sent.add(piece.key)
         if data is None:
             data = self._read(piece)
-        self._put(piece, data, crc32(data))
+        self._taker.put(piece, data, crc32(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +192,12 @@ class AssembledFiles:
     def name(self, name: str) -> str:
         return f"{self.place}/{name}" if self.place else name
 
-    def close(self) -> None:
-        """Do nothing: the pieces that are open are those of all threads."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keep open what is open: it is that of all threads, which an error ends."""
+        if error is not None:
+            self.assembly.stop(error)
 
 
 @dataclass(frozen=True, slots=True)

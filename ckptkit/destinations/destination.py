@@ -22,7 +22,8 @@ class Destination(Protocol):
     It is made with the `sizes` in bytes of its large files and others that are known, by name; with the names of its
     `marks`, which come last and in this order, since no reader takes the rest for a checkpoint without them; and with a
     `plan`: text that is the same for uploads of the same files only. If `is_file`, the one file becomes the object at
-    `path` itself. Several threads may put pieces at the same time. `sent_bytes` counts what this process sent.
+    `path` itself. Several threads may put pieces at the same time, and begin those of a file in order.
+    `sent_bytes` counts what this process sent.
     """
 
     path: RemotePath
@@ -43,7 +44,13 @@ class Destination(Protocol):
         """
 
     def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
-        """Send a piece of a file, whose CRC-32 is `crc`, unless the store has it. It may keep `data`."""
+        """Send a piece of a file, whose CRC-32 is `crc`, unless the store has it.
+
+        It may keep `data`, and wait for the pieces before it where a store takes a file from start to end.
+        """
+
+    def stop(self, error: BaseException) -> None:
+        """End what is under way, since no more is put. Raises the error to the threads that wait in `put`."""
 
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file that is no mark, unless the store has it."""

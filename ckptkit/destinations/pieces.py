@@ -35,14 +35,24 @@ class FilePiece:
         return self.name, self.number
 
 
-class PieceSink(Protocol):
-    """Where pieces of files go, in any order and from several threads."""
+class PieceTaker(Protocol):
+    """Where pieces of files go, in any order and from several threads.
+
+    A taker may want the pieces of a file in order. So threads begin them in order, one after the other.
+    """
+
+    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+        """Write a piece, whose CRC-32 is `crc`. It may wait for the pieces before it, and keep `data`."""
+
+    def stop(self, error: BaseException) -> None:
+        """Raise an error, with which a thread ended, to those that wait in `put`."""
+
+
+class PieceSink(PieceTaker, Protocol):
+    """Where pieces of files go that may be there already."""
 
     def recall(self, piece: FilePiece, data: bytearray) -> bool:
         """Fill `data` with a piece that is there already, if one is. Returns whether it is."""
-
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
-        """Write a piece, whose CRC-32 is `crc`."""
 
 
 @dataclass(slots=True)
@@ -83,6 +93,9 @@ class LocalPieces:
             file.write_at(memoryview(data), piece.start)
         with self._lock, translate_os_errors(self.journal), self.journal.open("a") as journal:
             journal.write(json.dumps([piece.name, piece.number, crc]) + "\n")
+
+    def stop(self, error: BaseException) -> None:
+        """Do nothing: no piece waits for another."""
 
 
 def is_large(nbytes: int) -> bool:

@@ -108,6 +108,9 @@ class S3Destination:
         else:
             self.put_small(piece.name, data, crc)
 
+    def stop(self, error: BaseException) -> None:
+        """Do nothing: no part waits for another, and the store keeps all of them."""
+
     def put_part(self, piece: FilePiece, data: bytearray, crc: int) -> None:
         """Send a part of a large file, unless the store has it."""
         if piece.name in self.whole:

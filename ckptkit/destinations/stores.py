@@ -36,6 +36,9 @@ class StorePieces:
         if piece.count > 1 or piece.name not in self.marks:
             self.there.put(piece, data, crc)
 
+    def stop(self, error: BaseException) -> None:
+        self.there.stop(error)
+
 
 def to_destination(place: str | os.PathLike[str]) -> Path:
     """Return the path that a user means by `place`, to be written to: a local one, or one in a store.
@@ -77,14 +80,16 @@ def scheme_of(path: RemotePath) -> str:
 
 
 @contextmanager
-def keeping(dst: RemotePath) -> Iterator[None]:
-    """Say of an error inside the block that the store keeps what was sent."""
-    words = f"the store keeps what was sent to {dst}: the same command goes on with it"
+def keeping(there: Destination) -> Iterator[None]:
+    """Say of an error inside the block, which ends an upload, that the store keeps what was sent."""
+    words = f"the store keeps what was sent to {there.path}: the same command goes on with it"
     try:
         yield
     except CkptError as error:
+        there.stop(error)
         error.hint = f"{error.hint}; {words}" if error.hint else words
         raise
     except BaseException as error:
+        there.stop(error)
         error.add_note(words)
         raise

@@ -70,7 +70,9 @@ class FileStream:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            if error is None:
+            if error is not None:
+                self._there.stop(error)
+            else:
                 if self._filled < self._piece.length:
                     raise ValueError(f"{self._name}: fewer bytes than were planned")
                 while self._sending:

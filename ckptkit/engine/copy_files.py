@@ -66,7 +66,11 @@ def copy_files(
                     with lock:
                         progress(piece.length)
 
-            yield step
+            try:
+                yield step
+            except BaseException as error:
+                sink.stop(error)
+                raise
 
     work((piece for name, size in sizes.items() for piece in cut_file(name, size)), copying, jobs or JOBS)
     found = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from ckptkit.engine.blocks import Block, blocks
@@ -38,8 +39,10 @@ class WritableFiles(Protocol):
     def __getitem__(self, name: str) -> WritableFile:
         """Return a file."""
 
-    def close(self) -> None:
-        """Close what is open."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        """Close what is open. A thread has ended, maybe with an error."""
 
 
 class Worker:
@@ -55,9 +58,11 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with ExitStack() as closing:
-            closing.callback(self.files.close)
+            closing.callback(self.files.__exit__, kind, error, trace)
             for source in self.sources:
                 closing.callback(source.close)
 

@@ -303,7 +303,7 @@ def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite:
     sizes, marks = contents.sizes, contents.marks
     there = open_destination(dst, sizes, marks, plan=name_upload(contents), is_file=contents.is_file)
     there.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes))
-    with keeping(dst):
+    with keeping(there):
         found = send(StorePieces(there, marks)).files
         for name in (*(name for name in sizes if name not in marks), *marks):
             if is_large(sizes[name]) or name not in marks:
