@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.destinations.stores import to_destination
@@ -19,8 +20,9 @@ def cp(
     src: Source,
     dst: Annotated[
         Path,
-        typer.Argument(parser=to_destination, metavar="DST", help="The directory to make, or s3://bucket/prefix."),
+        typer.Argument(parser=to_destination, metavar="DST", help="The directory to make, or its URL."),
     ],
+    yes: Yes = False,
     overwrite: Overwrite = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
@@ -42,7 +44,8 @@ def cp(
     from ckptkit.ops.cp import cp as run
 
     with progress_bar("copying") as progress:
-        done = run(src, dst, overwrite=overwrite, jobs=jobs, sync=not no_sync, progress=progress)
+        options = {"overwrite": overwrite, "sync": not no_sync, **withhold(dst, yes=yes)}
+        done = noted(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
     if json:
         print_json(to_json(done))
     else:

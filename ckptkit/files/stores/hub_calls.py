@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import ERROR
@@ -210,7 +210,7 @@ def describe_paths(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile
     return {file.path: StoredFile(file.size, file.xet_hash) for file in found}
 
 
-def change_bucket(bucket_id: str, lines: list[Line]) -> None:
+def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
     """Add and delete files of a bucket; a file is changed or not, and some may be. Raises `IOFailure` if not all are.
 
     https://huggingface.co/docs/hub/storage-buckets
