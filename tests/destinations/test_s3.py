@@ -109,7 +109,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def nothing_there(*, keeps_others: bool = False) -> tuple[str, ...]:  # noqa: ARG001
+def nothing_there(*, keeps_others: bool = False) -> tuple[str, ...]:
     """What a place may be asked to delete first: no file."""
     return ()
 
