@@ -83,10 +83,10 @@ class Repository:
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with the next `times` requests whose "METHOD path" `where` matches.
+    """What goes wrong with the next `times` requests whose "METHOD path" `where` matches, once `skip` have passed.
 
     With a `status` that is the answer; else, once `after` bytes of the body have gone either way: "drop" the
-    connection, "stall" until it may `go` on, or "flip" a bit of what follows.
+    connection, "stall" until it may `go` on, or "flip" a bit of what follows. "mute" does all but answer.
     """
 
     where: str
@@ -94,6 +94,8 @@ class Fault:
     after: int = 0
     status: int = 0
     times: int = 1
+    skip: int = 0
+    message: str = "as it was told to"
     reached: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
 
@@ -198,6 +200,9 @@ class Hub:
         with self.lock:
             for fault in self.faults:
                 if fault.times and re.search(fault.where, request):
+                    if fault.skip:
+                        fault.skip -= 1
+                        continue
                     fault.times -= 1
                     return fault
         return None
@@ -308,7 +313,7 @@ class Handler(BaseHTTPRequestHandler):
             self.fault = self.hub.next_fault(request)
             if self.fault and self.fault.status:
                 self.body()
-                raise Refused(self.fault.status, "as it was told to")
+                raise Refused(self.fault.status, self.fault.message)
             for method, pattern, answer in CDN if self.is_cdn else ROUTES:
                 found = re.fullmatch(pattern, url.path)
                 if found and self.command in method.split():
@@ -357,7 +362,7 @@ class Handler(BaseHTTPRequestHandler):
     def meet_fault(self, block: bytes, passed: int) -> bytes:
         """A block after the fault of this request, if it is where that comes."""
         fault = self.fault
-        if fault is None or not passed <= fault.after < passed + len(block):
+        if fault is None or fault.kind == "mute" or not passed <= fault.after < passed + len(block):
             return block
         fault.reached.set()
         if fault.kind == "stall":
@@ -419,6 +424,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def begin(self, status: int, headers: Mapping[str, str], length: int) -> None:
         """Everything before the body."""
+        if self.fault and self.fault.kind == "mute":
+            raise Dropped
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(length)}.items():
             self.send_header(name, value)

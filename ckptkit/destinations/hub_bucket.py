@@ -18,7 +18,7 @@ from typing import Any
 from ckptkit.destinations.destination import CLAIM, Check
 from ckptkit.destinations.hub_places import bucket_of, refuse_several
 from ckptkit.destinations.pieces import FilePiece, is_large
-from ckptkit.destinations.xet import SentFile, XetFiles
+from ckptkit.destinations.xet import SentFile, XetFiles, find_session
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.file import read_small
 from ckptkit.files.path import RemotePath
@@ -63,6 +63,7 @@ class HubBucketDestination:
         """Take the folder for this upload; see `Destination`."""
         with silent():
             require_token()
+            find_session()
             if is_private_bucket(self._id) is None:
                 create_bucket(self._id)
             there = self._list()

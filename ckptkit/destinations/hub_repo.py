@@ -17,7 +17,7 @@ from threading import Lock
 from ckptkit.destinations.destination import Check
 from ckptkit.destinations.hub_places import Prospect, look_at, refuse_several
 from ckptkit.destinations.pieces import FilePiece, is_large
-from ckptkit.destinations.xet import SentFile, XetFiles
+from ckptkit.destinations.xet import SentFile, XetFiles, find_session
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
 from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.hub_calls import (
@@ -76,6 +76,7 @@ class HubRepoDestination:
         """Look at the repository, which is made if it is missing; see `Destination`."""
         with silent():
             require_token()
+            find_session()
             found = look_at(self.path)
             if self.is_file and not self.path.key:
                 hint = f"name a file in the repository, like {self.path}/model.pt"

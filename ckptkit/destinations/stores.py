@@ -80,6 +80,7 @@ def require_shared(path: RemotePath) -> None:
 
 def check_absent(dst: RemotePath) -> None:
     """Raise `Occupied` if something is at a destination in a store. Where an upload began the claim decides."""
+    dst.store.forget()
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
     with suppress(NotACheckpoint):  # there is no such bucket yet
         if dst.exists() and not any(claim.exists() for claim in claims):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
+from huggingface_hub import constants
+
 from ckptkit.destinations.pieces import FilePiece
 from ckptkit.destinations.turns import Turns
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
@@ -60,13 +62,13 @@ class XetFiles:
     access: XetAccess
     sent: dict[str, SentFile] = field(default_factory=dict)
     sent_bytes: int = 0
-    _session: Any = None
+    _session: Any = field(init=False)
     _open: dict[str, OpenUpload] = field(default_factory=dict)
     _turns: Turns = field(init=False)
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._session = open_session()
+        self._session = find_session()()
         self._turns = Turns(self._write)
 
     def put(self, piece: FilePiece, data: bytearray) -> None:
@@ -148,11 +150,9 @@ class XetFiles:
             raise IOFailure(message, path=self.path / name, hint=AGAIN) from error
 
 
-def open_session() -> Any:
-    """Return a session of hf_xet. Raises `Unsupported` if there is none, or it is turned off."""
-    from huggingface_hub import constants
-
-    if getattr(constants, "HF_HUB_DISABLE_XET", False):
+def find_session() -> Any:
+    """Return the class of a session of hf_xet. Raises `Unsupported` if there is none, or it is turned off."""
+    if constants.HF_HUB_DISABLE_XET:
         message = "ckptkit writes to the Hub through hf_xet, which HF_HUB_DISABLE_XET turns off"
         raise Unsupported(message, hint="unset HF_HUB_DISABLE_XET")
     try:
@@ -160,4 +160,4 @@ def open_session() -> Any:
     except ImportError as error:
         message = "ckptkit writes to the Hub through hf_xet, which is missing or too old"
         raise Unsupported(message, hint=_ADVICE) from error
-    return XetSession()
+    return XetSession

@@ -83,7 +83,7 @@ class CopiedFiles(Summarized):
         unchecked = f"; {format_bytes(self.unchecked_bytes)} without a checksum" if self.unchecked_bytes else ""
         yield f"{format_bytes(self.checked_bytes)} compared with a checksum of the source{unchecked}"
         before = self.nbytes - self.sent_bytes
-        yield from [f"{format_bytes(before)} were there from an earlier attempt"] if before else []
+        yield from [f"{format_bytes(before)} were there already"] if before else []
 
 
 @dataclass(frozen=True, slots=True)
