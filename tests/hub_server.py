@@ -86,7 +86,8 @@ class Fault:
     """What goes wrong with the next `times` requests whose "METHOD path" `where` matches, once `skip` have passed.
 
     With a `status` that is the answer; else, once `after` bytes of the body have gone either way: "drop" the
-    connection, "stall" until it may `go` on, or "flip" a bit of what follows. "mute" does all but answer.
+    connection, "stall" until it may `go` on, or "drop" if that is its kind by then, or "flip" a bit of what follows.
+    "mute" does all but answer.
     """
 
     where: str
@@ -367,7 +368,8 @@ class Handler(BaseHTTPRequestHandler):
         fault.reached.set()
         if fault.kind == "stall":
             fault.go.wait()
-            return block
+            if fault.kind == "stall":
+                return block
         if fault.kind == "drop":
             raise Dropped
         at = fault.after - passed

@@ -51,8 +51,8 @@ class HubBucketDestination:
     marks: Sequence[str]
     plan: str
     is_file: bool = False
-    _files: XetFiles = field(init=False)
-    _claim: SentFile = field(init=False)
+    _files: XetFiles = field(init=False, repr=False)
+    _claim: SentFile = field(init=False, repr=False)
     _shown: set[str] = field(default_factory=set)
 
     @property

@@ -60,8 +60,8 @@ class HubRepoDestination:
     plan: str
     is_file: bool = False
     made: str = ""
-    _repository: Prospect = field(init=False)
-    _files: XetFiles = field(init=False)
+    _repository: Prospect = field(init=False, repr=False)
+    _files: XetFiles = field(init=False, repr=False)
     _inline: dict[str, bytes] = field(default_factory=dict)
     _replaced: frozenset[str] = frozenset()  # the files of the checkpoint that was there
     _overwrite: bool = False

@@ -211,6 +211,7 @@ def test_an_end_before_the_commit_shows_nothing(end: signal.Signals, hub: Hub, s
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert not in_repo(hub)
+    fault.kind = "drop"
     fault.go.set()
     done = ckptkit.cp(source, "hf://org/name")
     assert in_repo(hub) == bytes_in(source)
