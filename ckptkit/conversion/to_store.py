@@ -27,7 +27,7 @@ from ckptkit.destinations.allocation import create_file, make_folder
 from ckptkit.destinations.assembly import AssembledFiles, Assembly, Gap, PieceKey
 from ckptkit.destinations.destination import Destination
 from ckptkit.destinations.pieces import FilePiece, cut_file, is_large
-from ckptkit.destinations.stores import keeping, open_destination, require_shared
+from ckptkit.destinations.stores import keeping, open_destination
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.copy import check_complete, copy, copy_unit
 from ckptkit.engine.copy_files import JOBS
@@ -105,8 +105,6 @@ def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: in
 def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
     """Prepare the files in a temporary directory, and claim the destination for what `count` processes make."""
     assert isinstance(conversion.output, RemotePath)
-    if count > 1:
-        require_shared(conversion.output)
     refuse_repeats(conversion)
     with TemporaryDirectory(prefix="ckptkit-") as room:
         plans = [without_copies(plan) for plan in create(conversion, Path(room), is_sparse=True)]
@@ -114,6 +112,8 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
         sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
         plan = blake2b(conversion.key(count), digest_size=16).hexdigest()
         there = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
+        if count > 1:
+            there.notes()  # refuses before anything is claimed
         check = partial(marks_in, conversion.output, conversion.file_sizes)
         there.claim(overwrite=conversion.options.overwrite, check=check)
         with keeping(there):

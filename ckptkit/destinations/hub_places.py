@@ -50,9 +50,10 @@ def look_at(path: RemotePath) -> Prospect:
 
 
 def refuse_several(path: RemotePath) -> Unsupported:
-    """Return the error for several processes that are to make one commit."""
-    hint = "leave --part and torchrun out, or write the parts to a local directory or s3://, then `ckptkit cp` it here"
-    return Unsupported("only one process can write to the Hub: the output is one commit", path=path, hint=hint)
+    """Return the error for several processes that are to write to one place of the Hub."""
+    message = "several processes cannot write to hf:// together"
+    hint = "leave --part and torchrun out; or write to a local directory or to s3://, then `ckptkit cp` it there"
+    return Unsupported(message, path=path, hint=hint)
 
 
 def describe_place(path: RemotePath) -> str:

@@ -20,7 +20,6 @@ DESTINATIONS = {  # by the scheme of a URL, or its beginning
     "hf": "ckptkit.destinations.hub_repo:HubRepoDestination",
     "hf://buckets": "ckptkit.destinations.hub_bucket:HubBucketDestination",
 }
-SHARED = ("s3",)  # those that several processes can write to together
 REPOSITORY = "hf"  # the one whose places have a history: a whole repository is a place too
 
 
@@ -71,10 +70,10 @@ def open_destination(
 
 
 def require_shared(path: RemotePath) -> None:
-    """Raise `Unsupported` if only one process can write to the store of a path."""
-    if kind_of(path) not in SHARED:
-        message = f"several processes cannot write to {scheme_of(path)}:// together"
-        hint = f"write to a local directory or to {SHARED[0]}://, then `ckptkit cp` it there"
+    """Raise `Unsupported` if only one process can write to a place, whose files become visible at once."""
+    if is_on_hub(path):
+        message = "several processes cannot write to hf:// together"
+        hint = "write to a local directory or to s3://, then `ckptkit cp` it there"
         raise Unsupported(message, path=path, hint=hint)
 
 
