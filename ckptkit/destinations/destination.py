@@ -48,8 +48,8 @@ class Destination(Protocol):
     def join(self) -> None:
         """Take part in an upload of the same plan that another process has claimed; `sizes` may be of our files only.
 
-        Waits for the other to begin it. Raises `Occupied` if there is no such upload, `Unsupported` if the store lets
-        only one process write.
+        Each file is sent by one process. Waits for the other to begin. Raises `Occupied` if there is no such upload,
+        `Unsupported` if the store lets only one process write.
         """
 
     def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
@@ -73,11 +73,14 @@ class Destination(Protocol):
     def note(self, name: str, data: bytes) -> None:
         """Keep a note for other processes of the same upload, until it is committed.
 
-        Raises `Unsupported` if the store lets only one process write.
+        Raises `Unsupported` if no file can be made by several processes.
         """
 
     def notes(self) -> Mapping[str, bytes]:
-        """Return the notes of all processes, by name."""
+        """Return the notes of all processes, by name; none before the place is claimed.
+
+        Raises `Unsupported` if no file can be made by several processes.
+        """
 
     def commit(self) -> None:
         """End the upload: everything is visible, and the place is no longer held."""

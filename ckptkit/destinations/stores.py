@@ -16,6 +16,8 @@ from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Unsupported, Usa
 from ckptkit.files.path import RemotePath, is_url, parse_url
 
 DESTINATIONS = {  # by the scheme of a URL, or its beginning
+    "az": "ckptkit.destinations.objects:ObjectDestination",
+    "gs": "ckptkit.destinations.objects:ObjectDestination",
     "s3": "ckptkit.destinations.s3:S3Destination",
     "hf": "ckptkit.destinations.hub_repo:HubRepoDestination",
     "hf://buckets": "ckptkit.destinations.hub_bucket:HubBucketDestination",

@@ -21,10 +21,13 @@ from ckptkit.errors import CkptError, IOFailure
 T = TypeVar("T")
 Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
 
-# the scheme of a URL, or its beginning, and the class for its store, imported when first needed; fsspec knows others
+# the scheme of a URL, or its beginning, and what makes its store of the URL, imported when first needed; fsspec knows
+# all others
 STORES = {
     "hf": "ckptkit.files.stores.hub:HubStore",
     "hf://buckets": "ckptkit.files.stores.hub_bucket:HubBucketStore",
+    "az": "ckptkit.files.stores.objects:open_objects",
+    "gs": "ckptkit.files.stores.objects:open_objects",
     "s3": "ckptkit.files.stores.s3:S3Store",
     "s3a": "ckptkit.files.stores.s3:S3Store",
 }

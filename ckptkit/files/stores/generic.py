@@ -14,7 +14,12 @@ from typing import Any
 from ckptkit.errors import IOFailure, Usage
 from ckptkit.files.stores import Read, StoreEntry, patiently
 
-_EXTRAS = {"s3": "ckptkit-fsdp[s3]", "s3a": "ckptkit-fsdp[s3]"}
+_EXTRAS = {
+    "s3": "ckptkit-fsdp[s3]",
+    "s3a": "ckptkit-fsdp[s3]",
+    "gs": "ckptkit-fsdp[gs]",
+    "az": "ckptkit-fsdp[az]",
+}
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "generation", "checksum", "sha256", "oid")
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created", "modified")
 _ONE_BY_ONE = threading.Lock()  # of libraries that are not asynchronous few are safe in threads

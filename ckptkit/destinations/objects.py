@@ -1,0 +1,325 @@
+"""Write a directory of files, or one file, to Google Cloud Storage or Azure: it appears whole or not at all.
+
+The claim is an object that only one upload can create; each process that goes on with an upload makes the claim its
+own. A large file is one stream, which the store shows when all of it is there. These stores compare no checksum that
+obstore could send, so ckptkit compares the sizes. A note beside the claim tells a later attempt which large files are
+whole.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from threading import Lock
+from typing import TYPE_CHECKING, NoReturn
+from uuid import uuid4
+
+from ckptkit.destinations.destination import CLAIM, NOTES, Check
+from ckptkit.destinations.pieces import FilePiece, is_large, piece_bytes
+from ckptkit.destinations.turns import Turns
+from ckptkit.errors import IOFailure, Occupied, Unsupported
+from ckptkit.files.crc32 import combine, crc32
+from ckptkit.files.path import RemotePath, at_once
+from ckptkit.files.stores.object_calls import ObjectBucket, ObjectStream
+from ckptkit.version import __version__
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectClaim:
+    """The claim of an upload as the store has it. `owner` is the process that began it, or went on with it last."""
+
+    plan: str
+    owner: str
+    started: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class SentFile:
+    """A large file that the store has whole, and the ETag under which it has it."""
+
+    nbytes: int
+    crc32: int
+    tag: str
+
+
+@dataclass(slots=True)
+class ObjectDestination:
+    """A prefix of a bucket or container, or a single key: a `Destination`.
+
+    After `claim`, `resumed` says whether an earlier upload of the same files goes on; `whole` has the large files that
+    are complete.
+    """
+
+    path: RemotePath
+    sizes: Mapping[str, int]
+    marks: Sequence[str]
+    plan: str
+    is_file: bool = False
+    resumed: bool = False
+    sent_bytes: int = 0
+    whole: dict[str, SentFile] = field(default_factory=dict)
+    _bucket: ObjectBucket = field(init=False)
+    _turns: Turns = field(init=False)
+    _owner: str = field(default_factory=lambda: uuid4().hex)
+    _streams: dict[str, ObjectStream] = field(default_factory=dict)
+    _sums: dict[str, int] = field(default_factory=dict)  # the CRC-32 of what was written to each stream
+    _sent: dict[str, int] = field(default_factory=dict)  # the files that the store has to have in the end, by size
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self._bucket = ObjectBucket(RemotePath(*self.path.parts[:2]))
+        self._turns = Turns(self._write)
+
+    def claim(self, *, overwrite: bool, check: Check) -> None:
+        """Take the prefix for this upload; see `Destination`."""
+        begun = self._read_claim()
+        if begun is None:
+            self._begin(overwrite=overwrite, check=check)
+        elif begun[0].plan == self.plan:
+            self._resume(*begun)
+        elif overwrite:
+            self._release()
+            self._begin(overwrite=True, check=lambda: ())
+        else:
+            message = f"another upload is under way since {begun[0].started}, from {begun[0].host}"
+            raise Occupied(message, path=self.path, hint="wait for it, or abandon it with --overwrite")
+
+    def join(self) -> None:
+        """Take part, with whole files, in an upload that another process has claimed; see `Destination`."""
+        begun = self._read_claim()
+        if begun is None or begun[0].plan != self.plan:
+            hint = "start the process that claims it first, with the same sources and options"
+            raise Occupied("no upload of these files is under way", path=self.path, hint=hint)
+        self._owner = begun[0].owner
+
+    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+        """Send a piece of a file when those before it are sent; a small file at once."""
+        if piece.count == 1:
+            self.put_small(piece.name, data, crc)
+        elif piece.name not in self.whole:
+            self._turns.put(piece, data)
+
+    def stop(self, error: BaseException) -> None:
+        """Give up the files that are not complete."""
+        self._turns.stop(error)
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.stop(error)
+
+    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002 - nobody compares it
+        """Send a whole file."""
+        self._bucket.put(self._key(name), data)
+        self._count(name, len(data), len(data))
+
+    def complete(self, name: str, crc: int) -> None:
+        """Show a large file that is a mark, unless one is there; compare the CRC-32 of what was sent of any."""
+        if not is_large(self.sizes[name]):
+            return
+        if name in self._streams:
+            self._require_sizes()
+            if self._bucket.head(self._key(name)) is not None:
+                raise self._taken(name)
+            self._finish(name)
+            self._require_size(name)
+        sent = self.whole[name]
+        if sent.crc32 != crc:
+            self._bucket.delete([self._note_key(name)])
+            message = f"the file that was sent before differs: expected CRC-32 {crc:08x}, found {sent.crc32:08x}"
+            raise IOFailure(message, path=self.path / name, hint="run the same command again: it sends this file again")
+
+    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002 - nobody compares it
+        """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
+        self._require_sizes()
+        self._require_claim()
+        key = self._key(name)
+        if self._bucket.create(key, data) is not None:
+            self._count(name, len(data), len(data))
+        elif (found := self._bucket.read(key)) is None or found[0] != data:
+            raise self._taken(name)
+
+    def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
+        """Raise `Unsupported`: no file can be made by several processes."""
+        message = "several processes cannot write a file together here: the store takes a file from start to end"
+        hint = "leave out --part, or write the parts to a local directory and copy that with `ckptkit cp`"
+        raise Unsupported(message, path=self.path, hint=hint)
+
+    def notes(self) -> NoReturn:
+        """Raise `Unsupported`; see `note`."""
+        self.note("", b"")
+
+    def commit(self) -> None:
+        """Delete the notes and the claim, if it is still ours: the upload is done."""
+        self._require_claim()
+        self._release()
+
+    def remarks(self) -> list[str]:
+        """Return what the store does not do."""
+        words = "obstore sends this store no checksums: ckptkit compared the sizes of the files; `ckptkit verify` reads"
+        return [f"{words} them back"]
+
+    def _begin(self, *, overwrite: bool, check: Check) -> None:
+        there = self._list()
+        if there and not overwrite:
+            hint = "choose another, or replace it with --overwrite"
+            raise Occupied("the destination exists", path=self.path, hint=hint)
+        first = list(check()) if there else []
+        if self._bucket.create(self._claim_key, self._make_claim(now())) is None:
+            begun = self._read_claim()
+            if begun is None or begun[0].owner != self._owner:  # else the answer to a first attempt was lost
+                hint = "run the same command again when it has ended"
+                raise Occupied("another upload began at this moment", path=self.path, hint=hint)
+        self._delete(there, first)
+
+    def _resume(self, begun: ObjectClaim, seen: UpdateVersion) -> None:
+        """Go on with an upload. Its process, should it be alive, finds that the claim is ours."""
+        if self._bucket.replace(self._claim_key, self._make_claim(begun.started), seen) is None:
+            self._require_claim()
+        self.resumed = True
+        there = self._list()
+        noted = self._bucket.list(self._notes_key)
+        keys = {self._note_key(name): name for name in self.sizes if name in there and is_large(self.sizes[name])}
+        read = at_once(self._bucket.read, [key for key in keys if key in noted])
+        for key, found in zip((key for key in keys if key in noted), read, strict=True):
+            sent = None if found is None else read_note(found[0])
+            if sent is not None and there[keys[key]] == (sent.nbytes, sent.tag):
+                self.whole[keys[key]] = sent
+                self._sent[keys[key]] = sent.nbytes
+        self._delete({}, [name for name in self.marks if name in keys.values() and name not in self.whole])
+
+    def _delete(self, there: Iterable[str], first: Iterable[str]) -> None:
+        """Delete files, some first, then the marks, then all others."""
+        for name in dict.fromkeys((*first, *(name for name in self.marks if name in there))):
+            self._bucket.delete([self._key(name)])
+        self._bucket.delete([self._key(name) for name in there])
+
+    def _write(self, piece: FilePiece, data: bytearray) -> None:
+        """Add the next piece to the stream of its file. A mark is not shown before it is complete."""
+        name = piece.name
+        if piece.number == 1:
+            stream = ObjectStream(self._bucket, self._key(name), piece_bytes(self.sizes[name]))
+            with self._lock:
+                self._streams[name] = stream
+        self._sums[name] = combine(self._sums.get(name, 0), crc32(data), len(data))
+        self._streams[name].write(data)
+        self._count(name, self.sizes[name], len(data))
+        if piece.number == piece.count and name not in self.marks:
+            self._finish(name)
+
+    def _finish(self, name: str) -> None:
+        """End the stream of a file, and note that it is whole."""
+        self._require_claim()
+        made = self._streams[name].finish()
+        with self._lock:
+            del self._streams[name]
+        sent = SentFile(self.sizes[name], self._sums[name], (made["e_tag"] or "").strip('"'))
+        self.whole[name] = sent
+        self._bucket.put(self._note_key(name), json.dumps([sent.nbytes, sent.crc32, sent.tag]).encode())
+
+    def _count(self, name: str, size: int, sent: int) -> None:
+        with self._lock:
+            self._sent[name] = size
+            self.sent_bytes += sent
+
+    def _require_sizes(self) -> None:
+        """Raise `IOFailure` unless the store has every file that is no mark, in the size that it was sent with."""
+        there = self._list()
+        for name, size in self._sent.items():
+            found = there.get(name, (None, ""))[0]
+            if name not in self.marks and found != size:
+                message = f"expected {size} bytes, found {'no object' if found is None else found}"
+                hint = "something else writes here: run the same command again"
+                raise IOFailure(message, path=self.path / name, hint=hint)
+
+    def _require_size(self, name: str) -> None:
+        found = self._bucket.head(self._key(name))
+        if found is None or found["size"] != self.sizes[name]:
+            message = f"expected {self.sizes[name]} bytes, found {found['size'] if found else 'no object'}"
+            raise IOFailure(message, path=self.path / name, hint="delete this object, then run the same command again")
+
+    def _require_claim(self) -> None:
+        """Raise `Occupied` if another process has taken the place from us."""
+        begun = self._read_claim()
+        if begun is None or begun[0].owner != self._owner:
+            did = "goes on with" if begun is not None and begun[0].plan == self.plan else "has abandoned"
+            hint = "only one process may write here at a time"
+            raise Occupied(f"another process {did} this upload", path=self.path, hint=hint)
+
+    def _taken(self, name: str) -> Occupied:
+        hint = "delete this object, then run the same command again"
+        return Occupied("another object is there", path=self.path / name, hint=hint)
+
+    def _read_claim(self) -> tuple[ObjectClaim, UpdateVersion] | None:
+        found = self._bucket.read(self._claim_key)
+        if found is None:
+            return None
+        try:
+            words = json.loads(found[0])
+            return ObjectClaim(*(str(words[key]) for key in ("plan", "owner", "started", "host"))), found[1]
+        except (KeyError, TypeError, ValueError) as error:
+            hint = "another version wrote it: delete this object, and its upload is forgotten"
+            path = RemotePath(*self.path.parts[:2], self._claim_key)
+            raise Occupied("the claim of another upload cannot be read", path=path, hint=hint) from error
+
+    def _make_claim(self, started: str) -> bytes:
+        words = {
+            "ckptkit": __version__,
+            "plan": self.plan,
+            "owner": self._owner,
+            "started": started,
+            "host": socket.gethostname(),
+        }
+        return json.dumps(words, indent=1).encode()
+
+    def _release(self) -> None:
+        """Delete the notes, then the claim."""
+        self._bucket.delete(list(self._bucket.list(self._notes_key)))
+        self._bucket.delete([self._claim_key])
+
+    def _list(self) -> dict[str, tuple[int, str]]:
+        """Return size and ETag of each file that is there, by name, but for the claim and the notes."""
+        if self.is_file:
+            (name,) = self.sizes
+            one = self._bucket.head(self.path.key)
+            return {} if one is None else {name: (one["size"], (one["e_tag"] or "").strip('"'))}
+        base = f"{self.path.key}/"
+        own = (self._claim_key, f"{self._notes_key}/")
+        return {
+            key.removeprefix(base): (found["size"], (found["e_tag"] or "").strip('"'))
+            for key, found in self._bucket.list(self.path.key).items()
+            if not key.startswith(own)
+        }
+
+    def _key(self, name: str) -> str:
+        return self.path.key if self.is_file else f"{self.path.key}/{name}"
+
+    def _note_key(self, name: str) -> str:
+        return f"{self._notes_key}/{name}.json"
+
+    @property
+    def _claim_key(self) -> str:
+        return f"{self.path.key}{CLAIM}" if self.is_file else f"{self.path.key}/{CLAIM}"
+
+    @property
+    def _notes_key(self) -> str:
+        return f"{self.path.key}{NOTES}" if self.is_file else f"{self.path.key}/{NOTES}"
+
+
+def read_note(text: bytes) -> SentFile | None:
+    """Return the file that a note tells of; None if the note cannot be read."""
+    try:
+        nbytes, crc, tag = json.loads(text)
+    except (TypeError, ValueError):
+        return None
+    return SentFile(nbytes, crc, tag)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,247 @@
+"""Call the operations of Google Cloud Storage or Azure on one bucket, by obstore. Errors of the store become ours."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptkit.errors import IOFailure, Usage
+from ckptkit.files.stores.object_errors import is_absent, needs_reason, refusal
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta, PutResult, UpdateVersion
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+
+_IN_FLIGHT = 4  # parts of a stream that are sent at the same time
+_AT_ONCE = 1 << 26  # bytes of an object that is sent in one request
+_PATIENCE = 10  # seconds for a stream to end that is given up
+_ALLOWS_HTTP = ("AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
+_TIMEOUT = "300s"  # of a request: a part may take long
+
+
+class ObjectBucket:
+    """One bucket or container, whose path is `root`. Its methods may be called by several threads at the same time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        try:
+            self.store = connect(str(root))
+        except ImportError as error:
+            raise missing_package(self.root) from error
+        except Exception as error:
+            raise refusal(error, root) from error
+
+    def put(self, key: str, data: bytes | bytearray) -> None:
+        """Make an object of these bytes, in place of one that is there."""
+        from obstore import put
+
+        self._ask(key, lambda: put(self.store, key, data, chunk_size=_AT_ONCE))
+
+    def create(self, key: str, data: bytes | bytearray) -> PutResult | None:
+        """Make an object of these bytes, in one request. Returns None if one is there, which stays."""
+        from obstore import put
+        from obstore.exceptions import AlreadyExistsError
+
+        def make() -> PutResult | None:
+            with suppress(AlreadyExistsError):
+                return put(self.store, key, data, mode="create")
+            return None
+
+        return self._ask(key, make)
+
+    def replace(self, key: str, data: bytes, seen: UpdateVersion) -> PutResult | None:
+        """Replace an object if it is still what was seen, in one request. Returns None if it is not."""
+        from obstore import put
+        from obstore.exceptions import PreconditionError
+
+        def make() -> PutResult | None:
+            with suppress(PreconditionError):
+                return put(self.store, key, data, mode=seen)
+            return None
+
+        return self._ask(key, make)
+
+    def send(self, key: str, pieces: Iterator[bytearray], part_bytes: int) -> PutResult:
+        """Make an object of pieces, sent in parts of that size. There is none if the iterator raises."""
+        from obstore import put
+
+        return put(self.store, key, pieces, chunk_size=part_bytes, max_concurrency=_IN_FLIGHT)
+
+    def head(self, key: str) -> ObjectMeta | None:
+        """Return size and version of an object, None if there is none."""
+        from obstore import head
+
+        return self._find(key, lambda: head(self.store, key))
+
+    def read(self, key: str) -> tuple[bytes, UpdateVersion] | None:
+        """Return the content of a small object, and what tells its version from others; None if there is none."""
+        from obstore import get
+
+        def ask() -> tuple[bytes, UpdateVersion]:
+            found = get(self.store, key)
+            return bytes(found.bytes()), version_of(found.meta)
+
+        return self._find(key, ask)
+
+    def list(self, prefix: str) -> dict[str, ObjectMeta]:
+        """Return all objects whose key begins with `prefix` and a slash."""
+        return self._ask(prefix, lambda: {one["path"]: one for one in list_all(self.store, prefix)})
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, in any order. One that is missing is no error."""
+        from obstore import delete
+
+        def remove() -> None:
+            try:
+                delete(self.store, keys)
+            except FileNotFoundError as error:
+                if not is_absent(error):
+                    raise
+                for key in keys:
+                    with suppress(FileNotFoundError):
+                        delete(self.store, key)
+
+        if keys:
+            self._ask(keys[0], remove)
+
+    def refusal(self, error: Exception, key: str) -> IOFailure:
+        """Return our error for one of obstore."""
+        return refusal(hear_reason(self.store, error), self.root / key)
+
+    def _find(self, key: str, ask: Callable[[], T]) -> T | None:
+        def find() -> T | None:
+            try:
+                return ask()
+            except FileNotFoundError as error:
+                if not is_absent(hear_reason(self.store, error)):
+                    raise
+                return None
+
+        return self._ask(key, find)
+
+    def _ask(self, key: str, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except Exception as error:  # obstore has its own, and those of Python
+            raise self.refusal(error, key) from error
+
+
+class ObjectStream:
+    """An object that is sent while it is written, from start to end, by one thread at a time. Holds one piece."""
+
+    def __init__(self, bucket: ObjectBucket, key: str, part_bytes: int) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._part_bytes = part_bytes
+        self._piece: bytearray | None = None
+        self._is_whole = False
+        self._result: PutResult | None = None
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._send, name="ckptkit-send", daemon=True)
+        self._thread.start()
+
+    def write(self, piece: bytearray) -> None:
+        """Add bytes, which the stream keeps. Raises the error of the stream."""
+        with self._changed:
+            while self._piece is not None and self._error is None:
+                self._changed.wait()
+            self._require_going()
+            self._piece = piece
+            self._changed.notify_all()
+
+    def finish(self) -> PutResult:
+        """Wait until the object is there."""
+        with self._changed:
+            self._is_whole = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._require_going()
+        assert self._result is not None
+        return self._result
+
+    def stop(self, error: BaseException) -> None:
+        """Give up. There is no object, unless all of it was sent."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+        self._thread.join(_PATIENCE)
+
+    def _send(self) -> None:
+        try:
+            self._result = self._bucket.send(self._key, self._pieces(), self._part_bytes)
+        except BaseException as error:  # noqa: BLE001 - raised to the thread that writes
+            with self._changed:
+                if self._error is None:
+                    self._error = error
+                    if isinstance(error, Exception):
+                        self._error = self._bucket.refusal(error, self._key)
+                self._changed.notify_all()
+
+    def _pieces(self) -> Iterator[bytearray]:
+        while True:
+            with self._changed:
+                while self._piece is None and not self._is_whole and self._error is None:
+                    self._changed.wait()
+                self._require_going()
+                piece, self._piece = self._piece, None
+                self._changed.notify_all()
+            if piece is None:
+                return
+            yield piece
+
+    def _require_going(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def connect(url: str) -> ObjectStore:
+    """Return the bucket or container at a URL; credentials and endpoint come from the environment.
+
+    obstore takes no option from the environment where some are given.
+    """
+    from obstore.store import from_url
+
+    allows_http = any(os.environ.get(name, "").lower() in ("1", "true") for name in _ALLOWS_HTTP)
+    return from_url(url, client_options={"timeout": _TIMEOUT, "allow_http": allows_http})
+
+
+def missing_package(root: Path) -> Usage:
+    """Return the error for a bucket that cannot be written to because obstore is not installed."""
+    scheme = root.parts[0].removesuffix(":")
+    hint = f"pip install 'ckptkit-fsdp[{scheme}]'"
+    return Usage(f"writing to `{scheme}://` takes a package that is not installed", hint=hint)
+
+
+def list_all(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:
+    """Yield all objects whose key begins with `prefix` and a slash."""
+    from obstore import list as list_pages
+
+    for page in list_pages(store, prefix or None, chunk_size=1000):
+        yield from page
+
+
+def hear_reason(store: ObjectStore, error: Exception) -> Exception:
+    """Return an error of obstore, or for an answer to HEAD that says no reason the error of a request that does."""
+    if needs_reason(error):
+        try:
+            next(list_all(store, "ckptkit"), None)
+        except Exception as other:  # noqa: BLE001 - as many kinds as the first
+            return other
+    return error
+
+
+def version_of(found: ObjectMeta) -> UpdateVersion:
+    """Return what tells a version of an object from others, as far as the store says it."""
+    seen: UpdateVersion = {}
+    if found["e_tag"] is not None:
+        seen["e_tag"] = found["e_tag"]
+    if found["version"] is not None:
+        seen["version"] = found["version"]
+    return seen

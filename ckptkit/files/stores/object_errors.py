@@ -1,0 +1,143 @@
+"""Say in our words why Google Cloud Storage or Azure refused: one table for what reads and for what writes.
+
+https://cloud.google.com/storage/docs/xml-api/reference-status
+https://learn.microsoft.com/en-us/rest/api/storageservices/blob-service-error-codes
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ckptkit.errors import IOFailure, NoRoom
+
+_WORDS = {  # by the scheme of a URL: what the hints say
+    "gs": {
+        "bucket": "bucket",
+        "keys": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+        "rights": "the account needs storage.objects.get and .list; to write also .create and .delete",
+        "endpoint": "GOOGLE_BASE_URL if it is set",
+        "http": "GOOGLE_ALLOW_HTTP",
+    },
+    "az": {
+        "bucket": "container",
+        "keys": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN; "
+        "with AZURE_USE_AZURE_CLI=true the login of `az login` is used",
+        "rights": "check the key; an account needs the role Storage Blob Data Reader, to write Storage Blob Data "
+        "Contributor; a SAS token needs the permissions rl, to write racwdl",
+        "endpoint": "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ENDPOINT if it is set",
+        "http": "AZURE_ALLOW_HTTP",
+    },
+}
+_AGAIN = "run the same command again"
+_BUCKET = ("there is no such {bucket}", "create the {bucket}, or correct the URL and {endpoint}")
+_BAD_NAME = ("this cannot be the name of a {bucket}", "correct the URL")
+_DENIED = ("access denied", "{rights}")
+_EXPIRED = ("the credentials have expired", "log in again, or renew them: {keys}")
+_NO_KEYS = ("there are no credentials for the store", "{keys}")
+_BUSY = ("the store is too busy", "run the same command again later, or with a smaller --jobs")
+_FAILED = ("the store failed", _AGAIN)
+_FULL = ("the store has no room", "raise the quota of the project or account")
+_KEPT = ("nobody may replace or delete this object", "look at its retention policy, or write elsewhere")
+_UNREACHED = ("the store cannot be reached", "check the network, then {endpoint}")
+_MUTE = ("the store does not answer", "check the network, then {endpoint}")
+_CHANGED = ("the object was replaced meanwhile", _AGAIN)
+
+REFUSALS = {  # what a store says, as its error code or its status: our message, and a hint
+    "NoSuchBucket": _BUCKET,
+    "ContainerNotFound": _BUCKET,
+    "ContainerBeingDeleted": _BUCKET,
+    "InvalidBucketName": _BAD_NAME,
+    "InvalidResourceName": _BAD_NAME,
+    "OutOfRangeInput": _BAD_NAME,
+    "AuthenticationRequired": _NO_KEYS,
+    "NoAuthenticationInformation": _NO_KEYS,
+    "ExpiredToken": _EXPIRED,
+    "InvalidAuthenticationInfo": _EXPIRED,
+    "RequestTimeTooSkewed": ("the clock of this machine differs from that of the store", "set the clock"),
+    "UserProjectMissing": ("the requester pays for this bucket", "ckptkit cannot name a project: copy it with gcloud"),
+    "EntityTooLarge": ("the file is larger than the store allows", "write smaller files with --max-shard-size"),
+    "RequestBodyTooLarge": ("the file is larger than the store allows", "write smaller files with --max-shard-size"),
+    "BlobImmutableDueToPolicy": _KEPT,
+    "RetentionPolicyNotMet": _KEPT,
+    "ObjectUnderActiveHold": _KEPT,
+    "SlowDown": _BUSY,
+    "ServerBusy": _BUSY,
+    "ServiceUnavailable": _BUSY,
+    "QuotaExceeded": _FULL,
+    "ConditionNotMet": _CHANGED,
+    "PreconditionFailed": _CHANGED,
+    "401": _NO_KEYS,
+    "403": _DENIED,
+    "412": _CHANGED,
+    "429": _BUSY,
+    "500": _FAILED,
+    "502": _FAILED,
+    "503": _BUSY,
+    "504": _FAILED,
+    "507": _FULL,
+}
+LIBRARY = (  # what obstore says before a store has answered, as a part of its message
+    ("Error performing token request", _NO_KEYS),
+    ("Account must be specified", _NO_KEYS),
+    ("Invalid Access Key", ("AZURE_STORAGE_ACCOUNT_KEY is not a key", "copy the key from the account's access keys")),
+    ("service account", ("the credentials cannot be read", "{keys}")),
+    ("redential", ("the credentials cannot be read", "{keys}")),
+    ("BadScheme", ("the endpoint does not begin with https://", "correct it, or set {http}=true")),
+    ("kind: Connect", _UNREACHED),
+)
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_NO_OBJECT = ("", "404", "NoSuchKey", "BlobNotFound", "ResourceNotFound")
+
+
+def refusal(error: BaseException, path: Path) -> IOFailure:
+    """Return our error for one of obstore, raised for the object at `path`.
+
+    That is `NoRoom` where the store is full; the path is the bucket's if that is at fault.
+    """
+    message, hint = find_words(error)
+    words = _WORDS.get(path.parts[0].removesuffix(":"), _WORDS["gs"])
+    kind = NoRoom if (message, hint) == _FULL else IOFailure
+    is_of_bucket = (message, hint) in (_BUCKET, _BAD_NAME)
+    where = type(path)(*path.parts[:2]) if is_of_bucket else path
+    return kind(f"{message.format_map(words)}: {find_reason(error)}", path=where, hint=hint.format_map(words))
+
+
+def find_words(error: BaseException) -> tuple[str, str]:
+    """Return our message for an error, and a hint."""
+    code, status = find_code(error), find_status(error)
+    known = REFUSALS.get(code)
+    if known is None:
+        known = next((words for text, words in LIBRARY if text in str(error)), None)
+    return known or REFUSALS.get(status) or (("the store refuses", _AGAIN) if status else _MUTE)
+
+
+def find_code(error: BaseException) -> str:
+    """Return the code of the answer with which a store refused, such as `BlobNotFound`; "" if it told none."""
+    found = _CODE.search(str(error))
+    return found[1] if found else ""
+
+
+def find_status(error: BaseException) -> str:
+    """Return the status of the answer with which a store refused, such as `404`; "" if it did not answer."""
+    found = _STATUS.search(str(error))
+    return found[1] if found else ""
+
+
+def needs_reason(error: BaseException) -> bool:
+    """Return whether a store refused without saying why, as it does to every HEAD."""
+    return bool(find_status(error)) and not find_code(error)
+
+
+def is_absent(error: BaseException) -> bool:
+    """Return whether an error says that there is no such object, and not that all that it would lie in is missing."""
+    return isinstance(error, FileNotFoundError) and find_code(error) in _NO_OBJECT
+
+
+def find_reason(error: BaseException) -> str:
+    """Return what the store or the library says, in one line."""
+    found = _MESSAGE.search(str(error))
+    text = found[1] if found else str(error)
+    return next(iter(text.strip().splitlines()), "") or type(error).__name__

@@ -1,0 +1,106 @@
+"""Read from Google Cloud Storage and Azure by obstore, or by fsspec where only that is installed. Keeps no bytes.
+
+Credentials and endpoints are those of obstore, from the environment:
+https://developmentseed.org/obstore/latest/authentication/
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptkit.errors import CkptError, IOFailure
+from ckptkit.files.stores import Read, Store, StoreEntry
+from ckptkit.files.stores.generic import FileSystem
+from ckptkit.files.stores.object_calls import connect, hear_reason, list_all
+from ckptkit.files.stores.object_errors import is_absent, refusal
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+
+def open_objects(url: str) -> Store:
+    """Return the bucket or container that `url` means."""
+    try:
+        import obstore  # noqa: F401
+    except ImportError:
+        return FileSystem(url)
+    return ObjectFiles(url)
+
+
+class ObjectFiles:
+    """The bucket or container that `url` means, as a tree: keys with slashes."""
+
+    hint = "check the network"
+
+    def __init__(self, url: str) -> None:
+        from ckptkit.files.path import parse_url
+
+        try:
+            self._store = connect(url)
+        except Exception as error:
+            raise refusal(error, parse_url(url)) from error
+        self._seen: dict[str, ObjectMeta] = {}
+
+    def find(self, key: str) -> StoreEntry | None:
+        """Return the entry at `key`, or None. An empty object that others lie below is a directory."""
+        found = self._head(key) if key else None
+        if found is not None and found["size"]:
+            return entry_of(found)
+        below = next(list_all(self._store, key), None)
+        if below is not None or not key:
+            return StoreEntry("", is_dir=True)
+        return None if found is None else entry_of(found)
+
+    def entries(self, key: str) -> list[StoreEntry]:
+        """Return the entries in the directory at `key`, but for empty objects that some tools put in its place."""
+        from obstore import list_with_delimiter
+
+        found = list_with_delimiter(self._store, key or None)
+        folders = {prefix.rpartition("/")[2] for prefix in found["common_prefixes"]}
+        files = [entry_of(one) for one in found["objects"] if one["path"] != key]
+        return [
+            *(StoreEntry(name, is_dir=True) for name in sorted(folders)),
+            *(entry for entry in files if entry.name not in folders),
+        ]
+
+    def open(self, key: str, entry: StoreEntry) -> Read:
+        """Return a function that reads from the object at `key`, which is asked for by its ETag."""
+        from obstore import get
+
+        found = self._seen.get(key) or self._head(key)
+        if found is None or entry_of(found) != entry:
+            raise IOFailure("the file was replaced while it was being read", hint="run the same command again")
+        self._seen[key] = found
+        tag = found["e_tag"]
+
+        def read(start: int, stop: int) -> bytes:
+            answer = get(self._store, key, options={"range": (start, stop), **({"if_match": tag} if tag else {})})
+            return bytes(answer.bytes())
+
+        return read
+
+    def forget(self) -> None:
+        """Ask for every object again before it is read."""
+        self._seen.clear()
+
+    def refusal(self, error: Exception, path: Path) -> CkptError:
+        """Return our error for one of obstore."""
+        return refusal(hear_reason(self._store, error), path)
+
+    def _head(self, key: str) -> ObjectMeta | None:
+        from obstore import head
+
+        try:
+            return head(self._store, key)
+        except FileNotFoundError as error:
+            if is_absent(error):
+                return None
+            raise LookupError(str(error)) from error
+
+
+def entry_of(found: ObjectMeta) -> StoreEntry:
+    """Return the entry of an object, whose tag is its ETag. That is quoted by some requests only."""
+    changed = found["last_modified"].timestamp()
+    tag = (found["e_tag"] or str(changed)).strip('"')
+    return StoreEntry(found["path"].rpartition("/")[2], False, found["size"], float(int(changed)), tag)
