@@ -38,14 +38,16 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
         raise Occupied(message, path=dst, hint=hint)
 
 
-def marks_in(dst: RemotePath, made: Iterable[str], *, keeps_others: bool = False) -> tuple[str, ...]:
+def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
     """Return the files in a store without which nobody takes what lies at `dst` for a checkpoint.
 
-    If the store `keeps_others`, all files of the checkpoint there are returned. Raises `Occupied` if it may not be
-    replaced; see `check_replaceable`.
+    Where other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if it may not
+    be replaced; see `check_replaceable`.
     """
+    from ckptkit.destinations.stores import keeps_others
+
     dst.store.forget()
-    if keeps_others:
+    if keeps_others(dst):
         return files_in(dst)
     check_replaceable(dst, made)
     found = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ckptkit.destinations.pieces import FilePiece
@@ -11,16 +11,7 @@ from ckptkit.files.path import RemotePath
 CLAIM = ".ckptkit-upload.json"  # the object that holds a place: in a directory, or beside a file
 NOTES = ".ckptkit-upload"  # the folder for notes of the processes that share an upload: in a directory, beside a file
 
-
-class Check(Protocol):
-    """What a destination asks of its caller, who knows checkpoints."""
-
-    def __call__(self, *, keeps_others: bool = False) -> Iterable[str]:
-        """Return the files to delete first: without them nobody takes what is there for a checkpoint.
-
-        Raises `Occupied` if entries are there that belong to no checkpoint. If the destination `keeps_others`, they may
-        be there, and all files of the checkpoint that is there are returned.
-        """
+Check = Callable[[], Iterable[str]]
 
 
 class Destination(Protocol):
@@ -42,7 +33,8 @@ class Destination(Protocol):
         """Take the place for this upload, or go on with an interrupted one of the same plan.
 
         With `overwrite`, `check` raises an error if what is there may not be replaced, and names the files to delete
-        first; see `Check`. Raises `Occupied` if something is there, or another upload is under way.
+        first, or all files of a checkpoint whose neighbors stay. Raises `Occupied` if something is there, or another
+        upload is under way.
         """
 
     def join(self) -> None:

@@ -174,7 +174,7 @@ class HubRepoDestination:
             base = "" if self.is_file else self._key("")
             keys = there.basis.files if there.basis and not self.is_file else {}
             return frozenset(key.removeprefix(base) for key in keys if key.startswith(base) and key not in _OF_GIT)
-        found = frozenset(check(keeps_others=True))
+        found = frozenset(check())
         if found and not self._overwrite:
             hint = "choose another, or replace it with --overwrite"
             raise Occupied("a checkpoint is there", path=self.path, hint=hint)

@@ -406,9 +406,9 @@ def test_where_nothing_can_be_written(url: str, kind: type[CkptError], words: st
 
 def test_who_may_not_write_is_told_why(hub: Hub, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.fail("POST .*/commit/", status=403, message="Private repository storage limit reached, please upgrade")
-    with pytest.raises(NoRoom, match="storage limit reached") as caught:
+    with pytest.raises(NoRoom, match="storage limit reached") as full:
         ckptkit.cp(small, "hf://org/name")
-    assert "free some space there" in (caught.value.hint or "")
+    assert "free some space there" in (full.value.hint or "")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     open_store.cache_clear()
     with pytest.raises(IOFailure, match="401") as caught:

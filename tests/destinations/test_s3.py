@@ -109,11 +109,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def nothing_there(*, keeps_others: bool = False) -> tuple[str, ...]:
-    """What a place may be asked to delete first: no file."""
-    return ()
-
-
 def is_whole(place: Place, source: Path) -> bool:
     """Whether the copy is there; fails if it can be seen and is not whole."""
     keys = place.names() - {CLAIM}
@@ -322,8 +317,8 @@ def test_two_processes_that_claim_one_upload_share_it(place: Place) -> None:
     sizes, data = {"a": PART_BYTES + 1, "b": PART_BYTES + 1}, bytearray(PART_BYTES + 1)
     first = S3Destination(path, sizes, (), "plan")
     second = S3Destination(path, sizes, (), "plan")
-    place.server.fail("POST .*uploads", first=lambda: second.claim(overwrite=False, check=nothing_there))
-    first.claim(overwrite=False, check=nothing_there)
+    place.server.fail("POST .*uploads", first=lambda: second.claim(overwrite=False, check=tuple))
+    first.claim(overwrite=False, check=tuple)
     third = S3Destination(path, {"b": sizes["b"]}, (), "plan")
     third.join()
     for there, name in ((first, "a"), (third, "b")):
