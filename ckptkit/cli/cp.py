@@ -37,9 +37,10 @@ def cp(
     Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
 
     SRC may be s3://, hf:// or https://, DST s3:// or, with --yes, hf://org/name or hf://buckets/org/name/folder.
-    --jobs is the number of pieces of 16 MiB in memory, by default 8. On S3 and in a bucket of the Hub, --overwrite first
-    removes the old checkpoint: until the copy is whole there is none. Exit codes: 0 done; 2 usage; 3 not a checkpoint,
-    or damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or another upload is under way; 130 interrupted.
+    --jobs is the number of pieces of 16 MiB in memory, by default 8. On S3 and in a bucket of the Hub, --overwrite
+    first removes the old checkpoint: until the copy is whole there is none. Exit codes: 0 done; 2 usage; 3 not a
+    checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or another upload is under way; 130
+    interrupted.
     """
     from ckptkit.ops.cp import cp as run
 

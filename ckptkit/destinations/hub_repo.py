@@ -79,7 +79,7 @@ class HubRepoDestination:
             find_session()
             found = look_at(self.path)
             if self.is_file and not self.path.key:
-                hint = f"name a file in the repository, like {self.path}/model.pt"
+                hint = f"name a file in the repository, like {self.path}/{next(iter(self.sizes))}"
                 raise Usage("a repository is a directory, and this format is one file", path=self.path, hint=hint)
             self._overwrite = overwrite
             self._replaced = self._find_replaced(found, check)
