@@ -11,6 +11,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -52,6 +53,7 @@ class HubBucketDestination:
     plan: str
     is_file: bool = False
     _files: XetFiles = field(init=False, repr=False)
+    _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
     _claim: SentFile = field(init=False, repr=False)
     _shown: set[str] = field(default_factory=set)
 
@@ -61,7 +63,8 @@ class HubBucketDestination:
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Take the folder for this upload; see `Destination`."""
-        with silent():
+        with ExitStack() as quiet:
+            quiet.enter_context(silent())
             require_token()
             find_session()
             if is_private_bucket(self._id) is None:
@@ -82,6 +85,7 @@ class HubBucketDestination:
                 marks = dict.fromkeys(name for name in (*first, *self.marks) if name in there)
                 for names in (marks, there.keys() - marks.keys()):
                     self._change([{"type": "deleteFile", "path": self._key(name)} for name in sorted(names)])
+            self._quiet = quiet.pop_all()
 
     def join(self) -> None:
         """Raise `Unsupported`: nothing keeps processes apart in a bucket."""
@@ -101,6 +105,7 @@ class HubBucketDestination:
     def stop(self, error: BaseException) -> None:
         """Give up the files that are not whole."""
         self._files.stop(error)
+        self._quiet.close()
 
     def complete(self, name: str, crc: int) -> None:
         """Compare the CRC-32 of a large file with that of the bytes that were sent. A mark is shown."""
@@ -124,7 +129,7 @@ class HubBucketDestination:
 
     def commit(self) -> None:
         """Delete the claim: the upload is done."""
-        with silent():
+        with self._quiet:
             self._show_others()
             self._change([{"type": "deleteFile", "path": self._claim_key}])
 
@@ -133,16 +138,15 @@ class HubBucketDestination:
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
 
     def _show_mark(self, name: str) -> None:
-        with silent():
-            self._show_others()
-            found = describe_paths(self._id, [self._claim_key, self._key(name)])
-            if found.get(self._claim_key) != stored(self._claim):
-                hint = "only one process may write here at a time"
-                raise Occupied("another upload has abandoned this one", path=self.path, hint=hint)
-            if found.get(self._key(name), stored(self._files.sent[name])) != stored(self._files.sent[name]):
-                hint = "delete this file, then run the same command again"
-                raise Occupied("another file is there", path=self.path / name, hint=hint)
-            self._show([name])
+        self._show_others()
+        found = describe_paths(self._id, [self._claim_key, self._key(name)])
+        if found.get(self._claim_key) != stored(self._claim):
+            hint = "only one process may write here at a time"
+            raise Occupied("another upload has abandoned this one", path=self.path, hint=hint)
+        if found.get(self._key(name), stored(self._files.sent[name])) != stored(self._files.sent[name]):
+            hint = "delete this file, then run the same command again"
+            raise Occupied("another file is there", path=self.path / name, hint=hint)
+        self._show([name])
 
     def _show_others(self) -> None:
         """Let the files appear that are no marks, unless they have."""

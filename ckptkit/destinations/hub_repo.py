@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha1
 from pathlib import PurePosixPath
@@ -62,6 +63,7 @@ class HubRepoDestination:
     made: str = ""
     _repository: Prospect = field(init=False, repr=False)
     _files: XetFiles = field(init=False, repr=False)
+    _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
     _inline: dict[str, bytes] = field(default_factory=dict)
     _replaced: frozenset[str] = frozenset()  # the files of the checkpoint that was there
     _overwrite: bool = False
@@ -74,7 +76,8 @@ class HubRepoDestination:
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Look at the repository, which is made if it is missing; see `Destination`."""
-        with silent():
+        with ExitStack() as quiet:
+            quiet.enter_context(silent())
             require_token()
             find_session()
             found = look_at(self.path)
@@ -90,6 +93,7 @@ class HubRepoDestination:
                 found = Prospect(found.repo_id, found.revision, head, basis)
             self._repository = found
             self._files = XetFiles(self.path, ask_access(MODEL, found.repo_id, self._branch))
+            self._quiet = quiet.pop_all()
 
     def join(self) -> None:
         """Raise `Unsupported`: a commit is made by one process."""
@@ -105,16 +109,16 @@ class HubRepoDestination:
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002
         """Send a whole file to the storage, or hold it for the commit if the Hub wants that."""
         key, there = self._key(name), self._repository
-        with silent():
-            if len(data) > _INLINE or is_kept_as_data(there.repo_id, self._branch, key, bytes(data)):
-                self._files.put_small(name, data)
-                return
+        if len(data) > _INLINE or is_kept_as_data(there.repo_id, self._branch, key, bytes(data)):
+            self._files.put_small(name, data)
+            return
         with self._lock:
             self._inline[name] = bytes(data)
 
     def stop(self, error: BaseException) -> None:
         """Give up the files that are not whole."""
         self._files.stop(error)
+        self._quiet.close()
 
     def complete(self, name: str, crc: int) -> None:
         """Compare the CRC-32 of a large file with that of the bytes that were sent."""
@@ -143,7 +147,7 @@ class HubRepoDestination:
         assert basis is not None
         self._require_free(self._names, there)
         lines = list(self._lines(basis))
-        with silent():
+        with self._quiet:
             if there.head is None:
                 create_branch(there.repo_id, there.revision, basis.commit)
             self.made = self._commit(there, basis, lines) if lines else ""
