@@ -184,6 +184,13 @@ def test_without_yes_nothing_is_sent(words: tuple[str, ...], there: There, small
     assert again.returncode == 5, "what would be refused is refused before"
 
 
+def test_doctor_sends_nothing(hub: Hub, small: Path) -> None:
+    ran = command(hub, "doctor", small, "--fix", "hf://org/name", **hub.storage_env)
+    assert ran.returncode == 2
+    assert "--fix does not write to the Hub" in ran.stderr
+    assert not hub.requests
+
+
 def test_somebody_else_pushes_meanwhile(hub: Hub, source: Path) -> None:
     hub.put("org/name", {"README.md": b"theirs"})
     fault = hub.fail("POST .*/commit/", "stall")
