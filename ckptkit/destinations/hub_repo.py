@@ -222,8 +222,7 @@ class HubRepoDestination:
             return commit_files(there.repo_id, there.revision, message, basis.commit, lines)
         except Occupied as error:
             message = f"somebody else pushed to {there.revision} of `{there.repo_id}` since {basis.commit[:8]}"
-            hint = "run the same command again: the Hub's storage has the files, and few bytes are sent"
-            raise Occupied(message, path=self.path, hint=hint) from error
+            raise Occupied(message, path=self.path, hint="run the same command again") from error
         except IOFailure:
             head = find(there.repo_id, there.revision)
             if head is None or head.commit == basis.commit or self._differences(head):
