@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from tests import hub_buckets
+from tests.hub_storage import Storage
+
 _BLOCK = 1 << 16  # bytes
 _LARGE = 10_000_000  # bytes; what is larger goes to LFS whatever it is
 _LARGE_NAMES = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".model", ".npz", ".parquet", ".zip")
@@ -80,10 +83,11 @@ class Repository:
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with the next `times` requests whose "METHOD path" `where` matches.
+    """What goes wrong with the next `times` requests whose "METHOD path" `where` matches, once `skip` have passed.
 
     With a `status` that is the answer; else, once `after` bytes of the body have gone either way: "drop" the
-    connection, "stall" until it may `go` on, or "flip" a bit of what follows.
+    connection, "stall" until it may `go` on, or "drop" if that is its kind by then, or "flip" a bit of what follows.
+    "mute" does all but answer.
     """
 
     where: str
@@ -91,6 +95,8 @@ class Fault:
     after: int = 0
     status: int = 0
     times: int = 1
+    skip: int = 0
+    message: str = "as it was told to"
     reached: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
 
@@ -108,6 +114,8 @@ class Hub:
         self.token = "hf_" + "x" * 34
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, Blob] = {}  # what was uploaded, by the SHA-256 it was announced with
+        self.buckets: dict[str, hub_buckets.Bucket] = {}
+        self.storage = Storage(root / "storage")
         self.served: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
@@ -138,7 +146,7 @@ class Hub:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of a process that takes this for the Hub."""
+        """The environment of a process that takes this for the Hub; large files do not go to its storage."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
         return kept | {
             "HF_ENDPOINT": self.url,
@@ -149,6 +157,11 @@ class Hub:
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
             "NO_PROXY": "127.0.0.1",
         }
+
+    @property
+    def storage_env(self) -> dict[str, str]:
+        """The environment of a process that sends large files to the storage of this."""
+        return {**self.env, "HF_HUB_DISABLE_XET": "0", "HF_XET_CACHE": str(self.root / "xet-cache")}
 
     def put(
         self, repo_id: str, files: Mapping[str, bytes | Path], *, private: bool = False, revision: str = "main"
@@ -188,6 +201,9 @@ class Hub:
         with self.lock:
             for fault in self.faults:
                 if fault.times and re.search(fault.where, request):
+                    if fault.skip:
+                        fault.skip -= 1
+                        continue
                     fault.times -= 1
                     return fault
         return None
@@ -206,7 +222,7 @@ class Hub:
         repository.branches[branch] = oid
         return oid
 
-    def store(self, name: str, content: bytes | Path) -> Blob:
+    def store(self, name: str, content: bytes | Path, *, is_lfs: bool = False) -> Blob:
         """Keep a file; one that is given by its path stays where it is."""
         if isinstance(content, Path):
             path, sha256 = content, sum_file(content)
@@ -216,7 +232,7 @@ class Hub:
             path.write_bytes(content)
         size = path.stat().st_size
         with path.open("rb") as file:
-            is_lfs = is_large(name, size, file.read(512))
+            is_lfs = is_lfs or is_large(name, size, file.read(512))
         told = pointer(sha256, size) if is_lfs else path.read_bytes()
         return Blob(path, size, git_oid(told), sha256, is_lfs)
 
@@ -298,7 +314,7 @@ class Handler(BaseHTTPRequestHandler):
             self.fault = self.hub.next_fault(request)
             if self.fault and self.fault.status:
                 self.body()
-                raise Refused(self.fault.status, "as it was told to")
+                raise Refused(self.fault.status, self.fault.message)
             for method, pattern, answer in CDN if self.is_cdn else ROUTES:
                 found = re.fullmatch(pattern, url.path)
                 if found and self.command in method.split():
@@ -347,12 +363,13 @@ class Handler(BaseHTTPRequestHandler):
     def meet_fault(self, block: bytes, passed: int) -> bytes:
         """A block after the fault of this request, if it is where that comes."""
         fault = self.fault
-        if fault is None or not passed <= fault.after < passed + len(block):
+        if fault is None or fault.kind == "mute" or not passed <= fault.after < passed + len(block):
             return block
         fault.reached.set()
         if fault.kind == "stall":
             fault.go.wait()
-            return block
+            if fault.kind == "stall":
+                return block
         if fault.kind == "drop":
             raise Dropped
         at = fault.after - passed
@@ -370,16 +387,25 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(401, "Invalid credentials in Authorization header")
         return given is not None
 
+    def refusal(self, status: int, message: str, code: str = "") -> Refused:
+        """An answer that is an error, to be raised."""
+        return Refused(status, message, code)
+
+    def check_owner(self, place_id: str) -> None:
+        """Refuse whoever may not write there."""
+        if not self.check_token():
+            raise Refused(401, "Invalid username or password.")
+        if owner_of(place_id) not in (_ME, *_ORGANIZATIONS):
+            raise Refused(403, f"You don't have the required permissions to write to {place_id}")
+
     def find(self, repo_id: str, *, to_write: bool = False) -> Repository:
         """A repository that whoever asks may see."""
         known = self.check_token()
         repository = self.hub.repositories.get(repo_id)
         if repository is None or (repository.private and not known):
             raise Refused(404 if known else 401, "Repository not found", "RepoNotFound")
-        if to_write and not known:
-            raise Refused(401, "Invalid username or password.")
-        if to_write and owner_of(repo_id) not in (_ME, *_ORGANIZATIONS):
-            raise Refused(403, f"You don't have the required permissions to write to {repo_id}")
+        if to_write:
+            self.check_owner(repo_id)
         return repository
 
     def find_commit(self, repo_id: str, revision: str) -> Commit:
@@ -400,6 +426,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def begin(self, status: int, headers: Mapping[str, str], length: int) -> None:
         """Everything before the body."""
+        if self.fault and self.fault.kind == "mute":
+            raise Dropped
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(length)}.items():
             self.send_header(name, value)
@@ -651,6 +679,8 @@ class Handler(BaseHTTPRequestHandler):
             files[name] = self.hub.store(name, base64.b64decode(value["content"]))
         elif key == "lfsFile" and value["oid"] in self.hub.objects:
             files[name] = self.hub.objects[value["oid"]]
+        elif key == "lfsFile" and (stored := self.hub.storage.find(value["oid"])):
+            files[name] = self.hub.store(name, self.hub.storage.content(stored), is_lfs=True)
         elif key == "deletedFile" and name in files:
             del files[name]
         else:
@@ -661,6 +691,7 @@ _ID = r"([\w.-]+/[\w.-]+)"
 _REVISION = r"([^/]+)"
 Route = tuple[str, str, Callable[..., None]]
 ROUTES: tuple[Route, ...] = (
+    *hub_buckets.ROUTES,
     ("GET", "/api/whoami-v2", Handler.whoami),
     ("POST", "/api/repos/create", Handler.create),
     ("POST", "/api/validate-yaml", Handler.validate_yaml),
@@ -678,6 +709,7 @@ ROUTES: tuple[Route, ...] = (
 CDN: tuple[Route, ...] = (
     ("PUT", r"/upload/(\w+)(?:/(\d+))?", Handler.upload),
     ("POST", r"/complete/(\w+)", Handler.complete),
+    *hub_buckets.CDN,
     ("GET HEAD", rf"/{_ID}/{_REVISION}/(.+)", Handler.content),
 )
 

@@ -41,15 +41,41 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
 def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
     """Return the files in a store without which nobody takes what lies at `dst` for a checkpoint.
 
-    Raises `Occupied` if it may not be replaced; see `check_replaceable`.
+    Where other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if it may not
+    be replaced; see `check_replaceable`.
     """
+    from ckptkit.destinations.stores import keeps_others
+
     dst.store.forget()
+    if keeps_others(dst):
+        return files_in(dst)
     check_replaceable(dst, made)
     found = []
     for part in Checkpoint.at(dst).parts if dst.is_dir() else ():
         with suppress(*_UNREADABLE):  # it has none
             found += [str((part.layout.root / name).relative_to(dst)) for name in part.layout.descriptions]
     return tuple(found)
+
+
+def files_in(dst: Path) -> tuple[str, ...]:
+    """Return the files of the checkpoint in a directory, and of its manifest. Raises `Occupied` for several models."""
+    parts = Checkpoint.at(dst).parts if dst.is_dir() else ()
+    if sum(part.is_model for part in parts) > 1:
+        names = ", ".join(sorted({part.reader.name for part in parts}))
+        message = f"several models are there side by side ({names}), and only one of them would be replaced"
+        raise Occupied(message, path=dst, hint="choose another destination, or remove them first")
+    folders, files = own_parts(dst) if parts else (set(), set())
+    manifests = {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)} if parts else set()
+    recorded = {path for manifest in manifests for path in recorded_in(manifest.parent)}
+    return tuple(sorted(str(path.relative_to(dst)) for path in files | manifests | recorded))
+
+
+def require_no_checkpoint(dst: RemotePath) -> None:
+    """Raise `Occupied` if a checkpoint is at a place among other files, which may stay."""
+    dst.store.forget()
+    with suppress(NotACheckpoint):  # not even the repository is there
+        if files_in(dst):
+            raise Occupied("a checkpoint is there", path=dst, hint="choose another, or replace it with --overwrite")
 
 
 def strangers_in(root: Path, made: set[Path]) -> Iterator[Path]:

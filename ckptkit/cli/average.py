@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, asked, parse_weights, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
@@ -30,6 +31,7 @@ def average(
     ] = None,
     to: To = "hf",
     also: Also = None,
+    yes: Yes = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -50,5 +52,6 @@ def average(
         raise Usage("--also is for one run", hint="--last averages the last checkpoints of one")
     sources = [with_others(source, also) for source in sources]
     with progress_bar("averaging") as progress:
-        done = run(sources, out, weights=parse_weights(weights), last=last, to=to, **asked(options), progress=progress)
-    show(done.source, done, "averaged", json=json)
+        wanted = {"to": to, **asked(options), **withhold(out, yes=yes)}
+        done = run(sources, out, weights=parse_weights(weights), last=last, **wanted, progress=progress)
+    show(done.source, noted(done, yes=yes), "averaged", json=json)

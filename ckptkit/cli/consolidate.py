@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import OPTIONS, Out, Source, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
@@ -15,6 +16,7 @@ def consolidate(
     src: Source,
     out: Out,
     also: Also = None,
+    yes: Yes = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -32,5 +34,5 @@ def consolidate(
 
     src = with_others(src, also)
     with progress_bar("consolidating") as progress:
-        done = run(src, out, **asked(options), progress=progress)
-    show(src, done, "consolidated", json=json)
+        done = run(src, out, **asked(options) | withhold(out, yes=yes), progress=progress)
+    show(src, noted(done, yes=yes), "consolidated", json=json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import OPTIONS, Out, Source, To, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
@@ -16,6 +17,7 @@ def convert(
     out: Out,
     to: To,
     also: Also = None,
+    yes: Yes = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -33,5 +35,5 @@ def convert(
 
     src = with_others(src, also)
     with progress_bar("converting") as progress:
-        done = run(src, out, to=to, **asked(options), progress=progress)
-    show(src, done, "converted", json=json)
+        done = run(src, out, to=to, **asked(options) | withhold(out, yes=yes), progress=progress)
+    show(src, noted(done, yes=yes), "converted", json=json)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
@@ -20,11 +21,10 @@ def cp(
     src: Source,
     dst: Annotated[
         Path,
-        typer.Argument(
-            parser=to_destination, metavar="DST", help="The directory to make, or a prefix on s3://, gs:// or az://."
-        ),
+        typer.Argument(parser=to_destination, metavar="DST", help="The directory to make, or its URL."),
     ],
     also: Also = None,
+    yes: Yes = False,
     overwrite: Overwrite = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
@@ -38,16 +38,18 @@ def cp(
 
     Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
 
-    SRC may be s3://, gs://, az://, hf:// or https://. --jobs is the number of pieces of 16 MiB in memory, by default
-    8. In a store, --overwrite first removes the old checkpoint: until the copy is whole there is none. Exit codes: 0
-    done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or another
-    upload is under way; 130 interrupted.
+    SRC and DST may be local, s3://, gs://, az:// or, as DST with --yes, hf://org/name and hf://buckets/org/name/folder;
+    SRC may be https:// too. --jobs is the number of pieces of 16 MiB in memory, by default 8. In a store, but for a
+    repository of the Hub, --overwrite first removes the old checkpoint: until the copy is whole there is none. Exit
+    codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or
+    another upload is under way; 130 interrupted.
     """
     from ckptkit.ops.cp import cp as run
 
     src = with_others(src, also)
     with progress_bar("copying") as progress:
-        done = run(src, dst, overwrite=overwrite, jobs=jobs, sync=not no_sync, progress=progress)
+        options = {"overwrite": overwrite, "sync": not no_sync, **withhold(dst, yes=yes)}
+        done = noted(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
     if json:
         print_json(to_json(done))
     else:
@@ -59,7 +61,7 @@ def to_json(done: CopiedFiles) -> dict[str, Any]:
     names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
     files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
     left = [pick(one, "path", "why") for one in done.left_behind]
-    return {"files": files, "left_behind": left, **pick(done, *names, "notes")}
+    return {"files": files, "left_behind": left, **pick(done, *names, "notes", "dry_run")}
 
 
 def report(src: Path, done: CopiedFiles) -> None:

@@ -10,6 +10,8 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.destinations.stores import is_on_hub
+from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ def doctor(
     """
     from ckptkit.ops.doctor import doctor as examine
 
+    if is_on_hub(fix):
+        hint = "run `ckptkit doctor CKPT`, then the command that it names, with --yes"
+        raise Usage("--fix does not write to the Hub", path=fix, hint=hint)
     found = examine(with_others(ckpt, also), model=model, like=like, world_size=world_size, fix=fix)
     if json:
         print_json(to_json(found))

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import OF_ONE, OPTIONS, Out, To, asked, parse_weights, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
@@ -30,6 +31,7 @@ def merge(
     ] = "",
     to: To = "hf",
     also: Also = None,
+    yes: Yes = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -52,5 +54,6 @@ def merge(
         )
     adapters = [with_others(adapter, also) for adapter in adapters]
     with progress_bar("merging") as progress:
-        done = run(model, adapters, out, weights=parse_weights(weights), to=to, **asked(options), progress=progress)
-    show(model, done, "merged", json=json)
+        wanted = {"to": to, **asked(options), **withhold(out, yes=yes)}
+        done = run(model, adapters, out, weights=parse_weights(weights), **wanted, progress=progress)
+    show(model, noted(done, yes=yes), "merged", json=json)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.cli.consent import Yes
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
@@ -33,7 +34,7 @@ def push(
     ] = False,
     revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="By default main; made if not there.")] = None,
     message: Annotated[str | None, typer.Option(metavar="TEXT", help="What the commit says.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Push; without it nothing is sent, and only shown.")] = False,
+    yes: Yes = False,
     jobs: Jobs = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import OPTIONS, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
@@ -34,6 +35,7 @@ def reshard(
         ),
     ] = None,
     also: Also = None,
+    yes: Yes = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
@@ -52,5 +54,5 @@ def reshard(
 
     src = with_others(src or default_source(), also) if also else src
     with progress_bar("resharding") as progress:
-        done = run(src, out, to=to, **asked(options), progress=progress)
-    show(src, done, "resharded", json=json)
+        done = run(src, out, to=to, **asked(options) | withhold(out, yes=yes), progress=progress)
+    show(src, noted(done, yes=yes), "resharded", json=json)

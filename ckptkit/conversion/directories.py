@@ -43,9 +43,13 @@ def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
     if not isinstance(dst, RemotePath):
         check_destination(dst, overwrite, is_file=is_file)
     elif not overwrite:
-        from ckptkit.destinations.stores import check_absent
+        from ckptkit.checkpoints.replaceable import require_no_checkpoint
+        from ckptkit.destinations.stores import check_absent, keeps_others
 
-        check_absent(dst)
+        if keeps_others(dst):
+            require_no_checkpoint(dst)
+        else:
+            check_absent(dst)
 
 
 def check_apart(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:

@@ -33,7 +33,8 @@ class Destination(Protocol):
         """Take the place for this upload, or go on with an interrupted one of the same plan.
 
         With `overwrite`, `check` raises an error if what is there may not be replaced, and names the files to delete
-        first. Raises `Occupied` if something is there, or another upload is under way.
+        first, or all files of a checkpoint whose neighbors stay. Raises `Occupied` if something is there, or another
+        upload is under way.
         """
 
     def join(self) -> None:

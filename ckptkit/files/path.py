@@ -27,7 +27,7 @@ REMOTE_JOBS = 16  # threads: they wait most of the time
 _URL = re.compile(r"(?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[^/\s]+)?", re.ASCII)
 _SPECIAL_REVISION = re.compile(r"@(refs/[^/]+/[^/]+)")
-_KINDS = ("datasets", "spaces")  # on the Hub, apart from models
+_KINDS = ("datasets", "spaces", "buckets")  # on the Hub, apart from models
 _LEVELS_AHEAD = 2  # of directories that are listed ahead
 
 
@@ -118,7 +118,12 @@ class RemotePath(PosixPath):
         store, key = self._place
         with reaching(self, store.store):
             changed = store.find_change(key)
-        return None if changed is None else RemotePath(*self.parts[: self._depth], changed)
+        return None if changed is None else RemotePath(*self.top.parts, changed)
+
+    @property
+    def top(self) -> RemotePath:
+        """Return the bucket, host or repository that this is in."""
+        return RemotePath(*self.parts[: self._depth])
 
     @property
     def store(self) -> CachedStore:
@@ -134,7 +139,7 @@ class RemotePath(PosixPath):
             raise Unsafe("the path leaves its store", path=Path(*self.parts))
         depth = self._depth
         try:
-            store = open_store(str(RemotePath(*self.parts[:depth])))
+            store = open_store(str(self.top))
         except CkptError as error:
             raise error.blame(path=self) from error.__cause__
         return store, "/".join(self.parts[depth:])

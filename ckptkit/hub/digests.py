@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.files.file import file_size, opening, read_at
-from ckptkit.hub.client import HubFile
+from ckptkit.files.stores.hub_calls import HubFile
 from ckptkit.hub.transfers import Follow, for_each
 from ckptkit.progress import Told
 

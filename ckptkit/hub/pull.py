@@ -27,8 +27,10 @@ from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
 from ckptkit.files.file import check_name
 from ckptkit.files.path import to_local
 from ckptkit.files.stores.hub import our_headers
+from ckptkit.files.stores.hub_calls import HubFile, HubRepository, look_up, silent
+from ckptkit.files.stores.hub_errors import talking
 from ckptkit.formats import detect_format
-from ckptkit.hub.client import HubFile, HubRepository, look_up, parse_place, silent, talking
+from ckptkit.hub.client import parse_place
 from ckptkit.hub.digests import differences, sum_all
 from ckptkit.hub.transfers import Bars, Follow, for_each, no_bar
 from ckptkit.pictures.numbers import format_bytes

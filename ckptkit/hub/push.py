@@ -12,13 +12,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 from ckptkit.checkpoints.checkpoint import Source, path_of
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
+from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.hub import connect
-from ckptkit.hub.client import MAIN, HubRepository, find, look_up, page_of, parse_place, silent, talking
+from ckptkit.files.stores.hub_calls import (
+    HubRepository,
+    create_branch,
+    create_repository,
+    find,
+    look_up,
+    require_token,
+    silent,
+)
+from ckptkit.files.stores.hub_errors import MAIN, page_of, talking
+from ckptkit.hub.client import parse_place
 from ckptkit.hub.digests import Content, differences, sum_all
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.selection import Selection, select_files
@@ -111,8 +121,7 @@ def push(
         raise Usage("only local checkpoints are pushed", path=source, hint="`ckptkit consolidate` brings it here first")
     selection = select_files(source, name)
     with silent():
-        if get_token() is None:
-            raise IOFailure("there is no token for the Hub", hint="`hf auth login`, or set HF_TOKEN")
+        require_token()
         head = find(name, at)
         basis = find(name, MAIN) if head is None and at != MAIN else head
         if basis and CARD in basis.files:
@@ -123,7 +132,7 @@ def push(
         with bars("verifying") as progress:
             sums = examine(selection, jobs, telling(progress, size_of(selection.root) + plan.nbytes))
         if basis is None:
-            basis = create(name, private=not public)
+            basis = create_repository(name, private=not public)
             head = basis if at == MAIN else None
         done = send(selection, plan, sums, basis, has_branch=head is not None, message=message, jobs=jobs, bars=bars)
     return replace(done, seconds=time.perf_counter() - began)
@@ -162,16 +171,6 @@ def examine(selection: Selection, jobs: int | None, told: Told | None) -> dict[s
     return sum_all(selection.contents, jobs, told)
 
 
-def create(repo_id: str, *, private: bool) -> HubRepository:
-    """Make a repository. Raises `Unsafe` if the Hub made it public and it was to be private."""
-    with talking(repo_id):
-        connect().create_repo(repo_id, private=private)
-    made = look_up(repo_id, MAIN)
-    if private and not made.is_private:
-        raise Unsafe("the Hub made the repository public; nothing was pushed", path=repo_id)
-    return made
-
-
 def send(
     selection: Selection,
     plan: Pushed,
@@ -189,9 +188,9 @@ def send(
     with bars("uploading") as progress:
         told = telling(progress, sum(plan.files[name] for name in changed))
         additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, told)
+        if not has_branch:
+            create_branch(plan.repo_id, plan.revision, basis.commit)
         with talking(plan.repo_id, plan.revision):
-            if not has_branch:
-                connect().create_branch(plan.repo_id, branch=plan.revision, revision=basis.commit)
             if changed or plan.removed:
                 made = connect().create_commit(
                     plan.repo_id,

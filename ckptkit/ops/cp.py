@@ -1,4 +1,4 @@
-"""Copy a checkpoint as it is, to a local directory or to a store, and compare every checksum that it has on the way."""
+"""Copy a checkpoint as it is, to a directory or a store, and compare every checksum that it has on the way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptkit.checkpoints.marks import PlacedFiles, find_marks
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
-from ckptkit.conversion.directories import contains
+from ckptkit.conversion.directories import check_free, contains
 from ckptkit.destinations.allocation import check_room, create_file, make_folder, missing_bytes
 from ckptkit.destinations.pieces import PART_BYTES, LocalPieces, PieceSink, is_large
 from ckptkit.destinations.staging import Stage
@@ -53,8 +53,8 @@ class CopiedFiles(Summarized):
     """The files of a checkpoint that were copied, by name and bytes.
 
     Of their bytes, `checked_bytes` had a CRC-32 that was compared, `unchecked_bytes` had none. `sent_bytes` were
-    written by this call; an interrupted call had written the others. `left_behind` are entries of the
-    source's directory that are not copied.
+    written by this call; an interrupted call had written the others, or the store has them. `left_behind` are entries
+    of the source's directory that are not copied. After a `dry_run` nothing was read or written.
     """
 
     source: Path
@@ -67,6 +67,7 @@ class CopiedFiles(Summarized):
     left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
     seconds: float
+    dry_run: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +75,16 @@ class CopiedFiles(Summarized):
         return sum(self.files.values())
 
     def summary(self) -> Iterator[str]:
+        if self.dry_run:
+            yield f"would copy {self.source} to {self.output}"
+            yield f"{count(len(self.files), 'file')}, {format_bytes(self.nbytes)}"
+            return
         yield f"copied {self.source} to {self.output}"
         yield f"{count(len(self.files), 'file')}, {format_bytes(self.nbytes)} in {self.seconds:.2f} s"
         unchecked = f"; {format_bytes(self.unchecked_bytes)} without a checksum" if self.unchecked_bytes else ""
         yield f"{format_bytes(self.checked_bytes)} compared with a checksum of the source{unchecked}"
         before = self.nbytes - self.sent_bytes
-        yield from [f"{format_bytes(before)} were there from an earlier attempt"] if before else []
+        yield from [f"{format_bytes(before)} were there already"] if before else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +132,15 @@ def cp(
     overwrite: bool = False,
     jobs: int | None = None,
     sync: bool = True,
+    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> CopiedFiles:
-    """Copy the files of a checkpoint, as they are, to the local directory or the URL of a prefix in a store at `dst`.
+    """Copy the files of a checkpoint, as they are, to the local directory or the URL at `dst`.
 
     Of a run, its latest complete checkpoint. A checkpoint that is one file is copied to the file or key `dst`. The
-    copy appears whole or not at all, and the same call continues an interrupted one. Raises `Corrupt` if a file is
-    missing or differs from its checksum, `Occupied` if something is at `dst`, `IOFailure` if the store refuses.
+    copy appears whole or not at all, and the same call continues an interrupted one. With `dry_run`, it says what would
+    be copied. Raises `Corrupt` if a file is missing or differs from its checksum, `Occupied` if something is at `dst`,
+    `IOFailure` if the store refuses.
     """
     began = time.perf_counter()
     checkpoint = Checkpoint.open(source)
@@ -146,12 +153,15 @@ def cp(
         raise Usage(f"the source is a file that ends in `{checkpoint.path.suffix}`", path=checkpoint.path, hint=hint)
     tell = telling(progress, sum(contents.sizes.values()))
     send = partial(transfer, contents, jobs=jobs, progress=tell, origin=origin)
-    if isinstance(target, RemotePath):
+    if dry_run:
+        check_free(target, overwrite=overwrite, is_file=contents.is_file)
+        done = Delivery()
+    elif isinstance(target, RemotePath):
         done = copy_to_store(contents, target, send, overwrite=overwrite)
     else:
         done = copy_to_directory(contents, target, checkpoint.path, send, overwrite=overwrite, sync=sync)
-    checked = sum(map(checked_bytes, contents.parts))
-    total = sum(contents.sizes.values())
+    checked = 0 if dry_run else sum(map(checked_bytes, contents.parts))
+    total = 0 if dry_run else sum(contents.sizes.values())
     return CopiedFiles(
         source=checkpoint.path,
         output=target,
@@ -163,6 +173,7 @@ def cp(
         left_behind=contents.left,
         notes=tuple(done.notes),
         seconds=time.perf_counter() - began,
+        dry_run=dry_run,
     )
 
 

@@ -15,7 +15,7 @@ from ckptkit.conversion.to_store import KEY
 from ckptkit.destinations.destination import NOTES
 from ckptkit.destinations.exchange import staging_path
 from ckptkit.destinations.staging import read_key
-from ckptkit.destinations.stores import to_destination
+from ckptkit.destinations.stores import require_shared, to_destination
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.files.file import is_there, read_small
 from ckptkit.files.path import RemotePath, to_path
@@ -47,6 +47,7 @@ def finalize(
 
 def find_note(place: RemotePath) -> RemotePath:
     """Return where processes that write to a store say what they make."""
+    require_shared(place)
     place.store.forget()
     inside = place / NOTES / KEY
     return inside if is_there(inside) else place.parent / f"{place.name}{NOTES}" / KEY

@@ -27,7 +27,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.checkpoints.replaceable import marks_in
 from ckptkit.destinations.destination import Destination
-from ckptkit.destinations.stores import open_destination, to_destination
+from ckptkit.destinations.stores import open_destination, require_shared, to_destination
 from ckptkit.destinations.stream import FileStream
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage
@@ -213,6 +213,7 @@ def to_store(place: str | os.PathLike[str]) -> RemotePath:
     path = to_destination(place)
     if not isinstance(path, RemotePath):
         raise Usage("this is a local path, and only one in a store will do here", path=path)
+    require_shared(path)
     return path
 
 

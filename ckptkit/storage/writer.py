@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
-from ckptkit.destinations.stores import to_destination
+from ckptkit.destinations.stores import require_shared, to_destination
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.files.path import RemotePath
 from ckptkit.storage.room_writer import StagedWriter
@@ -57,6 +57,7 @@ class Writer(StorageWriter):
     def _choose(self, place: str | os.PathLike[str]) -> StagedWriter | StoreWriter:
         path = to_destination(place)
         if isinstance(path, RemotePath):
+            require_shared(path)
             if self._format not in (None, FORMAT):
                 message = f"`{self._format}` cannot go straight to a store: several ranks would write one object"
                 hint = f"save `{FORMAT}`, then run `ckptkit convert {path} OUT --to {self._format}`; OUT may be a URL"
@@ -102,7 +103,9 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it is a place that ckptkit writes to: a local path, or the URL of a store."""
         try:
-            to_destination(checkpoint_id)
+            path = to_destination(checkpoint_id)
+            if isinstance(path, RemotePath):
+                require_shared(path)
         except (TypeError, CkptError):
             return False
         return True

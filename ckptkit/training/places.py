@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptkit.destinations.stores import require_shared
 from ckptkit.errors import Usage
 from ckptkit.files.path import RemotePath
 
@@ -11,7 +12,9 @@ _IN_STORES = ("sharded", "adapter")  # state dicts
 
 
 def require_storable(run: Path, state_dict: str) -> None:
-    """Raise `Usage` for a state dict that cannot go straight to a store: several ranks would write one object."""
+    """Raise an error for a run that cannot go straight to a store: several ranks would write one object, or commit."""
+    if isinstance(run, RemotePath):
+        require_shared(run)
     if isinstance(run, RemotePath) and state_dict not in _IN_STORES:
         message = f"state dict `{state_dict}` cannot go straight to a store: several ranks would write one object"
         hint = f"save `{_IN_STORES[0]}`, then run `ckptkit convert CHECKPOINT OUT`; OUT may be a URL"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, TypeVar, cast, runtime_checkable
@@ -21,9 +21,11 @@ from ckptkit.errors import CkptError, IOFailure
 T = TypeVar("T")
 Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
 
-# the scheme of a URL, and what makes its store of the URL, imported when first needed; fsspec knows all others
+# the scheme of a URL, or its beginning, and what makes its store of the URL, imported when first needed; fsspec knows
+# all others
 STORES = {
     "hf": "ckptkit.files.stores.hub:HubStore",
+    "hf://buckets": "ckptkit.files.stores.hub_bucket:HubBucketStore",
     "az": "ckptkit.files.stores.objects:open_objects",
     "gs": "ckptkit.files.stores.objects:open_objects",
     "s3": "ckptkit.files.stores.s3:S3Store",
@@ -100,9 +102,13 @@ class KeepsSums(Protocol):
 
 @dataclass(slots=True)
 class CachedStore:
-    """A store and its answers so far: entries by key, and listings by key of their directory."""
+    """A store and its answers so far: entries by key, and listings by key of their directory.
+
+    `reopen` gives the same store as it is by then, if another state of it is known.
+    """
 
     store: Store
+    reopen: Callable[[], Store] | None = None
     found: dict[str, StoreEntry | None] = field(default_factory=dict)
     listed: dict[str, dict[str, StoreEntry]] = field(default_factory=dict)
 
@@ -143,6 +149,7 @@ class CachedStore:
     def forget(self) -> None:
         """Forget every answer: the store was written to."""
         self.store.forget()
+        self.store = self.reopen() if self.reopen else self.store
         self.found.clear()
         self.listed.clear()
 
@@ -158,9 +165,11 @@ class CachedStore:
 @cache
 def open_store(url: str) -> CachedStore:
     """Return the store whose root is `url`, one for all callers. Raises `Usage` if nothing here knows such URLs."""
-    scheme = url.partition("://")[0]
-    module, _, attribute = STORES.get(scheme, OTHERS).partition(":")
-    return CachedStore(cast(Store, getattr(import_module(module), attribute)(url)))
+    scheme, _, place = url.partition("://")
+    known = STORES.get(f"{scheme}://{place.partition('/')[0]}") or STORES.get(scheme, OTHERS)
+    module, _, attribute = known.partition(":")
+    reopen = partial(getattr(import_module(module), attribute), url)
+    return CachedStore(cast(Store, reopen()), reopen)
 
 
 @contextmanager

@@ -1,0 +1,36 @@
+"""Ask for consent before anything is sent to the Hugging Face Hub: `--yes`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from ckptkit.destinations.stores import is_on_hub
+from ckptkit.files.path import RemotePath
+
+if TYPE_CHECKING:
+    from ckptkit.conversion.report import Converted
+    from ckptkit.ops.cp import CopiedFiles
+
+    Done = TypeVar("Done", Converted, CopiedFiles)
+
+Yes = Annotated[bool, typer.Option("--yes", help="Send to the Hub; without it nothing is sent there, and only shown.")]
+
+
+def withhold(out: Path | None, *, yes: bool) -> dict[str, bool]:
+    """Return the options by which a command only shows what it would send to the Hub, unless you consent."""
+    return {} if yes or not is_on_hub(out) else {"dry_run": True}
+
+
+def noted(done: Done, *, yes: bool) -> Done:
+    """Return the result, with a note on what it would send to the Hub, if it would and has not."""
+    if not (done.dry_run and isinstance(done.output, RemotePath) and is_on_hub(done.output)):
+        return done
+    from ckptkit.destinations.hub_places import describe_place
+
+    note = f"would go to {describe_place(done.output)}"
+    note += "" if yes else "; nothing was sent, for that give --yes"
+    return replace(done, notes=(*done.notes, note))

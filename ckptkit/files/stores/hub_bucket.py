@@ -1,0 +1,77 @@
+"""Read from buckets of the Hugging Face Hub. Keeps no bytes.
+
+Files are read by range from where the Hub redirects, as those of repositories are. A bucket has no commits: what is
+replaced while it is read is told by the hash that the Hub has of its content.
+https://huggingface.co/docs/hub/storage-buckets
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+from ckptkit.errors import NotACheckpoint
+from ckptkit.files.stores import Read, StoreEntry
+from ckptkit.files.stores.hub import HubDownload, HubStore, connect
+
+
+class HubBucketStore:
+    """The bucket that `hf://buckets/namespace/name` means."""
+
+    hint = HubStore.hint
+
+    def __init__(self, url: str) -> None:
+        self._id = "/".join(url.split("/")[-2:])
+        self._api = connect()
+        self._sources: dict[tuple[str, str], HubDownload] = {}
+
+    def find(self, key: str) -> StoreEntry | None:
+        """Return the entry at `key`, or None."""
+        if not key:
+            return StoreEntry("", is_dir=self._is_there())
+        folder, _, name = key.rpartition("/")
+        return next((entry for entry in self.entries(folder) if entry.name == name), None)
+
+    def entries(self, key: str) -> list[StoreEntry]:
+        """Return the entries of the directory at `key`."""
+        from huggingface_hub.errors import BucketNotFoundError
+
+        base = f"{key}/" if key else ""
+        try:
+            tree = list(self._api.list_bucket_tree(self._id, prefix=key or None, recursive=False))
+        except BucketNotFoundError as error:
+            raise NotACheckpoint("the Hub shows us no such bucket", hint=self.hint) from error
+        found = {(entry := entry_of(item)).name: entry for item in tree if is_in(item.path, base)}
+        return list(found.values())
+
+    def open(self, key: str, entry: StoreEntry) -> Read:
+        """Return a function that reads from the file at `key`."""
+        address = f"{self._api.endpoint}/buckets/{self._id}/resolve/{quote(key, safe='')}"
+        return self._sources.setdefault((key, entry.tag), HubDownload(address, entry.size)).read
+
+    def forget(self) -> None:
+        """Forget where files were: they may be replaced."""
+        self._sources.clear()
+
+    def _is_there(self) -> bool:
+        from huggingface_hub.errors import BucketNotFoundError
+
+        try:
+            self._api.bucket_info(self._id)
+        except BucketNotFoundError as error:
+            raise NotACheckpoint("the Hub shows us no such bucket", hint=self.hint) from error
+        return True
+
+
+def is_in(path: str, base: str) -> bool:
+    """Return whether a path is directly in the folder whose paths begin with `base`."""
+    return path.startswith(base) and path != base and "/" not in path.removeprefix(base).strip("/")
+
+
+def entry_of(item: Any) -> StoreEntry:
+    """Return the entry for a file or directory as huggingface_hub lists it."""
+    name = item.path.strip("/").rpartition("/")[2]
+    if item.type != "file":
+        return StoreEntry(name, is_dir=True)
+    changed = item.mtime.timestamp() if item.mtime else 0.0
+    return StoreEntry(name, False, item.size, changed, tag=item.xet_hash)

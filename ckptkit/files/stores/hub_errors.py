@@ -1,0 +1,99 @@
+"""Turn the errors of the Hub and of its libraries into ours: one table for what reads and for what writes.
+
+A token is never repeated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ckptkit.errors import CkptError, IOFailure, NoRoom, NotACheckpoint, Occupied, Usage, translate_os_errors
+
+MAIN = "main"
+AGAIN = "run the same command again: what has arrived is not sent again"
+_TOKEN = re.compile(r"hf_\w+")
+_LOGIN = "`hf auth login`, or HF_TOKEN, says who you are"
+_QUOTA = re.compile(r"storage|quota|exceed", re.IGNORECASE)  # in what the Hub says where it has no room left
+_HINTS = {401: _LOGIN, 403: "the token needs the right to write there", 429: "wait, then run the same command again"}
+_MOST = 300  # characters of what a server says
+
+
+@contextmanager
+def talking(repo_id: str, revision: str = MAIN, path: Path | None = None) -> Iterator[None]:
+    """Turn an error of the Hub or of file `path` inside the block, which does nothing else, into one of ours."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:  # the hub raises its own, its HTTP client's and the system's
+        if isinstance(error, OSError) and error.errno and path is not None:
+            with translate_os_errors(path):
+                raise
+        raise translate(error, repo_id, revision) from error
+
+
+def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
+    """Return our error for one of the Hub, or for the one that caused it."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, HfHubHTTPError):
+            return refusal(behind, repo_id, revision)
+        if isinstance(behind, OfflineModeIsEnabled):
+            return IOFailure("the Hub is not asked while HF_HUB_OFFLINE is set", hint="unset it")
+        if isinstance(behind, HFValidationError):
+            return Usage(f"`{repo_id}` is no name that the Hub allows")
+        if type(behind).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3"):
+            return unreachable(behind)
+        behind = behind.__cause__
+    said = redact(str(error).partition("\n")[0])  # the rest is advice on how to call it
+    return IOFailure(f"the Hub's client gave up: {said or type(error).__name__}", hint=AGAIN)
+
+
+def unreachable(error: BaseException) -> IOFailure:
+    """Return the error for a missing answer; it does not repeat a request that failed, since that holds the token."""
+    what = type(error).__name__
+    if "Connect" in what and str(error):
+        what = redact(str(error))
+    hint = f"is there a network, and is HF_ENDPOINT right? then {AGAIN}"
+    return IOFailure(f"no answer from {constants.ENDPOINT}: {what}", hint=hint)
+
+
+def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
+    """Return the error for an answer that refuses."""
+    status, said = error.response.status_code, redact(error.server_message or "")
+    if isinstance(error, GatedRepoError):
+        return IOFailure(f"access to `{repo_id}` has to be asked for", hint=f"do so at {page_of(repo_id)}")
+    if isinstance(error, RepositoryNotFoundError) or error.response.headers.get("X-Error-Code") == "RepoNotFound":
+        hint = f"check the name; if it is private, {_LOGIN}"
+        return NotACheckpoint(f"the Hub has no `{repo_id}`, or none for you", hint=hint)
+    if isinstance(error, RevisionNotFoundError):
+        return NotACheckpoint(f"`{repo_id}` has no revision `{revision}`")
+    if status in (409, 412):
+        return Occupied(f"`{repo_id}` was changed by somebody else meanwhile", hint=AGAIN)
+    if status in (402, 403, 413, 507) and _QUOTA.search(said):
+        hint = "free some space there, or raise the storage limit; then run the same command again"
+        return NoRoom(f"the Hub answered {status}: {said}", hint=hint)
+    return IOFailure(f"the Hub answered {status}: {said}", hint=_HINTS.get(status, AGAIN))
+
+
+def redact(text: str) -> str:
+    """Return one line of what a server says, without any token."""
+    return _TOKEN.sub("hf_...", " ".join(text.split()))[:_MOST]
+
+
+def page_of(repo_id: str) -> str:
+    """Return the address of a repository's page."""
+    return f"{constants.ENDPOINT}/{repo_id}"
