@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -43,7 +45,9 @@ class Fault:
     """What goes wrong with the next `times` requests in which the pattern `where` is found, once `skip` have passed.
 
     An answer with `status`, `headers`, and a `body` or an error `code` in it; or the connection is dropped `after` so
-    many bytes of the body; or `first` something is done, and then the request.
+    many bytes of the body; or `first` something is done, and then the request. Or the request is `dropped`, and never
+    done; or it is `cut` in the middle of the body that is sent, or else of that of the answer; or it is done and its
+    answer is `lost`; and `last` something is done.
     """
 
     where: str
@@ -55,19 +59,24 @@ class Fault:
     headers: tuple[tuple[str, str], ...] = ()
     after: int | None = None
     first: Callable[[], None] | None = None
+    dropped: bool = False
+    cut: bool = False
+    lost: bool = False
+    last: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
 class S3:
     """The server. Each directory in `root` is a bucket. `requests` are those since it was last emptied.
 
-    `most` is how many were being answered at the same time. One that `is_simple` hears of no conditions and checksums.
+    `done` are those of them that the server has done. `most` is how many were being answered at the same time. One that `is_simple` hears of no conditions and checksums.
     """
 
     root: Path
     port: int = 0
     upstream: int = 0
     requests: list[Request] = field(default_factory=list)
+    done: list[Request] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     busy: int = 0
@@ -154,9 +163,14 @@ class Handler(BaseHTTPRequestHandler):
         span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         start, stop = (int(span[1]), int(span[2]) + 1) if span else (None, None)
         sent = int(self.headers.get("Content-Length") or 0)
-        fault = self.s3.meet(Request(f"{self.command} {unquote(self.path)}", start, stop, sent))
+        request = Request(f"{self.command} {unquote(self.path)}", start, stop, sent)
+        fault = self.s3.meet(request)
         if fault and fault.first:
             fault.first()
+        if fault and (fault.dropped or (fault.cut and sent)):
+            self.rfile.read(0 if fault.dropped else sent // 2)
+            self.drop()
+            return
         if fault and fault.status:
             self.rfile.read(sent)
             error = f"<Error><Code>{fault.code}</Code><Message>so it is</Message></Error>" if fault.code else ""
@@ -172,8 +186,16 @@ class Handler(BaseHTTPRequestHandler):
                 upstream.putheader(name, value)
             upstream.endheaders(body or None)
             answer = upstream.getresponse()
-            headers = self.s3.heard(answer.getheaders())
-            self.answer(answer.status, headers, answer.read(), fault.after if fault else None)
+            headers, body = self.s3.heard(answer.getheaders()), answer.read()
+            if answer.status < http.HTTPStatus.BAD_REQUEST:
+                self.s3.done.append(request)
+            if fault and fault.last:
+                fault.last()
+            if fault and (fault.lost or (fault.cut and not body)):
+                self.drop()
+                return
+            after = len(body) // 2 if fault and fault.cut else fault.after if fault else None
+            self.answer(answer.status, headers, body, after)
         except ConnectionError:
             self.drop()
         finally:
@@ -214,19 +236,23 @@ def serve_s3(root: Path) -> Iterator[S3]:
 
 
 @contextmanager
-def serve_moto(root: Path) -> Iterator[S3]:
-    """Serve buckets in the memory of moto, until the end of the block."""
-    with behind_proxy(root, lambda port: ["moto_server", "-H", "127.0.0.1", "-p", str(port)]) as s3:
+def serve_moto(root: Path, *, least_part: int = 5 << 20) -> Iterator[S3]:
+    """Serve buckets in the memory of moto, until the end of the block; parts but the last have `least_part` bytes."""
+    env = {"S3_UPLOAD_PART_MIN_SIZE": str(least_part)}
+    with behind_proxy(root, lambda port: ["moto_server", "-H", "127.0.0.1", "-p", str(port)], env) as s3:
         yield s3
 
 
 @contextmanager
-def behind_proxy(root: Path, command: Callable[[int], list[str | Path]]) -> Iterator[S3]:
+def behind_proxy(
+    root: Path, command: Callable[[int], list[str | Path]], env: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[S3]:
     """Run a server, started by the command for a port, behind the proxy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         upstream = probe.getsockname()[1]
-    process = subprocess.Popen(command(upstream), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command(upstream), stdout=quiet, stderr=quiet, env={**os.environ, **env})
     s3 = S3(root, upstream=upstream)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, s3))
     server.daemon_threads = True
