@@ -26,7 +26,6 @@ from tests.faults.originals import bits
 from tests.faults.server import Ended, Server
 from tests.faults.store_writings import MODULES, PART, StoreWriting, make_state
 from tests.faults.subjects import Leaves, read_dcp
-from tests.faults.verdicts import Verdict, judge_error
 from tests.s3 import S3, Fault, Request, serve_moto
 
 Objects = Mapping[str, bytes]  # content by name
