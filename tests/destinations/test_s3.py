@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,6 +148,19 @@ def test_the_mark_comes_last(place: Place, source: Path) -> None:
     names = [what.split("?")[0].rpartition("/")[2] for what in changes]
     assert names[0] == names[-1] == CLAIM
     assert names[-3:-1] == ["ckptkit.json", ".metadata"]
+
+
+@pytest.mark.parametrize(("numbers", "parts_of_it"), [(PART_BYTES // 2 + 77, 3), (PART_BYTES // 4 + 1, 2)])
+def test_the_parts_on_the_wire_are_equal_but_for_the_last(
+    place: Place, tmp_path: Path, numbers: int, parts_of_it: int
+) -> None:
+    save_file({"w": torch.zeros(numbers)}, tmp_path / "model.safetensors")
+    ckptkit.cp(tmp_path, place.url)
+    asked = ((re.search(r"partNumber=(\d+)", one.what), one.sent) for one in place.server.requests)
+    parts = {int(found[1]): sent for found, sent in asked if found}
+    *sizes, last = (parts[number] for number in sorted(parts))
+    assert sizes == [PART_BYTES] * (parts_of_it - 1)
+    assert 0 < last < PART_BYTES
 
 
 def test_whatever_request_fails_the_copy_is_absent_or_whole(place: Place, source: Path) -> None:
