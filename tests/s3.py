@@ -72,7 +72,8 @@ class Fault:
 class S3:
     """The server. Each directory in `root` is a bucket. `requests` are those since it was last emptied.
 
-    `done` are those of them that the server has done. `most` is how many were being answered at the same time. One that `is_simple` hears of no conditions and checksums.
+    `done` are those of them that the server has done. `most` is how many were being answered at the same time. One that
+    `is_simple` hears of no conditions and checksums.
     """
 
     root: Path

@@ -447,14 +447,14 @@ def is_same(part: SentPart, data: bytearray, crc: int) -> bool:
 
 def again(ask: Callable[[], object]) -> None:
     """Make a request that has a condition, a few times while others are made for the same object."""
-    for _ in range(_TRIES - 1):
+    for left in reversed(range(_TRIES)):
         try:
             ask()
-            return
         except IOFailure as error:
-            if find_code(error) not in _CONFLICT:
+            if not left or find_code(error) not in _CONFLICT:
                 raise
-    ask()
+        else:
+            return
 
 
 def encode_crc(crc: int) -> str:

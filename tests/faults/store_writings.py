@@ -9,8 +9,9 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,7 @@ SAVES = (
 )
 PEERS = (
     StoreWriting(
-        *("torch FsspecWriter", f"{_HERE}:save_by_torch", ("{out}", "{seed}")),
-        *((), ()),
-        is_ours=False,
-        resumes=False,
+        *("torch FsspecWriter", f"{_HERE}:save_by_torch", ("{out}", "{seed}")), over=(), is_ours=False, resumes=False
     ),
 )
 
@@ -140,7 +138,7 @@ def reshard_in_parts(pid_file: str, src: str, out: str, *options: str) -> None:
     begin(pid_file)
     share = ["reshard", src, out, "--to", "2", "--jobs", "1", *options]
     for words in ([*share, "--part", "1/2"], [*share, "--part", "2/2"], ["finalize", out]):
-        in_child(lambda words=words: run_command(pid_file, *words))
+        in_child(partial(run_command, pid_file, *words))
 
 
 def in_child(work: Callable[[], None]) -> None:
@@ -210,8 +208,3 @@ def save_by_torch(pid_file: str, out: str, seed: str) -> None:
     with told():
         writer = FsspecWriter(out, default_block_size=_THEIR_PART)
         dcp.save({"model": state}, storage_writer=writer, no_dist=True)
-
-
-def everything() -> Sequence[StoreWriting]:
-    """All of them."""
-    return (*COMMANDS, PARTS, *SAVES, *PEERS)

@@ -7,22 +7,20 @@ absent or whole, the same command completes it, and what the store has is not se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tests.faults.cases import Case, Seen
-from tests.faults.points import spread
 from tests.faults.server import Ended
-from tests.faults.store_scenes import NEW, Place, StoreScene, stage
-from tests.faults.store_writings import COMMANDS, PARTS, PEERS, SAVES, StoreWriting
+from tests.faults.store_scenes import Place, StoreScene, stage
+from tests.faults.store_writings import COMMANDS, PARTS, PEERS, SAVES
 from tests.faults.verdicts import Verdict, judge_error
 from tests.s3 import Fault
 
 _DELAY = 0.3  # seconds
 _FOREVER = 1 << 30
-_FEW = 4  # points of a writing in the fast share
 _OVER = (COMMANDS[0], SAVES[0], *PEERS)  # that are tried over an old checkpoint too
 
 
@@ -85,11 +83,11 @@ TROUBLES = (
 )
 
 
-def try_requests(scene: StoreScene, trouble: StoreTrouble, most: int | None) -> Iterator[Seen]:
-    """Let a trouble come to every request of a writing, or to at most `most` of them, spread evenly."""
+def try_requests(scene: StoreScene, trouble: StoreTrouble, chosen: Sequence[int] | None) -> Iterator[Seen]:
+    """Let a trouble come to every request of a writing, or to those `chosen`, counted from 1."""
     _ = scene.truths
     total = scene.requests
-    for at in spread(total, most):
+    for at in chosen or range(1, total + 1):
         with scene.lay() as place:
             verdict, what = try_request(place, trouble, at - 1)
         where = f"{scene.name}, {trouble.name} at request {at} of {total}"
@@ -105,7 +103,7 @@ def try_request(place: Place, trouble: StoreTrouble, skip: int) -> tuple[Verdict
         return Verdict.UNFIRED, "never"
     where = place.asked[skip].what.replace(f"/{place.bucket}", "")
     sent, stands, left = place.sent(), place.stands(), place.leavings()
-    what = f"{where}: code {ended.code}, {stands}{left and f' and {left}' or ''}: {ended.err.strip()[-300:]}"
+    what = f"{where}: code {ended.code}, {stands}, left {left}: {ended.err.strip()[-300:]}"
     verdict = judge(place, trouble, ended, stands)
     is_done = ended.code == 0 and not left
     if not place.scene.writing.is_ours or is_done or verdict not in (Verdict.RIGHT, Verdict.CLEAN):
@@ -148,11 +146,23 @@ def judge_again(place: Place, sent: dict[str, int], *, was_whole: bool) -> tuple
 
 
 def try_all(trouble: StoreTrouble, _: Path, whole: bool) -> Iterator[Seen]:
-    """Let a trouble come to every request of every writing; in the fast share to some of one command and one save."""
-    writings: tuple[StoreWriting, ...] = (*COMMANDS, PARTS, *SAVES, *PEERS) if whole else (COMMANDS[0], SAVES[1])
-    for writing in writings:
-        for is_over in (False, True) if whole and writing in _OVER else (False,):
-            yield from try_requests(StoreScene(writing, is_over, stage()), trouble, None if whole else _FEW)
+    """Let a trouble come to every request of every writing."""
+    if not whole:
+        yield from try_some(trouble)
+        return
+    for writing in (*COMMANDS, PARTS, *SAVES, *PEERS):
+        for is_over in (False, True) if writing in _OVER else (False,):
+            yield from try_requests(StoreScene(writing, is_over, stage()), trouble, None)
+
+
+def try_some(trouble: StoreTrouble) -> Iterator[Seen]:
+    """Kill a command after every request, or let another trouble come to one request: to each kind a later one."""
+    scene = StoreScene(COMMANDS[0], False, stage())
+    if trouble.make is killed_after:
+        yield from try_requests(scene, trouble, None)
+        return
+    at = 1 + 7 * TROUBLES.index(trouble) % scene.requests
+    yield from try_requests(scene, trouble, [at])
 
 
 CASES = tuple(Case("63", "store", trouble.name, partial(try_all, trouble)) for trouble in TROUBLES)
