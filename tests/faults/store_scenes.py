@@ -259,7 +259,7 @@ class Place:
         is_seen = MARKS[scene.writing.format] in objects
         try:
             found = read(scene.writing.format, objects)
-        except (Exception, CheckpointException):  # of whichever library
+        except (Exception, CheckpointException):  # noqa: BLE001 - of whichever library
             return "half" if is_torn or is_seen else self._ask_ours("absent", objects)
         read_as = next((name for name, truth in scene.truths.items() if are_same(found, truth)), "wrong")
         return "half" if is_torn and read_as != "wrong" else self._ask_ours(read_as, objects)
