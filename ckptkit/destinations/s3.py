@@ -214,13 +214,13 @@ class S3Destination:
         """Abort uploads of our files that no claim names: the answer was lost with which the store began them."""
         keys = {self._key(name) for name, size in self.sizes.items() if is_large(size)}
         try:
-            found = self._bucket.uploads(self._key("")) if keys else []
+            found = self._bucket.uploads(self._key("")) if keys else {}
         except IOFailure as error:
             if find_code(error) not in _NO_LISTS:
                 raise
             self.lists_uploads = False
             return
-        for key, upload in found:
+        for upload, key in found.items():
             if key in keys:
                 self._abort(key, upload)
 

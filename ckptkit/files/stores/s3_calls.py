@@ -57,13 +57,13 @@ class S3Bucket:
                 return found
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def uploads(self, prefix: str) -> list[tuple[str, str]]:
-        """Return key and id of each upload in parts that has begun below `prefix` and has not ended."""
-        found: list[tuple[str, str]] = []
+    def uploads(self, prefix: str) -> dict[str, str]:
+        """Return the key of each upload in parts that has begun below `prefix` and has not ended, by its id."""
+        found: dict[str, str] = {}
         more: dict[str, str] = {}
         while True:
             page = self.call("list_multipart_uploads", Prefix=prefix, **more)
-            found += [(one["Key"], one["UploadId"]) for one in page.get("Uploads", ())]
+            found |= {one["UploadId"]: one["Key"] for one in page.get("Uploads", ())}
             if not page.get("IsTruncated"):
                 return found
             more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
