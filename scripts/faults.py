@@ -2,8 +2,8 @@
 
 `scripts/faults meaning [THING [COMMAND [FORMAT]]]` has a table of its own: a thing a row, a command a column.
 
-`--write` puts a table of all families into docs/reliability.md; that of one group, such as `scripts/faults store --cases
---write`, into a part of its own, if the page has one.
+`--write` puts a table of all families into docs/reliability.md. With a group, as in `scripts/faults store --cases
+--write`, it goes into the part of that group, if the page has one.
 
 Ends with status 1 if a run of ckptkit's came to anything but the right result or a clean error.
 """
