@@ -2,7 +2,8 @@
 
 `scripts/faults meaning [THING [COMMAND [FORMAT]]]` has a table of its own: a thing a row, a command a column.
 
-`--write` puts a table of all families into docs/reliability.md.
+`--write` puts a table of all families into docs/reliability.md. With a group, as in `scripts/faults store --cases
+--write`, it goes into the part of that group, if the page has one.
 
 Ends with status 1 if a run of ckptkit's came to anything but the right result or a clean error.
 """
@@ -112,13 +113,13 @@ def show(tally: Tally, seconds: float) -> None:
     print(f"{tally.runs:,} runs in {seconds / 60:.1f} minutes.")
 
 
-def write(tally: Tally, seconds: float, arguments: Sequence[str]) -> None:
-    """Write the tables into their part of the page on reliability."""
+def write(tally: Tally, seconds: float, arguments: Sequence[str], groups: Sequence[str]) -> None:
+    """Write the tables into their part of the page on reliability: of all groups, or of these."""
     command = " ".join(["scripts/faults", *arguments])
     head = f"""`{command}` on {datetime.now(UTC):%Y-%m-%d}: {tally.runs:,} runs in {seconds / 60:.1f} minutes on
         {len(os.sched_getaffinity(0))} cores. {_NOTE}"""
     tables = [table(rows_of(family, tally)) for family in FAMILIES if tally.has(family)]
-    write_part(_PAGE, "faults", "\n\n".join([paragraph(head).strip(), *tables]))
+    write_part(_PAGE, " ".join(["faults", *groups]), "\n\n".join([paragraph(head).strip(), *tables]))
 
 
 def to_json(tally: Tally, seconds: float) -> dict[str, object]:
@@ -159,7 +160,7 @@ def main() -> None:
             tempfile.tempdir = None
     seconds = time.perf_counter() - began
     if options.write:
-        write(tally, seconds, [word for word in sys.argv[1:] if word != "--write"])
+        write(tally, seconds, [word for word in sys.argv[1:] if word != "--write"], options.groups)
     if options.json:
         print(json.dumps(to_json(tally, seconds)))
     else:

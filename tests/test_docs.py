@@ -92,7 +92,11 @@ def test_what_comes_from_the_program_is_up_to_date(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "part"), [("reliability.md", "faults"), *(("benchmarks.md", f"bench {name}") for name in BENCHMARKS)]
+    ("page", "part"),
+    [
+        *(("reliability.md", part) for part in ("faults", "faults store")),
+        *(("benchmarks.md", f"bench {name}") for name in BENCHMARKS),
+    ],
 )
 def test_what_is_measured_has_its_place(page: str, part: str) -> None:
     text = (ROOT / "docs" / page).read_text()

@@ -11,7 +11,8 @@ import json
 import socket
 import time
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import md5
@@ -28,10 +29,14 @@ from ckptkit.files.stores.s3_calls import S3Bucket, crc_of
 from ckptkit.files.stores.s3_errors import ABSENT as _ABSENT
 from ckptkit.files.stores.s3_errors import TAKEN as _TAKEN
 from ckptkit.files.stores.s3_errors import find_code
+from ckptkit.files.stores.s3_objects import abort_upload, list_uploads
 from ckptkit.version import __version__
 
 _PATIENCE = 300  # seconds in which the process that claimed an upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
+_CONFLICT = ("409", "ConditionalRequestConflict")  # S3: make the request again
+_TRIES = 3
+_NO_LISTS = ("403", "AccessDenied", "405", "MethodNotAllowed", "501", "NotImplemented")
 _NO_CHECKSUMS = ("400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented", "SignatureDoesNotMatch")
 
 
@@ -59,6 +64,7 @@ class S3Destination:
     is_file: bool = False
     has_conditions: bool = True
     has_checksums: bool = True
+    lists_uploads: bool = True
     resumed: bool = False
     sent_bytes: int = 0
     whole: dict[str, int] = field(default_factory=dict)
@@ -144,6 +150,8 @@ class S3Destination:
             except IOFailure as error:
                 if find_code(error) not in (*_ABSENT, *_TAKEN):
                     raise
+                self._require_same(name, self.sizes[name], crc, error)
+                return
         self._require_same(name, self.sizes[name], crc)
 
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
@@ -152,12 +160,12 @@ class S3Destination:
             return
         condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
         try:
-            self._call("put_object", name, Body=data, **self._compared(crc), **condition)
+            again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **condition))
             self._count(data)
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
-            self._require_same(name, len(data), crc)
+            self._require_same(name, len(data), crc, error)
 
     def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
@@ -165,18 +173,19 @@ class S3Destination:
             return
         self._require_claim()
         try:
-            self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW)
+            again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW))
             self._count(data)
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
-            self._require_same(name, len(data), crc)
+            self._require_same(name, len(data), crc, error)
 
     def remarks(self) -> list[str]:
         """Return what the store could not do, once the claim was made."""
         can_not = [
             *([] if self.has_conditions else ["refuse to replace an object: two uploads could collide"]),
             *([] if self.has_checksums else ["compute CRC-32: it did not compare the bytes that it received"]),
+            *([] if self.lists_uploads else ["list unfinished uploads: some may be left that ckptkit could not abort"]),
         ]
         return [f"this store does not {what}" for what in can_not]
 
@@ -191,6 +200,7 @@ class S3Destination:
 
     def commit(self) -> None:
         """Delete the notes and the claim: the upload is done."""
+        self._abort_strays()
         for key in (*self._bucket.list(self._notes_key), self._claim_key):
             self._bucket.call("delete_object", key)
 
@@ -201,12 +211,22 @@ class S3Destination:
 
     def _abort_uploads(self) -> None:
         for name, upload in self._uploads.items():
-            try:
-                self._call("abort_multipart_upload", name, UploadId=upload)
-            except IOFailure as error:
-                if find_code(error) not in _ABSENT:
-                    raise
+            abort_upload(self._bucket, self._key(name), upload)
         self._uploads = {}
+
+    def _abort_strays(self) -> None:
+        """Abort uploads of our files that no claim names: the answer was lost with which the store began them."""
+        keys = {self._key(name) for name, size in self.sizes.items() if is_large(size)}
+        try:
+            found = list_uploads(self._bucket, self._key("")) if keys else []
+        except IOFailure as error:
+            if find_code(error) not in _NO_LISTS:
+                raise
+            self.lists_uploads = False
+            return
+        for one in found:
+            if one.key in keys:
+                abort_upload(self._bucket, one.key, one.upload)
 
     def _begin_again(self, name: str) -> None:
         """Send a large file anew, whose upload the store has forgotten."""
@@ -229,12 +249,28 @@ class S3Destination:
         self._uploads = {}
         try:
             at_once(self._create, [name for name, size in self.sizes.items() if is_large(size)])
-            self._put_claim(self._uploads, {"IfMatch": self._tag} if self.has_conditions else {})
+            is_ours = self._tell_uploads()
+        except BaseException:
+            with suppress(IOFailure):
+                self._abort_uploads()  # nobody else knows of them
+            raise
+        if not is_ours:
+            self._abort_uploads()
+            self.join()
+
+    def _tell_uploads(self) -> bool:
+        """Put the ids of our uploads into the claim, unless another process of the same plan was faster."""
+        condition = {"IfMatch": self._tag} if self.has_conditions else {}
+        try:
+            again(lambda: self._put_claim(self._uploads, condition))
         except IOFailure as error:
-            self._abort_uploads()  # nobody else knows of them
             if find_code(error) not in _TAKEN:
                 raise
-            self.join()  # another process of the same plan was faster: its uploads count
+            begun = self._read_claim()
+            if begun is None or begun["uploads"] is None:
+                raise
+            return bool(begun["uploads"] == self._uploads)  # then only the answer to a first attempt was lost
+        return True
 
     def _resume(self, begun: Mapping[str, Any]) -> None:
         """Go on with an upload, of our files, that the claim tells of."""
@@ -285,9 +321,15 @@ class S3Destination:
             return None
         return crc_of(found) if int(found["ContentLength"]) == nbytes else None
 
-    def _require_same(self, name: str, nbytes: int, crc: int) -> None:
-        """Raise `Occupied` unless the object is of this size and CRC-32, as far as the store says one."""
-        found = self._call("head_object", name, ChecksumMode="ENABLED")
+    def _require_same(self, name: str, nbytes: int, crc: int, refusal: IOFailure | None = None) -> None:
+        """Raise `Occupied` unless the object is of this size and CRC-32, as far as the store says one.
+
+        If there is none, raises the `refusal` with which the store did not make it.
+        """
+        try:
+            found = self._call("head_object", name, ChecksumMode="ENABLED")
+        except IOFailure as error:
+            raise refusal if refusal and find_code(error) in _ABSENT else error from None
         size, known = int(found["ContentLength"]), crc_of(found)
         if size != nbytes or known not in (None, crc):
             there = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
@@ -318,7 +360,7 @@ class S3Destination:
 
     def _create_claim(self) -> None:
         try:
-            self._put_claim(None, _ONLY_NEW)
+            again(lambda: self._put_claim(None, _ONLY_NEW))
         except IOFailure as error:
             if find_code(error) in _TAKEN:
                 begun = self._read_claim()
@@ -405,6 +447,18 @@ def is_same(part: SentPart, data: bytearray, crc: int) -> bool:
     if part.crc32 is not None:
         return part.crc32 == crc
     return part.etag.strip('"') == md5(data, usedforsecurity=False).hexdigest()
+
+
+def again(ask: Callable[[], object]) -> None:
+    """Make a request that has a condition, a few times while others are made for the same object."""
+    for left in reversed(range(_TRIES)):
+        try:
+            ask()
+        except IOFailure as error:
+            if not left or find_code(error) not in _CONFLICT:
+                raise
+        else:
+            return
 
 
 def encode_crc(crc: int) -> str:

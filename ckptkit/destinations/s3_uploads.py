@@ -144,7 +144,7 @@ def abort(upload: OpenUpload) -> bool:
     own = next((key for key in claim_keys(upload.path) if is_claim(bucket, key, upload)), None)
     if upload.claim is not None and own is None:
         return False
-    at_once(lambda one: abort_upload(bucket, one), upload.files)
+    at_once(lambda one: abort_upload(bucket, one.key, one.upload), upload.files)
     if own is not None:
         notes = list(list_objects(bucket, f"{own.removesuffix(CLAIM)}{NOTES}/"))
         for batch in in_batches(notes):

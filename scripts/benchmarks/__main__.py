@@ -26,6 +26,7 @@ from scripts.benchmarks.plan import plan
 from scripts.benchmarks.reshard import reshard
 from scripts.benchmarks.scale import scale
 from scripts.benchmarks.storage import load, save
+from scripts.benchmarks.store import store
 from scripts.benchmarks.trainers import trainers
 from scripts.benchmarks.training.compare import DEFAULTS, OPTIONS, train
 from scripts.benchmarks.verify import verify
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "reshard": Benchmark(reshard, {"size_gb": 3.2, "runs": 3}),
     "load": Benchmark(load, {"size_gb": 1.6, "runs": 3}),
     "save": Benchmark(save, {"size_gb": 1.6, "runs": 3}),
+    "store": Benchmark(store, {"size_gb": 1.6, "runs": 3}),
     "verify": Benchmark(verify, {"size_gb": 1.6, "runs": 5}),
     "manage": Benchmark(manage, {"size_gb": 1.6, "runs": 3}),
     "inspect": Benchmark(inspect, {"runs": 5}),

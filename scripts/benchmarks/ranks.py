@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
 from torch.distributed.checkpoint import HuggingFaceStorageWriter as HuggingFaceWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +37,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "ckptkit": storage.Reader,
     "hf": HuggingFaceStorageReader,
 }
+STORE_WRITERS: dict[str, Callable[[str], Any]] = {"fsspec": FsspecWriter, "store": storage.Writer}
 
 
 def load(mesh: DeviceMesh, options: argparse.Namespace) -> float:
@@ -71,6 +73,8 @@ def save(mesh: DeviceMesh, options: argparse.Namespace) -> float:
     dcp.load({"model": model}, storage_reader=storage.Reader(options.src))
     require_loaded(model)
     out, sync = options.out, not options.no_sync
+    if options.by in STORE_WRITERS:
+        return timed(lambda: dcp.save(model, storage_writer=STORE_WRITERS[options.by](options.url)))
     if options.by == "dcp":
         return timed(lambda: dcp.save(model, storage_writer=FileSystemWriter(out / "new", sync_files=sync)))
     if options.by == "ckptkit":
@@ -148,7 +152,8 @@ def main() -> None:
     parser.add_argument("src", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--ranks", type=int)
-    parser.add_argument("--by", choices=["dcp", "ckptkit", "hf", "hf-later", "preadv"])
+    parser.add_argument("--url")
+    parser.add_argument("--by", choices=["dcp", "ckptkit", "hf", "hf-later", "preadv", *STORE_WRITERS])
     parser.add_argument("--size-gb", type=float)
     parser.add_argument("--dtype")
     parser.add_argument("--no-sync", action="store_true")

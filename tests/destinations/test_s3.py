@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -152,6 +153,19 @@ def test_the_mark_comes_last(place: Place, source: Path) -> None:
     assert names[-3:-1] == ["ckptkit.json", ".metadata"]
 
 
+@pytest.mark.parametrize(("numbers", "parts_of_it"), [(PART_BYTES // 2 + 77, 3), (PART_BYTES // 4 + 1, 2)])
+def test_the_parts_on_the_wire_are_equal_but_for_the_last(
+    place: Place, tmp_path: Path, numbers: int, parts_of_it: int
+) -> None:
+    save_file({"w": torch.zeros(numbers)}, tmp_path / "model.safetensors")
+    ckptkit.cp(tmp_path, place.url)
+    asked = ((re.search(r"partNumber=(\d+)", one.what), one.sent) for one in place.server.requests)
+    parts = {int(found[1]): sent for found, sent in asked if found}
+    *sizes, last = (parts[number] for number in sorted(parts))
+    assert sizes == [PART_BYTES] * (parts_of_it - 1)
+    assert 0 < last < PART_BYTES
+
+
 def test_whatever_request_fails_the_copy_is_absent_or_whole(place: Place, source: Path) -> None:
     for skip in count():
         place.server.requests.clear()
@@ -188,10 +202,55 @@ def test_a_killed_copy_is_resumed(place: Place, source: Path, where: str) -> Non
 
 
 def test_an_answer_that_is_lost_is_no_failure(place: Place, source: Path) -> None:
-    for where in ("POST .*uploadId", "PUT .*metadata", f"PUT .*{CLAIM}"):
-        place.server.fail(where, after=0)
+    for where in ("POST .*uploads", "POST .*uploadId", "PUT .*metadata", f"PUT .*{CLAIM}", f"DELETE .*{CLAIM}"):
+        place.server.fail(where, lost=True)
     ckptkit.cp(source, place.url)
     assert is_whole(place, source)
+    assert CLAIM not in place.names()
+    assert not place.files.call_s3("list_multipart_uploads", Bucket=place.name).get("Uploads")
+
+
+def test_the_uploads_that_a_claim_names_are_not_begun_again(place: Place, source: Path) -> None:
+    place.server.fail(f"PUT .*{CLAIM}", skip=2, lost=True)  # the first has no uploads yet, the second is refused
+    ckptkit.cp(source, place.url)
+    assert is_whole(place, source)
+    assert sum(one.what.endswith("?uploads") for one in place.server.requests) == 1
+
+
+def test_what_is_read_of_the_store_is_asked_again(place: Place, source: Path) -> None:
+    place.server.fail(f"GET .*{CLAIM}", skip=1, cut=True)
+    ckptkit.cp(source, place.url)
+    assert is_whole(place, source)
+
+
+@pytest.mark.parametrize("where", [f"PUT .*{CLAIM}", "PUT .*metadata"])
+def test_a_conflict_is_tried_again(place: Place, source: Path, where: str) -> None:
+    how = {"status": 409, "code": "ConditionalRequestConflict"}
+    fault = place.server.fail(where, **how, times=2)
+    ckptkit.cp(source, place.url)
+    assert fault.times == 0
+    assert is_whole(place, source)
+
+
+@pytest.mark.parametrize("where", ["POST .*uploads", "POST .*uploadId", f"PUT .*{CLAIM}", "PUT .*metadata"])
+def test_a_conflict_that_stays_is_an_error(place: Place, source: Path, where: str) -> None:
+    skip = 2 if CLAIM in where else 0
+    place.server.fail(where, status=409, code="ConditionalRequestConflict", skip=skip, times=9)
+    with pytest.raises(IOFailure, match="another process changes this object at the same moment"):
+        ckptkit.cp(source, place.url)
+    assert not is_whole(place, source)
+    place.server.faults.clear()
+    ckptkit.cp(source, place.url)
+    assert is_whole(place, source)
+    assert not place.files.call_s3("list_multipart_uploads", Bucket=place.name).get("Uploads")
+
+
+def test_a_store_that_does_not_list_uploads(place: Place, source: Path) -> None:
+    place.server.fail(r"GET .*\?(.*&)?uploads", status=403, code="AccessDenied")
+    done = ckptkit.cp(source, place.url)
+    assert is_whole(place, source)
+    (note,) = done.notes
+    assert "does not list unfinished uploads" in note
 
 
 def test_a_file_that_changed_is_sent_again(place: Place, source: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.files.stores.s3_errors import needs_reason, refusal
+from ckptkit.files.stores.s3_errors import find_code, needs_reason, refusal
 
 # Checksums are given where they are wanted: those that the library adds by itself break stores that do not know them.
 SETTINGS = {
@@ -58,18 +58,33 @@ class S3Bucket:
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def read(self, key: str) -> bytes:
-        """Return the content of a small object."""
+        """Return the content of a small object. Asks once more if the connection breaks in the middle of it."""
+        try:
+            return self._read(key)
+        except IOFailure as error:
+            if find_code(error):
+                raise
+            return self._read(key)
+
+    def _read(self, key: str) -> bytes:
         from fsspec.asyn import sync
 
         body = self.call("get_object", key)["Body"]
         try:
-            content: bytes = sync(self._files.loop, body.read)
+            content: bytes = sync(self._files.loop, read_all, body)
         except Exception as error:
             raise self._refusal(error, key) from error
         return content
 
     def _refusal(self, error: Exception, key: str) -> IOFailure:
         return refusal(hear_reason(self._files, self.name, error), self.root / key)
+
+
+async def read_all(body: Any) -> bytes:
+    """Return the content of an answer, and close its connection whatever happens."""
+    async with body:
+        content: bytes = await body.read()
+        return content
 
 
 def patient(files: Any) -> Any:

@@ -25,6 +25,7 @@ _ELSEWHERE = ("the bucket is in another region", _REGION)
 _NO_KEYS = ("there are no credentials for the store", _KEYS)
 _BUSY = ("the store is too busy", "run the same command again later, or with a smaller --jobs")
 _FAILED = ("the store failed", _AGAIN)
+_CHANGED = ("another process changes this object at the same moment", _AGAIN)
 _FULL = ("the store has no room", "free some space there, or raise the quota of the bucket")
 _UNREACHED = ("the store cannot be reached", _NETWORK)
 _MUTE = ("the store does not answer", _NETWORK)
@@ -60,6 +61,11 @@ REFUSALS = {  # what a store says, as its error code or its status: our message,
     "500": _FAILED,
     "502": _FAILED,
     "504": _FAILED,
+    "ConditionalRequestConflict": _CHANGED,
+    "OperationAborted": _CHANGED,
+    "PreconditionFailed": _CHANGED,
+    "409": _CHANGED,
+    "412": _CHANGED,
     "QuotaExceeded": _FULL,
     "XMinioStorageFull": _FULL,
     "XMinioAdminBucketQuotaExceeded": _FULL,

@@ -94,10 +94,13 @@ def measure_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None
             return SentParts(nbytes, changed)
 
 
-def abort_upload(bucket: S3Bucket, upload: MultipartUpload) -> None:
-    """Abort an upload: the store deletes its parts. Nothing changes if there is no such upload any more."""
+def abort_upload(bucket: S3Bucket, key: str, upload: str) -> None:
+    """Abort the upload of an object: the store deletes its parts. Nothing changes if there is no such upload any more.
+
+    `upload` is the id that the store gave it.
+    """
     try:
-        bucket.call("abort_multipart_upload", upload.key, UploadId=upload.upload)
+        bucket.call("abort_multipart_upload", key, UploadId=upload)
     except IOFailure as error:
         if find_code(error) not in ABSENT:
             raise
