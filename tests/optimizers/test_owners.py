@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import ckptkit
 from ckptkit.errors import Unsupported, Usage
 
-DOUBT = "nothing says which of them it trains"
+DOUBT = "no file says which of them it trains"
 
 
 class Disc(nn.Module):
