@@ -162,7 +162,7 @@ class Merging:
             product = (source.shape(other.b)[0], *source.shape(other.a)[1:])
             shape = tensor.spec.shape if tensor else ()
             if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
-                message = f"`{own}` is square: its orientation is unknown, since `fan_in_fan_out` does not hold for all layers"
+                message = f"`{own}` is square and `fan_in_fan_out` differs between layers: its orientation is unknown"
                 raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
         return TransposedProduct if is_turned else LinearProduct
 

@@ -318,7 +318,7 @@ def test_what_does_not_fit_the_base(produce: Produce, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     others = {
         "not have a `model.layers.1.self_attn.q_proj`": {key: tensor for key, tensor in base.items() if key != name},
-        "product is": base | {name: torch.ones(32, 25)},
+        "a product of": base | {name: torch.ones(32, 25)},
         "float8": base | {name: base[name].to(torch.float8_e4m3fn)},
     }
     for i, (word, tensors) in enumerate(others.items()):

@@ -145,7 +145,7 @@ def test_one_group_has_the_models_order_whatever_the_sizes() -> None:
 
 
 def test_a_size_that_another_parameter_has_is_no_match() -> None:
-    with pytest.raises(Unsupported, match="no state of the optimizer has the shape \\[2\\] in this position") as raised:
+    with pytest.raises(Unsupported, match="no optimizer state in this position has the shape \\[2\\]") as raised:
         match([[0, 1]], {0: (3,)}, {"a": (2,), "b": (3,)})
     assert raised.value.tensor == "a"
     with pytest.raises(Unsupported, match="the shape \\[6\\]"):

@@ -133,5 +133,5 @@ def test_sizes_that_contradict_themselves() -> None:
         Rotary("heads").to_hub((tensor,), Sizes({"num_attention_heads": 3, "hidden_size": 32}))
     with pytest.raises(Mismatch, match=r"config.json says 3 key heads, which do not divide the 4 heads"):
         Grouped().to_hub((tensor,), Sizes({"num_attention_heads": 4, "num_key_value_heads": 3, "head_dim": 2}))
-    with pytest.raises(Mismatch, match=r"config.json does not say `num_attention_heads`"):
+    with pytest.raises(Mismatch, match=r"config.json does not have `num_attention_heads`"):
         Rotary("heads").to_hub((tensor,), Sizes({}))

@@ -59,7 +59,7 @@ def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, i
 def check_norms(around_zero: object, model: str) -> None:
     """Raise `Unsupported` where one would have to be added to all norms or taken off, or nothing tells that."""
     if model in ZERO_CENTERED and around_zero is not True:
-        message = f"on the Hub the norms of `{model}` are centered at zero, and no `{LAYERNORM_1P}` says so for this checkpoint"
+        message = f"the norms of `{model}` are centered at zero on the Hub, but no `{LAYERNORM_1P}` says so here"
         raise Unsupported(message, hint="pass --names keep to keep the names")
     if around_zero is True and model not in ZERO_CENTERED:
         message = f"Megatron's arguments say {LAYERNORM_1P}: all norms of `{model}` would need 1 added"

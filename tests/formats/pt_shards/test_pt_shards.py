@@ -71,7 +71,7 @@ def test_an_optimizer_beside_a_model_gets_its_names(tmp_path: Path) -> None:
     for i, (name, _) in enumerate(network.named_parameters()):
         for moment, value in saved["state"][i].items():
             assert torch.equal(opened[f"optimizer.state.{name}.{moment}"].torch(), value)
-    assert any("has names for its 4 parameters" in note for note in done.notes)
+    assert any("got names for its 4 parameters" in note for note in done.notes)
 
 
 def change(root: Path, edit: Callable[[dict[str, Any]], Any]) -> None:

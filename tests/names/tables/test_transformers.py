@@ -358,4 +358,6 @@ def test_globs_of_dtypes_match_names_of_either_side(tmp_path: Path) -> None:
     wanted = {name for name in tensors if ".0.mlp.experts." in name and "down_proj" not in name}
     assert halves == wanted
     assert wanted
-    assert "--dtype '*.0.mlp.experts.gate_up_proj' matches names in the checkpoint, none in the output" in done.notes
+    assert (
+        "--dtype '*.0.mlp.experts.gate_up_proj' matches names in the checkpoint, but none in the output" in done.notes
+    )
