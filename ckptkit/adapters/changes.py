@@ -46,14 +46,17 @@ def changes_of(adapter: Adapter) -> Iterator[Change]:
         for kind, name in names.items():
             partner = _PARTNERS.get(kind)
             if partner is not None and partner not in names:
-                hint = "is a shard of the checkpoint missing, or was something left out?"
+                hint = "check that no shard is missing and that --exclude dropped nothing needed"
                 raise Mismatch(
-                    f"there is no lora_{partner} of `{module}` to it", path=adapter.layout.root, tensor=name, hint=hint
+                    f"the matching lora_{partner} of `{module}` is missing",
+                    path=adapter.layout.root,
+                    tensor=name,
+                    hint=hint,
                 )
         is_embedding = "embedding_A" in names
         if not is_embedding and "A" not in names:
             first = next(iter(names.values()))
-            raise Mismatch(f"no matrices of `{module}` are here", path=adapter.layout.root, tensor=first)
+            raise Mismatch(f"the matrices of `{module}` are missing", path=adapter.layout.root, tensor=first)
         a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
         yield Change(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
 
@@ -84,19 +87,23 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
     has_tied = config.flag("ensure_weight_tying") and any(change.is_embedding for change in changes)  # none is listed
     for change in changes:
         if config.method != "LORA":
-            raise unfit(adapter, change.a, f"the matrices are LoRA's, and `{config.path}` is of {config.method}")
+            raise unfit(adapter, change.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}")
         check_rank(adapter, config, change)
         config.scaling_of(change.module)
         if config.flag("use_dora") != (change.magnitude is not None) and not config.names("target_parameters"):
             has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
-            raise unfit(adapter, change.a, f"`{change.module}` has {has}, and `{config.path}` says {says}")
+            raise unfit(adapter, change.a, f"`{change.module}` has {has}, but `{config.path}` says {says}")
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
         if is_listed and not has_tied and not is_target(change.module, config):
-            message = f"`{change.module}` is no target in `{config.path}`, which has {', '.join(sorted(targets or []))}"
+            message = (
+                f"`{change.module}` is not a target in `{config.path}`, which lists {', '.join(sorted(targets or []))}"
+            )
             raise unfit(adapter, change.a, message)
         if not is_in_layers(change.module, config):
             layers = config.values["layers_to_transform"]
-            raise unfit(adapter, change.a, f"`{change.module}` is of none of the layers {layers} in `{config.path}`")
+            raise unfit(
+                adapter, change.a, f"`{change.module}` is in none of the layers {layers} that `{config.path}` lists"
+            )
     check_complete(adapter, config)
 
 
@@ -104,10 +111,12 @@ def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
     """Raise `Mismatch` if nothing is here of what the config says was trained whole: modules, or rows of tokens."""
     whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
     if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
-        raise unfit(adapter, first, f"`{config.path}` says that {whole} was trained whole, and nothing of it is here")
+        raise unfit(
+            adapter, first, f"`{config.path}` says that {whole} was trained in full, but no tensor of it is here"
+        )
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
     if config.values.get("trainable_token_indices") and not has_rows:
-        raise unfit(adapter, first, f"`{config.path}` says that rows of tokens were trained, and none are here")
+        raise unfit(adapter, first, f"`{config.path}` says that token rows were trained, but there are none")
 
 
 def is_saved_module(own: str, config: AdapterConfig) -> bool:
@@ -153,7 +162,7 @@ def is_called(module: str, name: str) -> bool:
 
 
 def unfit(adapter: Adapter, name: str, message: str) -> CkptError:
-    hint = "is the config that of another adapter? --adapter-config names one"
+    hint = "pass the adapter's own config with --adapter-config"
     return Mismatch(message, path=adapter.layout.root, tensor=name, hint=hint)
 
 

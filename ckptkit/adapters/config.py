@@ -62,7 +62,7 @@ class AdapterConfig:
         """Return a switch, which is off where it is not said. Raises `Corrupt` for anything else."""
         found = self.values.get(key)
         if found not in (None, True, False):
-            raise Corrupt(f"`{key}` is {found!r}, and should be true or false", path=self.path)
+            raise Corrupt(f"`{key}`: expected true or false, found {found!r}", path=self.path)
         return bool(found)
 
     def names(self, key: str) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class AdapterConfig:
         if isinstance(found, str):
             return (found,)
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-            raise Corrupt(f"`{key}` is no list of names", path=self.path)
+            raise Corrupt(f"`{key}`: expected a list of names", path=self.path)
         return tuple(found)
 
     @property
@@ -79,7 +79,7 @@ class AdapterConfig:
         """Return which biases were trained: none, all or lora_only."""
         found = self.values.get("bias") or "none"
         if found not in ("none", "all", "lora_only"):
-            raise Corrupt(f"`bias` is {found!r}, and should be none, all or lora_only", path=self.path)
+            raise Corrupt(f"`bias`: expected none, all or lora_only, found {found!r}", path=self.path)
         return str(found)
 
     def rank_of(self, module: str) -> int:
@@ -100,7 +100,7 @@ class AdapterConfig:
         """Return what the first pattern that matches a module's name gives, or else what all modules have."""
         found = self.values.get(patterns) or {}
         if not isinstance(found, dict):
-            raise Corrupt(f"`{patterns}` is no mapping of names", path=self.path)
+            raise Corrupt(f"`{patterns}`: expected a mapping of names", path=self.path)
         for pattern, value in found.items():
             if matches(pattern, module, self.path):
                 return value
@@ -121,10 +121,12 @@ class AdapterConfig:
     def check_known(self) -> None:
         """Raise `Unsupported` for a method whose arithmetic is not known here, by its name."""
         if self.method != "LORA":
-            raise Unsupported(f"the adapter is of {self.method}: only LoRA's can be merged", path=self.path)
+            raise Unsupported(f"expected a LoRA adapter, found {self.method}: ckptkit merges only LoRA", path=self.path)
         for key, value in self.values.items():
             if key not in _HARMLESS and value not in (None, False, [], {}):
-                message = f"`{key}` is {abridged(value)}: adapters trained with that cannot be merged here"
+                message = (
+                    f"`{key}` is {abridged(value)}: ckptkit cannot merge adapters that were trained with this setting"
+                )
                 raise Unsupported(message, path=self.path)
 
     @property
@@ -138,7 +140,7 @@ def read_config(path: Path) -> AdapterConfig:
     content = read_small(path, _LIMIT)
     values = parse_json(content, path)
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
-        raise Corrupt("no config of an adapter: it has no `peft_type`", path=path)
+        raise Corrupt("expected the config of an adapter, found no `peft_type`", path=path)
     return AdapterConfig(path, content, values)
 
 
@@ -151,7 +153,7 @@ def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | N
         path = Path(given)
         path = path / NAME if path.is_dir() else path
         if not path.is_file():
-            raise NotACheckpoint("there is no config of an adapter", path=path)
+            raise NotACheckpoint("no adapter config", path=path)
         return read_config(path)
     for place in places(checkpoint, adapter):
         if (place / NAME).is_file():
@@ -187,7 +189,7 @@ def matches(pattern: str, module: str, path: Path) -> bool:
     try:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
     except (re.error, OverflowError, RecursionError) as error:
-        raise Corrupt(f"the pattern `{pattern[:60]}` is none: {error}", path=path) from error
+        raise Corrupt(f"the pattern `{pattern[:60]}` is invalid: {error}", path=path) from error
 
 
 def abridged(value: object) -> str:

@@ -56,7 +56,9 @@ class Opened:
         if given is not None and len(self.adapted.adapters) > 1:
             names = ", ".join(one.name for one in self.adapted.adapters)
             hint = f"put each beside the checkpoint, as NAME/{CONFIG}, or take one adapter with --include '*.NAME.*'"
-            raise Usage(f"one config is given, and there are {len(self.adapted.adapters)} adapters: {names}", hint=hint)
+            raise Usage(
+                f"expected a config for each of {len(self.adapted.adapters)} adapters, found one: {names}", hint=hint
+            )
         config = find_adapter_config(self.part.path, adapter.name, given)
         if config is None:
             raise NotACheckpoint(
@@ -94,10 +96,10 @@ def refuse_wrapped(part: Part, names: Sequence[str]) -> None:
     wrapped = next(filter(is_wrapped, names), None)
     config = find_adapter_config(part.path) if may_be_adapted(names) else None
     if config is not None and (wrapped or config.method != "LORA"):
-        message = f"no matrices of LoRA's are here: {config.path} says {config.method}"
+        message = f"{config.path} says {config.method}, but the checkpoint contains no LoRA matrices"
         raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
     if wrapped and any(".base_layer." in name for name in names):
-        message = "it lies in PEFT's wrapper, and no adapter that is known here does"
+        message = "the tensor is inside PEFT's wrapper, but belongs to no adapter that ckptkit knows"
         raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
 
 
@@ -110,19 +112,19 @@ def draft_adapters(
     """
     first, *others = opened
     if others or options.weights:
-        hint = "`ckptkit merge BASE A B OUT --weights 0.5,0.5` adds up their products"
-        message = "these are adapters: the mean of their matrices is not the mean of what they change"
+        hint = "run `ckptkit merge BASE A B OUT --weights 0.5,0.5` to add up their products"
+        message = "these are adapters: the mean of their matrices is not the mean of their changes"
         raise Unsupported(message, path=first.part.path, hint=hint)
     made: dict[str, bytes] = {}
     drafts: list[Draft] = []
     if options.quantize:
-        raise Usage("adapters are not quantized", hint="merge them into their base first")
+        raise Usage("ckptkit does not quantize adapters", hint="merge them into their base first")
     if options.from_base or options.text_only:
         option = "--text-only" if options.text_only else "--from-base"
-        raise Usage(f"{option} is for a model, and these are adapters", hint=f"leave {option} out")
+        raise Usage(f"{option} needs a model, found adapters", hint=f"leave {option} out")
     if options.changes_names:
-        hint = "leave --names, --map and --vocab-size out, or merge the adapter into its base first"
-        raise Usage("these are adapters, which fit the names and rows that their model had in training", hint=hint)
+        hint = "drop --names, --map and --vocab-size, or merge the adapter into its base first"
+        raise Usage("these are adapters: they only fit the names and rows that their model had in training", hint=hint)
     notes = list(remarks)
     for adapter in first.adapted.adapters:
         fitted = first.fitted(adapter, options.adapter_config)
@@ -134,9 +136,9 @@ def draft_adapters(
             said = config.values["init_lora_weights"]
             notes.append(f"the training began by changing the base ({said}): the adapter is of no use on another one")
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
-    notes.append(f"an adapter is loaded onto its base; --merge writes the merged model instead ({base})")
+    notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
     if options.base is not None:
-        notes.append("--base tells how many tokens there were; adapters keep the config that they have")
+        notes.append("--base only gives the number of tokens; adapters keep their config")
     return Conversion(
         origins=[Origin.of(first.part.path)],
         output=output,

@@ -16,6 +16,6 @@ def find_empty(layout: Layout) -> Corrupt | None:
     empty = sorted(name for name, tensor in layout.tensors.items() if not tensor.spec.numel)
     if layout.tensors and not empty:
         return None
-    what = f"{len(empty)} of {len(layout.tensors)} tensors have size 0" if empty else "the file holds no tensors"
+    what = f"{len(empty)} of {len(layout.tensors)} tensors have size 0" if empty else "the file contains no tensors"
     hint = "pass the training's checkpoint, whose `global_step` directory has the weights"
     return Corrupt(f"the adapter is empty, {what}: {_WHY}", path=layout.root, tensor=next(iter(empty), None), hint=hint)

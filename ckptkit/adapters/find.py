@@ -22,7 +22,7 @@ from ckptkit.adapters.names import (
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec
 
-AS_THEY_ARE = "`ckptkit convert --to pt` keeps all tensors under the names that they have"
+AS_THEY_ARE = "run `ckptkit convert --to pt` to keep all tensors and their names"
 _RANKED = ("A", "embedding_A")
 
 
@@ -90,11 +90,11 @@ def find_adapters(layout: Layout) -> Adapted | None:
     """
     method = other_method(layout.tensors)
     if method is not None:
-        message = f"an adapter by {method}: only LoRA's are known here, and DoRA's"
+        message = f"expected LoRA or DoRA, found an adapter of {method}"
         raise Unsupported(message, path=layout.root, hint=AS_THEY_ARE)
     stranger = find_stranger(layout.tensors)
     if stranger is not None:
-        message = "it is a matrix of an adapter, and not called as PEFT calls it: only PEFT's are known here"
+        message = "expected a name as PEFT writes it for an adapter's matrix, found this one"
         raise Unsupported(message, path=layout.root, tensor=stranger, hint=AS_THEY_ARE)
     entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
@@ -103,7 +103,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     nameless = {entry.adapter is None for entry in entries.values()}
     if len(nameless) > 1:
         first = next(name for name, entry in entries.items() if entry.adapter is None)
-        message = "some tensors of adapters have the adapter's name in theirs, and this has none"
+        message = "other tensors have an adapter's name in theirs, this one does not"
         raise Corrupt(message, path=layout.root, tensor=first)
     if nameless == {True}:
         whole, copies = saved_whole(rest)

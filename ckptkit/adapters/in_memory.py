@@ -78,8 +78,13 @@ def to_files(merging: Merging, files: Layout) -> Merging:
         if name not in memory.tensors:
             move_changes(merging, name, found, name, None)
         elif name not in reached:
-            message = "an adapter changes it, and in the base's files its elements lie in another order"
-            raise Unsupported(message, path=files.root, tensor=name, hint="--names keep onto a base saved as in memory")
+            message = "an adapter changes this tensor, and the base's files store its elements in another order"
+            raise Unsupported(
+                message,
+                path=files.root,
+                tensor=name,
+                hint="pass --names keep, and a base that was saved as it is in memory",
+            )
     return found
 
 
@@ -92,7 +97,7 @@ def move_changes(merging: Merging, name: str, found: Merging, new: str, start: S
         found.tensors[new] = merging.tensors[name]
         found.reach |= {new: merging.reach[name]} if name in merging.reach else {}
     elif begin is not None or name in merging.reach:
-        message = "its parts are tensors of their own in the base's files, and this change is of all of it at once"
+        message = "the base stores its parts as separate tensors, but the adapter changes the whole tensor at once"
         raise Unsupported(message, path=merging.base.root, tensor=name)
     else:
         steps = [Inside(step, start) for step in steps]

@@ -122,7 +122,7 @@ def product(b: Array, a: Array, scaling: float) -> Array:
     """Return `scaling * b @ a`. Raises `Corrupt` for factors that are no finite numbers."""
     for factor in (a, b):
         if not np.isfinite(factor).all():
-            raise Corrupt("a matrix of the adapter holds numbers that are infinite or NaN")
+            raise Corrupt("a matrix of the adapter has values that are infinite or NaN")
     if len(b) == 1:  # the product of a vector is another routine's, with other bits
         two: Array = product(np.repeat(b, 2, axis=0), a, scaling)
         return two[:1]

@@ -84,13 +84,13 @@ def the_adapter(part: Part, options: ConvertOptions) -> Fitted:
     """Return the one adapter in a part of a checkpoint, with its config. Raises `Usage` if there is not one."""
     opened = open_adapters(part, options)
     if opened is None:
-        hint = "`ckptkit inspect` shows what is there; the base comes first, then its adapters"
-        raise Usage("there is no adapter here to be merged", path=part.path, hint=hint)
+        hint = "pass the base first, then its adapters; `ckptkit inspect` shows what a directory contains"
+        raise Usage("there is no adapter to merge", path=part.path, hint=hint)
     adapters = opened.adapted.adapters
     if len(adapters) > 1:
         names = ", ".join(adapter.name for adapter in adapters)
-        hint = "`ckptkit consolidate` writes each to a directory of its own, which `ckptkit merge` takes"
-        raise Usage(f"which of these adapters is to be merged: {names}?", path=part.path, hint=hint)
+        hint = "write each adapter to a directory of its own with `ckptkit consolidate`, then merge"
+        raise Usage(f"expected one adapter, found several: {names}", path=part.path, hint=hint)
     return opened.fitted(adapters[0], options.adapter_config)
 
 
@@ -105,7 +105,7 @@ def base_of(adapter: Fitted, output: Path, options: ConvertOptions) -> Model:
         return Model(part=opened.part, weights=weights, companions=find_companions(opened.part.path, options.base))
     if options.base is None:
         name = config.base or "MODEL"
-        hint = f"--base {name} names it, or a directory that it is in"
+        hint = f"pass --base {name}, or a directory that has it"
         raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
     found = Checkpoint.open(to_model_path(options.base))
     check_apart(found, output, options.writer)
@@ -148,7 +148,9 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
         model = model.say(*check_base(one, base.part), merged)
     if is_moved:
         merging = to_files(merging, whole)
-        model = model.say("the adapter has the names of the model in memory; the base's files have others, which stay")
+        model = model.say(
+            "the adapter uses the names of the model in memory; the output keeps the names of the base's files"
+        )
     model = replace(
         model.with_layout(replace(whole, tensors=merging.tensors)),
         others=(*base.others, *(one.adapter.layout for one in adapters)),
@@ -170,11 +172,11 @@ def check_base(one: Fitted, base: Part) -> list[str]:
         return []
     if config.has_changed_base:
         said = config.values["init_lora_weights"]
-        message = f"its training began by changing the base (`init_lora_weights` is {said})"
-        hint = "merge a checkpoint that has this base in it, or save the adapter converted, as PEFT's docs say"
+        message = f"the training changed the base before it began (`init_lora_weights` is {said})"
+        hint = "merge a checkpoint that contains this base, or convert the adapter as PEFT's docs say"
         raise Unsupported(message, path=config.path, hint=hint)
     if config.base and Path(config.base).name.lower() not in str(base.path).lower():
-        return [f"{config.path} says that the base was {config.base}: {base.path} has to be the same model"]
+        return [f"{config.path} says that the base was {config.base}: check that {base.path} is the same model"]
     return []
 
 
@@ -200,7 +202,7 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     if rows == old:
         return model
     if config.get(_VOCABULARY) != old:
-        message = f"it has {rows} rows instead of {old}, and config.json does not say how many tokens there are"
+        message = f"it has {rows} rows instead of {old}, and config.json does not have the number of tokens"
         raise Mismatch(message, path=model.companions.found_in, tensor=embedding)
     note = f"{_VOCABULARY} in config.json is {rows} instead of {old}"
     return model.with_config({**config, _VOCABULARY: rows}).say(note)

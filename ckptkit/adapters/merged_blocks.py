@@ -101,7 +101,7 @@ class Directed:
         others = tuple(axis for axis in range(base.ndim) if axis != self.axis)
         lengths = np.sqrt(np.square(base + delta).sum(axis=others, keepdims=True))
         if not (lengths.all() and np.isfinite(magnitude).all()):
-            raise Corrupt("weights of length 0, or magnitudes that are infinite or NaN: DoRA's quotient is no number")
+            raise Corrupt("weights of length 0, or magnitudes that are infinite or NaN: DoRA cannot divide by them")
         result: Array = magnitude.reshape(lengths.shape) / lengths * (values + delta)
         return result
 
@@ -122,7 +122,7 @@ class ScaledAddition:
         """Return the elements with those of the tensor added."""
         (added,) = inputs
         if not np.isfinite(added).all():
-            raise Corrupt("a tensor of the adapter holds numbers that are infinite or NaN")
+            raise Corrupt("a tensor of the adapter has values that are infinite or NaN")
         result: Array = values + added * added.dtype.type(self.scaling)
         return result
 

@@ -72,20 +72,20 @@ class Merging:
                 self.replace_rows(source, f"{entry.module}.weight", name, entry.module)
 
     def replace_parameters(self, source: Source) -> None:
-        """Replace the parameters that were trained whole."""
+        """Replace the parameters that were trained in full."""
         replaced = {entry.module: name for name, entry in source.adapter.entries.items() if entry.kind == "module"}
         replaced |= {own: name for name, own in own_biases(source)}
         replaced = self.resized_embeddings(source) | replaced
         for own, name in replaced.items():
-            require_whole(source, name, f"`{own}` was trained whole")
+            require_whole(source, name, f"`{own}` was trained in full")
             if self.begins.get(own) is not None:
                 raise source.blame(f"two adapters have a trained `{own}` each", name)
             found = source.adapter.layout.tensors[name]
             there = self.tensors.get(own)
             if there is None and not is_saved_module(own, source.config):
-                raise source.blame(f"the base has no `{own}`", name, hint=near(own, self.base))
+                raise source.blame(f"the base does not have `{own}`", name, hint=near(own, self.base))
             if there is None:
-                self.notes.append(f"`{own}` is the adapter's own: the base has none")
+                self.notes.append(f"`{own}` belongs to the adapter: the base does not have it")
             elif there.spec.shape != found.spec.shape:
                 change = f"{list(there.spec.shape)} in the base, {list(found.spec.shape)} in the adapter"
                 self.notes.append(f"`{own}` has another shape than in the base: {change}")
@@ -117,7 +117,7 @@ class Merging:
         if change.bias is not None:
             bias = f"{change.module}.bias"
             if bias not in self.tensors or self.tensors[bias].spec.shape != source.shape(change.bias):
-                raise source.blame(f"the base has no `{bias}` of this shape to add it to", change.bias)
+                raise source.blame(f"the base does not have a `{bias}` of this shape to add to", change.bias)
             self.require_float(bias, source, change.bias)
             dtype = working_dtype(self.tensors[bias].spec.dtype)
             self.steps[bias].append(ScaledAddition(Operand(source.number, change.bias, dtype), product.scaling))
@@ -139,13 +139,13 @@ class Merging:
         """Return the way in which a layer stores its weight, by the shapes; by the config where these are square."""
         shape, a, b = self.tensors[own].spec.shape, source.shape(change.a), source.shape(change.b)
         if len(shape) < 2:
-            raise source.blame(f"`{own}` is {list(shape)} in the base, and no matrix", change.a)
+            raise source.blame(f"`{own}` is {list(shape)} in the base, expected a matrix", change.a)
         is_plain = (b[0], *a[1:]) == shape and not change.is_embedding
         is_turned = len(shape) == 2 and (a[1], b[0]) == shape
         if not (is_plain or is_turned):
             product = [b[0], *a[1:]]
-            message = f"the product is {product}, and `{own}` of the base is {list(shape)}"
-            raise source.blame(message, change.a, hint="is it the adapter of another base?")
+            message = f"expected shape {list(shape)} as `{own}` of the base, found a product of {product}"
+            raise source.blame(message, change.a, hint="check that the adapter was trained on this base")
         if is_plain and is_turned:
             return self.kind_by_config(source, change, own)
         return LinearProduct if is_plain else TransposedProduct
@@ -162,9 +162,7 @@ class Merging:
             product = (source.shape(other.b)[0], *source.shape(other.a)[1:])
             shape = tensor.spec.shape if tensor else ()
             if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
-                message = (
-                    f"`{own}` is square: it may be stored either way, since `fan_in_fan_out` is not that of all layers"
-                )
+                message = f"`{own}` is square and `fan_in_fan_out` differs between layers: its orientation is unknown"
                 raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
         return TransposedProduct if is_turned else LinearProduct
 
@@ -175,10 +173,10 @@ class Merging:
             return found[0]
         if not found:
             a, b = source.shape(change.a), source.shape(change.b)
-            message = f"the base has no `{change.module}` that matrices {list(b)} and {list(a)} fit"
+            message = f"the base does not have a `{change.module}` that fits matrices {list(b)} and {list(a)}"
             raise source.blame(message, change.a, hint=near(change.module, self.base))
         names = ", ".join(sorted({name for name, _ in found}))
-        message = f"it fits {names} of the base in more than one way, and nothing says which"
+        message = f"it fits {names} of the base in more than one way, and no file says which"
         raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
 
     def fitting(self, source: Source, change: Change) -> Iterator[tuple[str, Kind]]:
@@ -207,10 +205,10 @@ class Merging:
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
             message = f"there are magnitudes of shape {list(magnitude)} for {outputs} outputs"
             raise source.blame(message, change.magnitude)
-        require_whole(source, change.magnitude, "an adapter of DoRA has directions")
+        require_whole(source, change.magnitude, "a DoRA adapter changes directions")
         spec = self.tensors[own].spec
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_AT_HAND:
-            message = f"DoRA of {spec}, whose outputs are columns, would need all of it in memory"
+            message = f"DoRA of {spec}, whose outputs are columns, would need the whole tensor in memory"
             raise Unsupported(message, path=source.adapter.layout.root, tensor=change.magnitude)
         self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
         return Directed(product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned))
@@ -218,16 +216,18 @@ class Merging:
     def replace_rows(self, source: Source, own: str, name: str, module: str) -> None:
         """Replace the rows of an embedding that were trained."""
         if own not in self.tensors:
-            raise source.blame(f"the base has no `{own}`", name, hint=near(own, self.base))
+            raise source.blame(f"the base does not have `{own}`", name, hint=near(own, self.base))
         self.require_float(own, source, name)
-        require_whole(source, name, f"rows of `{own}` were trained whole")
+        require_whole(source, name, f"rows of `{own}` were trained in full")
         shape, found = self.tensors[own].spec.shape, source.shape(name)
         indices = source.config.token_rows(module)
         if found != (len(indices), *shape[1:]):
             message = f"{list(found)} does not fit {len(indices)} rows of `{own}`, which is {list(shape)}"
             raise source.blame(message, name)
         if max(indices, default=0) >= shape[0]:
-            raise source.blame(f"row {max(indices)} was trained, and `{own}` of the base has {shape[0]}", name)
+            raise source.blame(
+                f"row {max(indices)} was trained, but `{own}` of the base has only {shape[0]} rows", name
+            )
         taken = {row for step in self.steps[own] if isinstance(step, Rows) for row in step.indices}
         if both := taken & set(indices):
             raise source.blame(f"two adapters have a trained row {min(both)} each", name)
@@ -237,8 +237,8 @@ class Merging:
         """Raise `Unsupported` for a tensor of the base that is no float of 16 bits or more."""
         dtype = self.tensors[own].spec.dtype
         if not dtype.can_become(dtype):
-            message = f"`{own}` of the base is {dtype}, to which nothing can be added"
-            hint = "make a base of floats from it first: ckptkit consolidate BASE OUT --dtype bf16"
+            message = f"`{own}` of the base is {dtype}, expected floats to add to"
+            hint = "convert the base to floats first: ckptkit consolidate BASE OUT --dtype bf16"
             raise Unsupported(message, path=source.adapter.layout.root, tensor=name, hint=hint)
 
     @property
@@ -272,7 +272,7 @@ class Merging:
 def require_whole(source: Source, name: str, because: str) -> None:
     """Raise `Unsupported` for a tensor that takes the place of the base's, if the adapter counts for more or less."""
     if source.weight != 1:
-        message = f"{because}, of which there is no half: leave --weights out"
+        message = f"{because}, which --weights cannot scale: drop --weights"
         raise Unsupported(message, path=source.adapter.layout.root, tensor=name)
 
 
@@ -296,4 +296,4 @@ def near(name: str, base: Layout) -> str:
     """Return a hint on what the base calls something."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     alike = next((own for own in base.tensors if f".{last}." in f".{own}"), None) or next(iter(base.tensors), "nothing")
-    return f"it has {alike}: is it the base that the adapter was trained on, under the names that it had then?"
+    return f"it has {alike}: pass the base that the adapter was trained on, with the names of then"

@@ -36,7 +36,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
     unbound = {**config, _TIE: False}
     always = tied.keys() & ties_in(layout, unbound).keys() if apart else tied.keys()
     for target in apart & always & changed:
-        message = f"an adapter changes it, and `{tied[target]}` otherwise or not: the model's class has one for both"
+        message = f"an adapter changes it but not `{tied[target]}` alike, and the model's class has one tensor for both"
         raise Unsupported(message, path=base.root, tensor=target)
     loose = apart - always
     bound = always if loose else tied.keys()
@@ -48,7 +48,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
         .select(layout.tensors.keys() - left_out)
         .say(
             *(
-                f"{one} and {tied[one]} were tied, and are not any more: {because(one, tied, changed)}"
+                f"{one} and {tied[one]} were tied and no longer are: {because(one, tied, changed)}"
                 for one in sorted(loose)
             ),
             *(

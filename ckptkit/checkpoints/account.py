@@ -18,7 +18,7 @@ from ckptkit.tensors.box import Box
 NAME = "salvage.json"
 LIMIT = 1 << 28  # bytes
 _NAMED = 3  # of what is lost
-_DAMAGED = "bytes changed after they were written: their CRC-32 is not that recorded"
+_DAMAGED = "bytes changed after they were written: their CRC-32 differs from the recorded one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Account:
         if weights.filled:
             yield f"{weights.share(weights.filled)} come from {self.other}, not from {self.source}"
         if weights.lost:
-            yield f"{weights.share(weights.lost)} are lost and not in {output}"
+            yield f"{weights.share(weights.lost)} are lost and missing from {output}"
 
     def to_bytes(self, before: Path | None = None) -> bytes:
         """Return the content of the account's file; it includes the account that the source had at path `before`."""
@@ -182,5 +182,5 @@ def describe_account(found: Mapping[str, Any]) -> str:
         words.append(f"names and shapes from {found['described_by']}")
     numbers = found.get("weights")
     if isinstance(numbers, dict) and (total := sum(numbers.get(part, 0) for part in ("own", "filled", "lost"))):
-        words.append(f"{numbers.get('own', 0):,} of {count(total, 'weight')} are its own")
+        words.append(f"{numbers.get('own', 0):,} of {count(total, 'weight')} are from the checkpoint itself")
     return f"salvaged from a damaged checkpoint: {', '.join(words)}"

@@ -201,7 +201,7 @@ class Checkpoint:
             raise self.unreadable or no_checkpoint(self.path)
         names = ", ".join(part.place for part in models)
         message = f"several checkpoints are in this directory: {names}"
-        raise Unsupported(message, path=self.path, hint="name one of them")
+        raise Unsupported(message, path=self.path, hint="pass one of them")
 
     @property
     def exported(self) -> Part | None:
@@ -260,8 +260,8 @@ class Checkpoint:
         Raises `Mismatch` if there are none.
         """
         if not any(part.layout.twins for part in self.parts):
-            hint = "only some formats have one: ZeRO 1 and 2, not 3"
-            raise Mismatch("there is no second copy of the weights here", path=self.path, hint=hint)
+            hint = "drop --weights-from: only some formats have a second copy, such as ZeRO 1 and 2, not 3"
+            raise Mismatch("the checkpoint has no second copy of the weights", path=self.path, hint=hint)
         return replace(self, parts=tuple(replace(part, takes_twins=True) for part in self.parts))
 
     def with_base(self, base: str | None) -> Checkpoint:
@@ -295,8 +295,8 @@ class Checkpoint:
     def require_resumable(self) -> None:
         """Raise `NotACheckpoint` for a checkpoint of which nothing is left but the weights."""
         if self.is_weights_only:
-            hint = "name a whole checkpoint, or begin a new run with `--model` and this directory"
-            message = "only the weights are here: no training can go on from them"
+            hint = "pass a whole checkpoint, or start a new run with `--model` and this directory"
+            message = "the directory contains only weights: training cannot continue from them"
             raise NotACheckpoint(message, path=self.path, hint=hint)
 
     def left_behind(self, used: Iterable[Path]) -> list[LeftBehind]:
@@ -320,7 +320,7 @@ class Checkpoint:
         if words is None:
             return None
         hint = trainers.hint_on_unread(names_near(self.path))
-        return Unsupported(f"{words}: ckptkit cannot read that yet", path=self.path, hint=hint)
+        return Unsupported(f"{words}: ckptkit cannot read this yet", path=self.path, hint=hint)
 
 
 Source = str | os.PathLike[str] | Checkpoint  # whatever a checkpoint is asked for by
@@ -403,7 +403,7 @@ def unknown(path: Path) -> NotACheckpoint:
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
-    hint = f"looked for: {describe_formats()}, and directories like ckpt-500"
+    hint = f"pass a directory with {describe_formats()}, or one with directories like ckpt-500"
     if not path.exists():
         return absent(path)
     if not path.is_dir():
@@ -412,7 +412,7 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     if unfinished:
         unread = next((one.unreadable for one in reversed(unfinished) if one.unreadable), None)
         names = ", ".join(one.name for one in unfinished)
-        message = f"a run without a complete checkpoint; unfinished: {names}"
+        message = f"the run has no complete checkpoint; unfinished: {names}"
         why = [f"of `{unfinished[-1].name}`: {problem.message}" for problem in unfinished[-1].problems()[:1]]
         return unread or NotACheckpoint(message, path=path, hint=next(iter(why), None))
     runs = runs_in(path)

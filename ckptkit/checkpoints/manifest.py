@@ -94,15 +94,15 @@ def read_manifest(root: Path) -> Manifest | None:
     try:
         recorded = int(value.pop("crc32"), 16)
         if crc32(dump(value)) != recorded:
-            raise Corrupt("the manifest itself is damaged, or was edited", path=path)
+            raise Corrupt("the manifest itself is damaged or was edited", path=path)
         files = {name: FileSum.from_json(found) for name, found in value["files"].items()}
         tensors = {name: int(found["crc32"], 16) for name, found in value["tensors"].items()}
         source = value["source"]
     except CkptError as error:
         raise error.blame(path=path) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        hint = "make it again with `ckptkit manifest`, which reads every byte first"
-        raise Corrupt("not a manifest of this version of ckptkit", path=path, hint=hint) from error
+        hint = "run `ckptkit manifest` to make a new one: it reads every byte first"
+        raise Corrupt("another version of ckptkit wrote the manifest", path=path, hint=hint) from error
     for name in files:
         for step in name.split("/"):  # of a file in a directory, such as a rank's
             check_name(step, root)

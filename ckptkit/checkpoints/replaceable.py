@@ -34,7 +34,7 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
     if found:
         named = ", ".join(found[:_MOST_NAMED]) + and_more(len(found) - _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
-        hint = "--overwrite replaces one checkpoint: choose another destination, or move or remove these entries first"
+        hint = "choose another destination, or move these entries first: --overwrite replaces one checkpoint only"
         raise Occupied(message, path=dst, hint=hint)
 
 

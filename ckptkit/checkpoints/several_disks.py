@@ -23,10 +23,10 @@ def join_places(path: Path, also: Others = ()) -> Path:
     places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
     for place in places if others else []:
         if not place.is_dir():
-            what = "it is no directory" if place.exists() else "there is no such directory"
-            raise Usage(f"{what}, and several directories are to be one checkpoint", path=place)
+            what = "it is not a directory" if place.exists() else "there is no such directory"
+            raise Usage(f"{what}, and --also needs directories", path=place)
         steps = [step for one in (places[0], place) if (step := step_of_place(one)) is not None]
         if len(set(steps)) > 1:
-            message = f"it is of step {steps[1]}, and {places[0]} of step {steps[0]}"
-            raise Corrupt(message, path=place, hint="name directories of one checkpoint")
+            message = f"expected step {steps[0]} as in {places[0]}, found step {steps[1]}"
+            raise Corrupt(message, path=place, hint="pass directories of one checkpoint")
     return joined(places) if others else path

@@ -32,7 +32,10 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     the checkpoint has.
     """
     if options.weights:
-        raise Usage("--from-base does not go with an average", hint="average first, and consolidate the result with it")
+        raise Usage(
+            "--from-base does not go with an average",
+            hint="average first, then consolidate the result with --from-base",
+        )
     assert options.base is not None
     base = BaseWeights(options.base).open()
     layout = locate(unpack(base.weights.layout))
@@ -87,7 +90,7 @@ def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> li
         found = [name for name in names if fnmatchcase(name, glob)]
         absent = [name for name in found if plain_name(name) not in ours and name not in ours]
         if found and not absent:
-            hint = "leave --from-base out: it copies tensors that only the base has"
+            hint = "drop --from-base: it copies tensors that only the base has"
             message = f"--from-base '{glob}' matches only tensors that the checkpoint has: {abridge(found)}"
             raise Usage(message, path=layout.root, hint=hint)
         chosen += absent

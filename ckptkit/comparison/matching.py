@@ -91,7 +91,7 @@ def pair_parts(one: Checkpoint, two: Checkpoint) -> tuple[list[Pair], list[str]]
     for checkpoint in (one, two):
         model = checkpoint.model_part
         rest = ", ".join(part.path.name for part in checkpoint.parts if part is not model)
-        remarks += [f"of {model.path.parent} only {model.path.name} was compared, not {rest}"] if rest else []
+        remarks += [f"compared only {model.path.name} of {model.path.parent}, not {rest}"] if rest else []
     return [(as_part(one.model_part), as_part(two.model_part))], remarks
 
 
@@ -156,7 +156,7 @@ def named(checkpoint: Checkpoint, side: Compared) -> Compared:
             try:
                 names = names_in(checkpoint, side.layout, optimizer).names
             except (Mismatch, Unsupported) as error:
-                remark = f"`{optimizer.name}` in {side.path} has numbers, not names: {error.message}"
+                remark = f"`{optimizer.name}` in {side.path} lists its parameters by number: {error.message}"
                 side = side.becomes(side.layout, remark)
             else:
                 side = side.becomes(rekeyed(side.layout, optimizer, names))
@@ -173,11 +173,13 @@ def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
         return as_it_is(a), as_it_is(b), remarks
     one, two = by_own_names(a), by_own_names(b)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
-        remarks.append(f"only the model was compared: {describe_rest(one if one.left_out else two)}")
+        remarks.append(f"compared only the model: {describe_rest(one if one.left_out else two)}")
         one, two = one.only_weights(), two.only_weights()
     if one.wrapper != two.wrapper:
         remarks += [
-            f"`{side.wrapper}.` was taken off the names in {side.layout.root}" for side in (one, two) if side.wrapper
+            f"removed the prefix `{side.wrapper}.` from the names in {side.layout.root}"
+            for side in (one, two)
+            if side.wrapper
         ]
     return with_ties_of(one, two), with_ties_of(two, one), remarks
 
@@ -191,7 +193,7 @@ def describe_rest(side: Side) -> str:
     """Return in words what a side has beside the model."""
     rest = ", ".join(f"{left.name} ({left.entries:,})" for left in side.left_out[:4])
     more = ", ..." if side.left_out[4:] else ""
-    return f"just {side.layout.root} has {rest}{more}"
+    return f"only {side.layout.root} has {rest}{more}"
 
 
 def find_model(layout: Layout) -> Weights | None:

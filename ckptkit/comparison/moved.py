@@ -86,10 +86,10 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     before, after = (one.specs for one in seen)
     shared = {name for name, spec in before.items() if name in after and can_move(spec, after[name])}
     if not shared:
-        hint = "`ckptkit diff` says what is in both"
-        raise Mismatch(f"no parameter is in {two} too, in the same shape", path=one, hint=hint)
+        hint = "run `ckptkit diff` to see what both contain"
+        raise Mismatch(f"no parameter is also in {two} in the same shape", path=one, hint=hint)
     rest = len(before.keys() | after.keys()) - len(shared)
-    notes = [f"{count(rest, 'tensor', 'is')} not in both, or in another shape, or no floats"] if rest else []
+    notes = [f"{count(rest, 'tensor', 'is')} missing in one, or of another shape, or not floats"] if rest else []
     computed = {name for name in shared if any(name in one.packed for one in seen)}
     notes += [remark for one in seen if (remark := one.remark(computed))]
     distances = distances_of(seen, shared - computed, computed, jobs, progress)

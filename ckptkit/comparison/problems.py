@@ -23,7 +23,7 @@ def problem_of(found: Diff, one: Difference) -> Mismatch:
     """Return the problem that a tensor of both differs."""
     path, other = found.a, found.b
     if one.reason == "values" or one.a is None or one.b is None:
-        return Mismatch(f"its bytes are not those in {other}", path=path, tensor=one.name)
+        return Mismatch(f"the bytes differ from those in {other}", path=path, tensor=one.name)
     is_cast = one.reason == "dtype" and one.b.dtype.can_become(one.a.dtype)
-    hint = "--allow-cast compares it after conversion" if is_cast else None
-    return Mismatch(f"{one.a} here, {one.b} in {other}", path=path, tensor=one.name, hint=hint)
+    hint = "pass --allow-cast to compare after a cast" if is_cast else None
+    return Mismatch(f"expected {one.b} as in {other}, found {one.a}", path=path, tensor=one.name, hint=hint)

@@ -33,16 +33,16 @@ from ckptkit.tensors.dtypes import DTYPES, DType
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 STEPS = "global_steps"
-NO_PLACE = "no place in the format"
+NO_PLACE = "the format cannot store it"
 _HALVES = ("bfloat16", "float16")
 
 
 def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
     """Draft the parts of a checkpoint as one: trained weights in fp32 under `model`, their states under `optimizer`."""
     if options.dtype:
-        raise Usage("master weights and moments keep their dtypes here", hint="leave --dtype out")
+        raise Usage("this format keeps the dtypes of master weights and moments", hint="leave --dtype out")
     if options.changes_names:
-        raise Usage("names and shapes stay as they are here", hint="convert to another format first")
+        raise Usage("this format keeps names and shapes", hint="convert to another format first")
     whole, remarks = with_names_for_numbers(checkpoint)
     completed = Completed([whole])
     if options.complete_optimizer:
@@ -114,8 +114,8 @@ def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
 def as_weight(name: str, weights: Weights, layout: Layout) -> str:
     """Return what the model calls a parameter that an optimizer has under a name."""
     if name.isdecimal():
-        message = f"the optimizer has numbers for its parameters, such as {name}"
-        raise Unsupported(message, path=layout.root, hint="an optimizer by names is needed")
+        message = f"the optimizer lists its parameters by number, such as {name}"
+        raise Unsupported(message, path=layout.root, hint="expected an optimizer that lists its parameters by name")
     return own_name(name, weights.came_from)
 
 

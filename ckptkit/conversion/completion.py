@@ -33,7 +33,7 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout]) -> Co
     """
     found = [find_states(layout) for layout in layouts]
     if not any(found):
-        message = "no optimizer with groups of parameters is here, as torch's own have them"
+        message = "found no optimizer with parameter groups, such as torch's own"
         raise Unsupported(message, path=checkpoint.path, hint="leave --complete-optimizer out")
     completed: list[Layout] = []
     made: dict[str, str] = {}
@@ -64,7 +64,7 @@ def parameters_for(checkpoint: Checkpoint, layout: Layout, states: States) -> di
     for other in fitting[1:]:
         name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
         if name is not None:
-            message = f"two models have it: one as {fitting[0][name].spec}, the other as {other[name].spec}"
+            message = f"two models contain it: one as {fitting[0][name].spec}, the other as {other[name].spec}"
             raise Unsupported(message, path=layout.root, tensor=name, hint="leave --complete-optimizer out")
     return fitting[0]
 
@@ -87,10 +87,10 @@ def is_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]
 def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredTensor]) -> list[str]:
     """Return in words whose states were completed, and what has none because it is in no group."""
     if not states.lacking:
-        return [f"`{states.name}` has a state of every parameter in its groups: nothing had to be completed"]
+        return [f"`{states.name}` has a state for every parameter in its groups: nothing to complete"]
     total = sum(map(len, states.groups))
-    lacking = f"`{states.name}` had no state of {len(states.lacking)} of its {count(total, 'parameter')}"
-    notes = [f"{lacking}: zeros were written, with which it begins"]
+    lacking = f"`{states.name}` had no state for {len(states.lacking)} of its {count(total, 'parameter')}"
+    notes = [f"{lacking}: wrote zeros, the optimizer's initial state"]
     trained = {tensor.chunks for tensor in parameters.values()}
     floats = {name: one for name, one in checkpoint.weights.layout.tensors.items() if one.spec.dtype.kind == "float"}
     others = [name for name, one in floats.items() if one.chunks not in trained and not is_buffer(name)]

@@ -60,7 +60,7 @@ def check_apart(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:
     target = dst.resolve()
     for path in (source.path, *(part.path for part in source.parts)):
         if any(contains(target, place) for place in resolved(path)):
-            raise Unsafe("the source is the destination, or lies inside it", path=dst, hint=_HINT)
+            raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
     if target.parent in resolved(source.path):
         check_beside_parts(source, dst)
     for part in source.parts:
@@ -81,7 +81,7 @@ def contains(one: Path, other: Path) -> bool:
 def check_beside_parts(source: Checkpoint, dst: Path) -> None:
     """Raise `Unsafe` if a result directly in a checkpoint's directory would be taken for a part of it."""
     if not source.is_direct or dst.name == TRAINING:
-        raise Unsafe("the destination would become a part of the source", path=dst, hint=_HINT)
+        raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
 
 
 def check_in_part(part: Part, dst: Path, writer: FormatWriter) -> None:
@@ -90,7 +90,11 @@ def check_in_part(part: Part, dst: Path, writer: FormatWriter) -> None:
         raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
     order = list(FORMATS)
     if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(part.reader.name):
-        raise Unsafe("the destination would be taken for the source, whose files it lies beside", path=dst, hint=_HINT)
+        raise Unsafe(
+            "the destination is beside the source's files and would be read as a part of the source",
+            path=dst,
+            hint=_HINT,
+        )
 
 
 def entry_at(root: Path, dst: Path) -> Path | None:

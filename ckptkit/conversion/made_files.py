@@ -80,8 +80,8 @@ def check_ties(plan: Plan) -> None:
         for number, source in enumerate(plan.sources):
             found = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]
             if made_of.setdefault((number, place_of(target.chunk)), found) != found:
-                message = f"it is tied to another tensor in {plan.src.root}, but not here"
-                hint = "`--to hf` writes each by itself"
+                message = f"the tensor is tied to another one in {plan.src.root}, but not here"
+                hint = "pass `--to hf`, which writes each tensor"
                 raise Mismatch(message, path=source.root, tensor=target.name, hint=hint)
 
 

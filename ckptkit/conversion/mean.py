@@ -53,7 +53,7 @@ def check_configs(models: Sequence[Model]) -> list[str]:
     missing = len(models) - len(described)
     if not missing:
         return []
-    return [f"{missing} of {len(models)} sources have no config.json: their heads and rope were not compared"]
+    return [f"{missing} of {len(models)} sources have no config.json, so their heads and rope were not compared"]
 
 
 def with_tied(model: Model) -> Model:
@@ -67,12 +67,12 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
         missing = sorted(names.tensors.keys() - others.tensors.keys())
         if missing:
             message = f"missing: {here} has it{and_more(len(missing) - 1)}"
-            hint = "choose what both have with --include and --exclude"
+            hint = "select the tensors that both have with --include and --exclude"
             raise Mismatch(message, path=there, tensor=missing[0], hint=hint)
     for name, spec in layout.specs.items():
         found = other.tensors[name].spec
         if found.shape != spec.shape or not (found.dtype == spec.dtype or found.dtype.can_become(spec.dtype)):
-            raise Mismatch(f"{found} here, {spec} in {path}", path=other_path, tensor=name)
+            raise Mismatch(f"expected {spec} as in {path}, found {found}", path=other_path, tensor=name)
 
 
 def average(model: Model, options: ConvertOptions) -> Model:

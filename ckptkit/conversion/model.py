@@ -109,7 +109,7 @@ class Model:
     def made_recipes(self) -> dict[str, Recipe]:
         """Return the recipe of each computed tensor. Raises `Unsupported` if a tensor with a recipe was lost."""
         if lost := min(self.recipes.keys() - self.layout.tensors.keys(), default=None):
-            raise Unsupported("it would be lost: the result has no such tensor", path=self.part.path, tensor=lost)
+            raise Unsupported("the tensor would be lost: it is not in the result", path=self.part.path, tensor=lost)
         specs = self.layout.specs
         return {name: recipe(name, specs[name].dtype) for name, recipe in self.recipes.items()}
 

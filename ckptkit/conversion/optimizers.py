@@ -76,9 +76,9 @@ def by_name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, *, mus
         if must:
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
-        keeps = f"`{optimizer.name}` keeps numbers for its parameters, for their names are not certain ({why})"
+        keeps = f"`{optimizer.name}` keeps its parameter numbers, because the names are not certain ({why})"
         return Rekeying(optimizer, {}, keeps)
-    remark = f"`{optimizer.name}` has names for its {count(len(found.names), 'parameter')}: {found.proof}"
+    remark = f"`{optimizer.name}` got names for its {count(len(found.names), 'parameter')}: {found.proof}"
     return Rekeying(optimizer, {**found.names}, remark)
 
 

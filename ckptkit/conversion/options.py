@@ -43,15 +43,15 @@ class ConvertOptions:
     """
 
     to: str
-    world_size: Annotated[int | None, About("Ranks to write DCP for; by default as many as before.", "N", least=1)] = (
-        None
-    )
+    world_size: Annotated[
+        int | None, About("Number of ranks to write DCP for; by default that of the source.", "N", least=1)
+    ] = None
     under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
     optimizer_keys: Annotated[
-        str | None, About("Call the optimizer's parameters by names, or number them by ids.", "names|ids")
+        str | None, About("Write the optimizer's parameters by name (names) or by number (ids).", "names|ids")
     ] = None
     complete_optimizer: Annotated[
-        bool, About("Write zeros for parameters that the optimizer has no state of: they never had a gradient.")
+        bool, About("Write zeros as the state of parameters that never received a gradient.")
     ] = False
     weights: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
@@ -59,7 +59,7 @@ class ConvertOptions:
     dtype: Annotated[
         tuple[str, ...],
         About(
-            "keep, bf16, fp16, fp32, fp64 or like:MODEL for the weights; 'GLOB=DTYPE' for what matches; repeatable.",
+            "Dtype of weights: keep, bf16, fp16, fp32, fp64 or like:MODEL; 'GLOB=DTYPE' for matches; repeatable.",
             "DTYPE",
         ),
     ] = ()
@@ -77,22 +77,22 @@ class ConvertOptions:
         About("Weights of linear layers in 8 bits, with scales for blocks or rows.", "fp8-block|fp8-channel"),
     ] = None
     exclude_quantize: Annotated[
-        tuple[str, ...], About("With --quantize: leave weights that match as they are; repeatable.", "GLOB")
+        tuple[str, ...], About("With --quantize: do not quantize matching weights; repeatable.", "GLOB")
     ] = ()
-    merge: Annotated[bool, About("Merge the adapter in the checkpoint into its base: that in it, or --base.")] = False
+    merge: Annotated[bool, About("Merge the adapter into its base: the base in the checkpoint, or --base.")] = False
     adapter_config: Annotated[
-        str | None, About("The adapter_config.json of an adapter that has none beside it.", "FILE")
+        str | None, About("The adapter_config.json, if it is not beside the adapter.", "FILE")
     ] = None
-    include: Annotated[tuple[str, ...], About("Only entries that match; repeatable.", "GLOB")] = ()
-    exclude: Annotated[tuple[str, ...], About("No entries that match; repeatable.", "GLOB")] = ()
+    include: Annotated[tuple[str, ...], About("Write only matching entries; repeatable.", "GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], About("Drop matching entries; repeatable.", "GLOB")] = ()
     rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
     allow_unmatched: Annotated[bool, About("Ignore globs and regexes that match nothing: else an error.")] = False
     names: Annotated[
-        str | None, About("Call the model's tensors as hub or a family does; keep leaves them.", "FAMILY")
+        str | None, About("Names to write: hub, a family, or keep for the names of the source.", "FAMILY")
     ] = None
-    map: Annotated[str | None, About("A table of your own for names, in front of those known.", "TOML")] = None
+    map: Annotated[str | None, About("Your own table of names, used before the built-in ones.", "TOML")] = None
     vocab_size: Annotated[
-        int | None, About("Rows of embedding and head: more are zeros, fewer leave out the last.", "N", least=1)
+        int | None, About("Rows of embedding and head: adds zero rows or drops the last rows.", "N", least=1)
     ] = None
     weights_from: Annotated[
         str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
@@ -100,25 +100,28 @@ class ConvertOptions:
     strict: Annotated[
         bool,
         About(
-            "Refuse a missing config.json, tensors that it does not call for, and the loss of unknown tensors or files."
+            "Refuse a missing config.json, tensors that it does not describe, and the loss of unknown tensors or files."
         ),
     ] = False
     salvage: Annotated[
-        bool, About("Of a damaged checkpoint write what is whole; list what is lost, and exit with 1 if anything is.")
+        bool,
+        About(
+            "Write the undamaged tensors of a damaged checkpoint, list the lost ones, and exit with 1 if there are any."
+        ),
     ] = False
-    fill_from: Annotated[
-        str | None, About("With --salvage: take what is lost from another checkpoint, tensor by tensor.", "OTHER")
-    ] = None
+    fill_from: Annotated[str | None, About("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = (
+        None
+    )
     overwrite: Annotated[bool, About("Replace OUT if it is one checkpoint; other files in it are refused.")] = False
-    dry_run: Annotated[bool, About("Say what would be done, and write nothing.")] = field(
+    dry_run: Annotated[bool, About("Show what ckptkit would do, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
     )
     jobs: Annotated[
         int | None, About("Threads; by default one per core, at most 8; 16 for a remote source.", "N", least=1)
     ] = field(default=None, metadata=_OF_THIS_PROCESS)
-    part: Annotated[str | None, About("Do one part only, of 1/N to N/N; `ckptkit finalize OUT` ends it.", "I/N")] = (
-        field(default=None, metadata=_OF_THIS_PROCESS)
-    )
+    part: Annotated[
+        str | None, About("Do one part of N, from 1/N to N/N; `ckptkit finalize OUT` completes the output.", "I/N")
+    ] = field(default=None, metadata=_OF_THIS_PROCESS)
     sync: Annotated[bool, About("Do not wait for the disk: faster, not safe from power loss.")] = field(
         default=True, metadata=_OF_THIS_PROCESS
     )
@@ -131,7 +134,7 @@ class ConvertOptions:
         Raises TypeError for an option that there is not, `Usage` for options that contradict each other or the format.
         """
         if unknown := given.keys() - Keywords.__annotations__.keys():
-            raise TypeError(f"there is no option `{min(unknown)}`")
+            raise TypeError(f"unknown option `{min(unknown)}`")
         options = cls(**{name: settle(name, value) for name, value in {**given, **more}.items()})
         options.check()
         return options
@@ -140,9 +143,12 @@ class ConvertOptions:
         """Raise `Usage` for what is not understood, and for what the format has no use for."""
         require_least(self)
         if self.to not in FORMATS:
-            raise Usage(f"there is no format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
+            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
         if self.weights_from not in (MASTER, MODULE):
-            raise Usage(f"`{self.weights_from}` are no weights", hint=f"--weights-from {MASTER} or {MODULE}")
+            raise Usage(
+                f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
+                hint=f"--weights-from {MASTER} or {MODULE}",
+            )
         self.check_names_and_dtypes()
         if self.part not in (None, RANK):
             parse_part(self.part)
@@ -151,9 +157,9 @@ class ConvertOptions:
             raise Usage(f"`{self.to}` is the same for any number of ranks", hint="leave --world-size out")
         if self.under and writer.is_model_only:
             hint = "rename them with --rename '^=>KEY.'"
-            raise Usage("the weights of a Hugging Face model lie under no key", hint=hint)
+            raise Usage("the weights of a Hugging Face model have no key above them", hint=hint)
         if self.optimizer_keys not in (None, NAMES, IDS):
-            raise Usage(f"optimizer keys are `{NAMES}` or `{IDS}`, not `{self.optimizer_keys}`")
+            raise Usage(f"expected optimizer keys `{NAMES}` or `{IDS}`, found `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
             raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
         if self.complete_optimizer and (writer.is_model_only or self.merge):
@@ -178,15 +184,15 @@ class ConvertOptions:
     def check_shard_size(self) -> None:
         """Raise `Usage` for a size of safetensors files where none are written."""
         if self.max_shard_size != DEFAULT_SHARD_SIZE and not self.writer.is_model_only:
-            raise Usage(f"`{self.to}` has no safetensors files", hint="leave --max-shard-size out")
+            raise Usage(f"`{self.to}` does not write safetensors files", hint="leave --max-shard-size out")
 
     def check_adapters(self) -> None:
         """Raise `Usage` for what is asked of adapters and contradicts itself."""
         if self.adapter_config and not (self.merge or self.writer.is_model_only):
-            raise Usage(f"`{self.to}` keeps adapters as they are", hint="leave --adapter-config out, or --merge them")
+            raise Usage(f"`{self.to}` keeps adapters as they are", hint="drop --adapter-config, or pass --merge")
         if self.merge and self.changes_names:
             hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
-            raise Usage("an adapter fits the names and rows that its model had in training", hint=hint)
+            raise Usage("an adapter only fits the names and rows that its model had in training", hint=hint)
 
     def check_text_only(self) -> None:
         """Raise `Usage` for options that contradict --text-only."""
@@ -217,26 +223,31 @@ class ConvertOptions:
         """Raise `Usage` for what is asked of quantized weights and contradicts itself."""
         if self.quantize is None:
             if self.exclude_quantize:
-                raise Usage("nothing is quantized that --exclude-quantize could leave out", hint="add --quantize")
+                raise Usage("--exclude-quantize does nothing without --quantize", hint="add --quantize")
             return
         if self.quantize not in QUANTIZATIONS:
-            raise Usage(f"`{self.quantize}` is no way to quantize", hint=f"--quantize {' or '.join(QUANTIZATIONS)}")
+            raise Usage(f"unknown way to quantize `{self.quantize}`", hint=f"--quantize {' or '.join(QUANTIZATIONS)}")
         if not self.writer.is_model_only:
-            raise Usage(f"`{self.to}` is no model for use", hint="ckptkit consolidate SRC OUT --quantize writes one")
+            raise Usage(
+                f"`{self.to}` is not a model format that can be quantized",
+                hint="run `ckptkit consolidate SRC OUT --quantize` instead",
+            )
         if self.merge:
             hint = "merge first, and consolidate the result with --quantize"
-            raise Usage("a merged model is not quantized in one go", hint=hint)
+            raise Usage("ckptkit does not merge and quantize in one step", hint=hint)
         if self.names not in (None, HUB):
             raise Usage("loaders of quantized weights look for the Hub's names", hint="leave --names out")
 
     def check_salvage(self) -> None:
         """Raise `Usage` for what is asked of a damaged checkpoint and contradicts itself."""
         if self.fill_from is not None and not self.salvage:
-            raise Usage("there is nothing to fill in a whole checkpoint", hint="give --salvage too")
+            raise Usage("--fill-from is only for damaged checkpoints, with --salvage", hint="pass --salvage too")
         if self.salvage and self.part is not None:
-            raise Usage("a checkpoint is salvaged in one process", hint="leave --part out; reshard the result in parts")
+            raise Usage("--salvage runs in one process only", hint="drop --part, and reshard the result in parts")
         if self.salvage and (self.merge or self.weights or self.quantize):
-            raise Usage("a damaged checkpoint is salvaged by itself", hint="salvage it first, and then use the result")
+            raise Usage(
+                "--salvage does not go with other changes", hint="salvage the checkpoint first, then convert the result"
+            )
 
     @property
     def is_for_hub(self) -> bool:
@@ -359,5 +370,7 @@ def parse_part(part: str) -> tuple[int, int]:
     """Return the numbers in `3/8`. Raises `Usage` for anything else."""
     number, _, count = part.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise Usage(f"`{part}` is no part", hint="of eight the first is 1/8, the last 8/8")
+        raise Usage(
+            f"expected a part like 1/8, found `{part}`", hint="pass 1/8 for the first of eight parts, 8/8 for the last"
+        )
     return int(number), int(count)

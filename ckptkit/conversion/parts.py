@@ -71,7 +71,7 @@ class Piece:
         written = frozenset(chosen.names).difference(lost)
         if options.changes_names:
             unused = (written - chosen.blobs.keys()) - with_bytes_in(chosen, chosen.tensors, sources)
-            dropped |= dict.fromkeys(unused, f"no place in {options.names} names")
+            dropped |= dict.fromkeys(unused, f"{options.names} names have no form for this tensor")
             written -= unused
         return Entries.of(layout, written, dropped)
 
@@ -107,7 +107,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
             notes += more
         entries.append(piece.entries(one, sources, options))
     if not drafts:
-        raise Mismatch("nothing is left to be written", path=checkpoint.path, hint="check --include and --exclude")
+        raise Mismatch("nothing is left to write", path=checkpoint.path, hint="check --include and --exclude")
     conversion = Conversion(
         origins=[origin],
         output=output,
@@ -121,7 +121,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     )
     if conversion.is_file and len(drafts) > 1:
         names = ", ".join(draft.place for draft in drafts)
-        hint = "name one of them, or a directory as destination"
+        hint = "choose one part, or pass a directory as destination"
         raise Usage(f"the checkpoint is of {len(drafts)} parts ({names}), the destination one file", hint=hint)
     if conversion.is_file or not checkpoint.path.is_dir():
         return conversion
@@ -180,7 +180,7 @@ def choose(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layo
     chosen = edits.select(piece.layout, options.edits.admit)
     opaque = say_opaque(chosen.tensors)
     remarks = [opaque] if opaque else []
-    remarks += [f"`{name}` is tied, and was written too" for name in chosen.tensors.keys() & piece.restored]
+    remarks += [f"`{name}` is tied and was written too" for name in chosen.tensors.keys() & piece.restored]
     if not options.writer.is_sharded:
         return chosen, remarks
     chosen, more = drop_state_of_ranks(chosen, world_size)
@@ -249,7 +249,7 @@ def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layou
     taken = frozenset(file for layout in layouts for file in own_files(layout))
     result = entry_at(root, conversion.output)
     found, left = files_beside(root, taken | ({result} if result else set()))
-    notes = [*conversion.notes, *(f"left out `{name}`: not a regular file" for name in left)]
+    notes = [*conversion.notes, *(f"skipped `{name}`: not a regular file" for name in left)]
     if conversion.options.writer.is_sharded:
         dropped, remarks = drop_files_of_ranks(found, world_size)
         notes += remarks
@@ -274,6 +274,6 @@ def without_copy(conversion: Conversion, root: Path) -> Conversion:
     copies = sorted(name for name in conversion.carried if reader and reader.owns(name))
     if not copies:
         return conversion
-    notes = [*conversion.notes, *(f"left out `{name}`: another copy of the weights" for name in copies)]
+    notes = [*conversion.notes, *(f"skipped `{name}`: another copy of the weights" for name in copies)]
     kept = {name: path for name, path in conversion.carried.items() if name not in copies}
     return replace(conversion, carried=kept, notes=notes)

@@ -120,7 +120,7 @@ def require_all_done(conversion: Conversion, work: Path, count: int) -> None:
     missing = [n for n in numbers if not all(journal.has_ended for journal in open_journals(work, conversion, n))]
     if missing:
         parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
-        hint = "run them, or run them again: they go on where they were"
+        hint = "run these parts, or run them again: they continue where they stopped"
         raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
 
 
@@ -131,8 +131,8 @@ def require_whole(conversion: Conversion, room: Path) -> None:
             path = room / draft.place / file.name
             there = file_size(path) if is_there(path) else 0
             if there != file.nbytes:
-                message = f"{there} bytes are left of the {file.nbytes} that were written"
-                raise Corrupt(message, path=path, hint=f"remove {room}, and run all parts again")
+                message = f"{there} bytes remain of {file.nbytes} that were written"
+                raise Corrupt(message, path=path, hint=f"delete {room}, and run all parts again")
 
 
 def open_journals(work: Path, conversion: Conversion, number: int) -> list[Journal]:
@@ -165,7 +165,7 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
             stage.leave()
         elif not isinstance(error, Exception) and any(stage.work.glob("*.jsonl")):
             stage.leave()
-            error.add_note(f"the same command goes on with what is in {stage.path}")
+            error.add_note(f"the same command continues with the files in {stage.path}")
         else:
             stage.discard()
         raise
@@ -184,7 +184,7 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, work:
     parts = ", ".join(f"{number}/{theirs['--part']}" for number in made[:8])
     name = different[0]
     message = f"parts {parts} were made with another {name}: expected {theirs.get(name)}, found {ours[name]}"
-    hint = f"pass the same sources and options; to begin anew, remove {work.parent}"
+    hint = f"pass the same sources and options; to start over, delete {work.parent}"
     raise Occupied(message, path=conversion.output, hint=hint)
 
 

@@ -14,7 +14,7 @@ from ckptkit.pictures.words import count
 from ckptkit.trainers import owner_of_file, owner_of_key
 
 _MOST_NAMED = 8
-OF_RANKS = "state of single ranks, of no use to another number of ranks"
+OF_RANKS = "state of single ranks, which another number of ranks cannot use"
 
 
 def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
@@ -28,7 +28,7 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
         ranks = 1 + max(owners[name] for name in members)
         if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
-            words = f"it is the state of {count(ranks, 'rank')} one by one, of no use to {world_size}"
+            words = f"this is the state of {count(ranks, 'rank')}, one by one, which {world_size} cannot use"
             notes.append(f"dropped `{group}`{name_inner(layout, members)}: {words}")
         elif group == OWN:
             notes.append(
@@ -57,5 +57,5 @@ def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str]
     ranks = 1 + max(owners.values())
     first = min(owners)
     return set(owners), [
-        f"left out `{first}` and the like: the state of {count(ranks, 'rank')}, of no use to {world_size}"
+        f"skipped `{first}` and similar files: state of {count(ranks, 'rank')}, which {world_size} cannot use"
     ]

@@ -151,10 +151,10 @@ def complete(prospect: Converted, written: Written, seconds: float) -> Converted
     copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
-    notes = [f"integers and booleans that differ are those of {last}: {abridge(noted)}"] if noted else []
+    notes = [f"integers and booleans that differ come from {last}: {abridge(noted)}"] if noted else []
     left = [path for done in copied for path in done.uncompared]
     if left:
-        what = f"{count(len(left), 'file')} of the source, since only a part was read"
+        what = f"{count(len(left), 'file')} of the source, because ckptkit read only a part"
         notes.append(f"not compared with the manifest: {what}; `ckptkit verify {left[0].parent}` compares whole files")
     notes += written.remarks
     return replace(
@@ -228,4 +228,4 @@ def checked(done: Converted) -> str:
         return f"{compared} of the source compared with its CRC-32"
     if not done.checked_bytes:
         return f"the source has no CRC-32 to compare its {others} with"
-    return f"{compared} of the source compared with its CRC-32; {others} have none"
+    return f"{compared} of the source compared with its CRC-32; {others} have no CRC-32"

@@ -63,7 +63,7 @@ class Edits:
         """Raise `Usage` if `--include` and `--exclude` leave none of the names."""
         if (self.include or self.exclude) and not any(map(self.admit, names)):
             hint = "change --include or --exclude; `ckptkit inspect --tensors` shows all names"
-            raise Usage(f"--include and --exclude leave none of {count(len(names), 'entry')}", path=root, hint=hint)
+            raise Usage(f"--include and --exclude drop all of {count(len(names), 'entry')}", path=root, hint=hint)
 
     def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
         """Return the edits with every `--dtype` glob made one of names in the output, and a note for each that changed.
@@ -76,7 +76,7 @@ class Edits:
             became = became_of(glob, made_of) if parse_cast(rule)[0] is not None else []
             rules += [f"{escape(name)}={dtype}" for name in became] or [rule]
             if became:
-                remarks.append(f"--dtype '{glob}' matches names in the checkpoint, none in the output")
+                remarks.append(f"--dtype '{glob}' matches names in the checkpoint, but none in the output")
         return replace(self, dtype=rules), remarks
 
     def check_dtypes(self, layouts: Sequence[Layout]) -> None:
@@ -177,11 +177,11 @@ class Like:
     def choose(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
         """Return the dtype of the tensor of the same name. Raises `Mismatch` if there is none, or none that fits."""
         if name not in specs:
-            hint = f"give it one by another rule behind this, such as --dtype '{name}=keep'"
-            raise Mismatch(f"{self.model} has no such tensor, whose dtype it could have", tensor=name, hint=hint)
+            hint = f"add a rule after this one, such as --dtype '{name}=keep'"
+            raise Mismatch(f"{self.model} does not have this tensor, so its dtype is unknown", tensor=name, hint=hint)
         wanted = specs[name].dtype
         if wanted != spec.dtype and not spec.dtype.can_become(wanted):
-            raise Mismatch(f"it is {wanted} in {self.model}, which {spec.dtype} cannot become", tensor=name)
+            raise Mismatch(f"expected {wanted} as in {self.model}, but {spec.dtype} cannot be cast to it", tensor=name)
         return wanted
 
 

@@ -94,7 +94,7 @@ def translate_names(model: Model, options: ConvertOptions) -> Model:
     if names == HUB or not options.writer.is_model_only:
         return model
     whose = "the checkpoint's own" if names == KEEP else f"those of {names}"
-    return model.say(f"the names are {whose}: they were not compared with a config.json")
+    return model.say(f"the names are {whose}, and were not compared with a config.json")
 
 
 def require_files(companions: Companions, options: ConvertOptions) -> None:
@@ -204,7 +204,7 @@ def cast(model: Model, options: ConvertOptions) -> Model:
     dtype = options.edits.dtype_of_weights
     if not wide or dtype is None:
         return model
-    stay = f"stayed in fp32, as transformers keeps it: `{wide[0]}`{and_more(len(wide) - 1)}"
+    stay = f"kept in fp32, as transformers does: `{wide[0]}`{and_more(len(wide) - 1)}"
     return model.say(f"{stay} (--dtype '{wide[0]}={dtype.name}' converts it)")
 
 

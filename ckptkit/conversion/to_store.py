@@ -96,7 +96,7 @@ def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: in
     missing = [number for number in range(count) if share_name(number) not in notes]
     if missing:
         parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
-        hint = "run them, or run them again: they go on where they were"
+        hint = "run these parts, or run them again: they continue where they stopped"
         raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
     return [notes[share_name(number)] for number in range(count)]
 
@@ -125,8 +125,8 @@ def refuse_repeats(conversion: Conversion) -> None:
     """Raise `Unsupported` for a format that has some data several times: that can be copied on a disk only."""
     for draft in conversion.drafts:
         if draft.writer.repeats:
-            message = f"`{draft.writer.name}` has data in several files, which is copied between them at the end"
-            hint = "write it to a local directory, and take it to the store with `ckptkit cp`"
+            message = f"`{draft.writer.name}` repeats data in several files, which needs a local disk"
+            hint = "write to a local directory first, then copy it with `ckptkit cp`"
             raise Unsupported(message, path=conversion.output, hint=hint)
 
 

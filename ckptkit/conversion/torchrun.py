@@ -35,5 +35,5 @@ def wait_for_ranks() -> None:
             time.sleep(_PAUSE)
     except DistError as error:
         raise IOFailure(
-            f"the ranks cannot reach each other: {error}", hint="run it as single parts, with --part"
+            f"the ranks cannot reach each other: {error}", hint="run single parts with --part instead"
         ) from error

@@ -44,7 +44,7 @@ def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: D
     trials = Trials(dry_run, {})
     chosen = {fix: trials.first(joint[fix], fix) for fix in own}
     refused = {fix: error for fix in own if chosen[fix] is None and (error := trials.known[fix].error)}
-    notes = [f"`{fix}` would end with: {error.message}{hint_of(error)}" for fix, error in refused.items()]
+    notes = [f"`{fix}` would fail with: {error.message}{hint_of(error)}" for fix, error in refused.items()]
     taken = dict.fromkeys(fix for fix in chosen.values() if fix)
     notes += [f"`{fix}`: {remark}" for fix in taken if (remark := trials.known[fix].remark)]
     return ChosenFixes(

@@ -43,7 +43,7 @@ def find_damage(checkpoint: Checkpoint, damage: Damage) -> Iterator[Finding]:
     """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one."""
     whole = find_whole(checkpoint) if damage else None
     fix = rewrite(checkpoint, salvage=True, fill_from=whole) if damage else None
-    other = f"; {whole.name} beside it is whole" if whole else ""
+    other = f"; {whole.name} beside it is complete" if whole else ""
     for problem in (problem for problems in damage.values() for problem in problems):
         where = "" if problem.path is None else f"{name_in(checkpoint.path, problem.path)}: "
         hint = f" ({problem.hint})" if problem.hint else ""
@@ -73,9 +73,7 @@ def find_torch_version(case: Case) -> Iterator[Finding]:
     for part in case.checkpoint.parts:
         needed = part.reader.least_torch(part.path)
         if needed is not None and here is not None and numbers(here) < numbers(needed):
-            message = (
-                f"the metadata are those of torch {needed} or later, and torch {here} ends with a ValueError on them"
-            )
+            message = f"torch {needed} or later wrote the metadata, and torch {here} fails on it with a ValueError"
             yield Finding("torch_version", None, message, rewrite(case.checkpoint))
             return
 

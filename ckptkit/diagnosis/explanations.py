@@ -51,13 +51,15 @@ def find_keys(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     if pairs:
         yield from said_otherwise(case, pairs, raw)
     elif case.checkpoint.family is not None and case.checkpoint.companions.config is not None:
-        message = f"the names are those of {case.checkpoint.family.name}, and the model has others"
+        message = f"the checkpoint uses {case.checkpoint.family.name}'s names, and the model uses other names"
         yield Finding("family", wanted[0], message, rewrite(case.checkpoint, names=HUB), tuple(wanted))
         return
     there = tuple(name for name in wanted if name not in found and name in raw)
     if there:
         where = f"under `{case.weights.wrapper}`" if case.weights and case.weights.wrapper else "on top"
-        yield Finding("key", there[0], f"the checkpoint has it, {where}: load that part of it", None, there)
+        yield Finding(
+            "key", there[0], f"the checkpoint contains it, {where}: load that part of the checkpoint", None, there
+        )
     yield from (missing(case, name) for name in wanted if name not in found and name not in raw)
 
 
@@ -70,9 +72,9 @@ def said_otherwise(case: Case, pairs: Mapping[str, str], raw: Mapping[str, str])
 def missing(case: Case, name: str) -> Finding:
     """Return the finding that a tensor is not in the checkpoint."""
     if name.endswith(HEAD):
-        message = "it is not in the checkpoint: was it tied to the embedding, and left out?"
+        message = "the checkpoint does not contain it: perhaps it was tied to the embedding and not saved"
         return Finding("tie", name, message, export(case.checkpoint))
-    return Finding("missing", name, "it is not in the checkpoint")
+    return Finding("missing", name, "the checkpoint does not contain it")
 
 
 def find_unexpected(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
@@ -80,7 +82,7 @@ def find_unexpected(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     if "Missing key(s) in state_dict" not in matched.text:
         for name in _QUOTED.findall(matched.parts[0]):
             fix = rewrite(case.checkpoint, exclude=(f"*{name}",))
-            yield Finding("unexpected", name, "the checkpoint has it, and the model does not call for it", fix)
+            yield Finding("unexpected", name, "the checkpoint contains it, but the model does not have it", fix)
 
 
 def find_key(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
@@ -93,12 +95,12 @@ def find_key(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     wrapper = case.weights.wrapper if case.weights else ""
     own, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, raw_names(case)
     if there := find_by_end(name, case.layout):
-        yield Finding("key", name, f"the checkpoint has it as {there}")
+        yield Finding("key", name, f"the checkpoint contains it as {there}")
     elif (rule := find_prefix_rule([own], raw)) is not None:
         fix = rewrite(case.checkpoint, rename=(rule,))
-        yield Finding("renamed", name, "the checkpoint has it by another name", fix)
+        yield Finding("renamed", name, "the checkpoint contains it under another name", fix)
     elif ".param_groups." in name:
-        message = "an option of the optimizer that the torch which saved this did not have: load without it, and set it"
+        message = "the torch that saved this optimizer did not have this option: load without it, then set it"
         yield Finding("missing", name, message)
     else:
         yield missing(case, name)
@@ -126,9 +128,9 @@ def find_kind(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield an entry that is a tensor in the checkpoint, and none where it is to be loaded."""
     name = matched.parts[0].strip()
     if name in case.layout.tensors:
-        message = "it is a tensor in the checkpoint, and a plain value where it is to be loaded"
+        message = "the checkpoint has a tensor, and the state to load into a plain value"
         if ".param_groups." in f".{name}":
-            message += ": make the optimizer as it was made then, as with `lr=torch.tensor(...)`"
+            message += ": build the optimizer as it was built for the save, for example with `lr=torch.tensor(...)`"
         yield Finding("kind", name, message)
 
 
@@ -142,15 +144,17 @@ def find_size(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     name = matched.parts[2].strip().rstrip(".")
     rows = rows_of(case.weights.layout.tensors) if case.weights else {}
     if here and there and here[1:] == there[1:] and any(is_end(known, name) or known == name for known in rows):
-        message = f"it has {here[0]} rows, the model {there[0]}: the vocabulary of one of them is padded"
+        message = f"expected {there[0]} rows as in the model, found {here[0]}: one of the two is padded"
         yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=there[0]))
     elif len(there) == 1 and len(here) > 1:
-        message = (
-            f"{list(here)} here, and {there[0]} numbers in a row there: FSDP1 had wrapped the model when it loaded"
-        )
+        message = f"expected {list(here)}, found one axis of {there[0]} in the model: FSDP1 wrapped it for the load"
         yield Finding("shape", name, message)
     else:
-        yield Finding("shape", name, f"{list(here)} here, {list(there)} in the model: is it the same model?")
+        yield Finding(
+            "shape",
+            name,
+            f"expected {list(there)} as in the model, found {list(here)}: check that it is the same model",
+        )
 
 
 def find_size_by_name(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
@@ -167,7 +171,7 @@ def find_groups(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # no
     """Yield the groups that the optimizer in the checkpoint has."""
     for optimizer in optimizers_in(case.layout):
         sizes = ", ".join(str(len(group)) for group in optimizer.groups)
-        message = f"its groups have {sizes} parameters here: the optimizer that loads it must be made with such groups"
+        message = f"the groups in the checkpoint have {sizes} parameters: build the optimizer with the same groups"
         yield Finding("groups", optimizer.name, message)
 
 
@@ -175,7 +179,7 @@ def find_ranks(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield that a checkpoint is for as many ranks as saved it: `parts` are these, and the ranks now."""
     before, now = (int(found[0]) if (found := _SIZE.findall(part)) else 0 for part in matched.parts[:2])
     fix = resize(case.checkpoint, now) if now else None
-    yield Finding("world_size", None, f"it was saved by {before} ranks, and {now} load it", fix)
+    yield Finding("world_size", None, f"{before} ranks saved the checkpoint, and {now} ranks load it", fix)
 
 
 def find_file(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
@@ -183,7 +187,7 @@ def find_file(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     world = _WORLD.search(matched.parts[0])
     ranks = case.layout.world_size
     if world and ranks is not None and int(world[1]) != ranks:
-        message = f"its files are those of {ranks} ranks, and {world[1]} look for theirs"
+        message = f"{ranks} ranks saved the files, and {world[1]} ranks look for theirs"
         yield Finding("world_size", None, message, reshard(case.checkpoint, int(world[1])))
 
 
@@ -200,9 +204,11 @@ def find_misfits(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # n
 def find_model(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield the command that makes a model of a training checkpoint, if that could be read."""
     if found := _OPERAND.search(matched.text):
-        yield Finding("corrupt", None, f"what was read is no file of torch.save{_NO_FILE.get(found[1], '')}")
+        yield Finding("corrupt", None, f"torch.save did not write this file{_NO_FILE.get(found[1], '')}")
         return
-    yield Finding("no_model", None, "it is a training checkpoint, and no model to load yet", export(case.checkpoint))
+    yield Finding(
+        "no_model", None, "this is a training checkpoint, not a model that can be loaded", export(case.checkpoint)
+    )
 
 
 def find_version(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the message has only a number

@@ -47,11 +47,13 @@ class BrokenExport:
     def findings(self, fix: Fix) -> Iterator[Finding]:
         """Yield what is wrong, with the command that fixes it."""
         for name, file in self.found.empty.items():
-            message = f"`{file}` lists it without dtype and elements, as torch does for a tied weight: loaders fail"
+            message = (
+                f"`{file}` lists the tensor without dtype and elements (torch does this for tied weights): loaders fail"
+            )
             yield Finding("empty_entry", name, message, fix)
         if unlisted := self.unlisted:
             files = len(self.found.layout.paths)
-            what = "there is no index" if self.index is None else f"`{INDEX}` does not name {len(unlisted)} of them"
+            what = "there is no index" if self.index is None else f"`{INDEX}` does not list {len(unlisted)} of them"
             message = f"{files} files hold {len(self.found.layout.tensors)} tensors, and {what}"
             yield Finding("index", None, message, fix)
 
@@ -122,7 +124,7 @@ def find_index(case: Case) -> Iterator[Finding]:
         and len(files) > 1
         and not (part.path / INDEX).exists()
     ):
-        message = f"there is no `{INDEX}` beside {len(files)} files: transformers finds no model"
+        message = f"`{INDEX}` is missing beside {len(files)} files, so transformers finds no model"
         yield Finding("index", None, message, export(case.checkpoint))
 
 
@@ -147,7 +149,7 @@ def find_empty_adapter(case: Case) -> Iterator[Finding]:
     if saved is checkpoint.model_part:
         yield Finding("empty_adapter", error.tensor, f"{error.message} ({error.hint})")
     else:
-        message = f"{error.message}; the states in `{checkpoint.model_part.place}` have its weights"
+        message = f"{error.message}; `{checkpoint.model_part.place}` contains the weights"
         yield Finding("empty_adapter", error.tensor, message, export(checkpoint))
 
 
@@ -169,6 +171,8 @@ def find_named_experts(case: Case, model: TargetModel, misfits: Misfits) -> Name
     names = tuple(name for name in misfits.extra if pattern.search(name))
     if len(shapes) != len(case.plain_shapes) or any(pattern.sub(_EXPERT[1], name) in found.extra for name in names):
         return None
-    message = f"the number of the expert is at the end: {model.name} calls it `{pattern.sub(_EXPERT[1], names[0])}`"
+    message = (
+        f"the expert's number is at the end of the name: in {model.name} it is `{pattern.sub(_EXPERT[1], names[0])}`"
+    )
     fix = rewrite(case.checkpoint, rename=("=>".join(_EXPERT),), base=model.name if model.asked else None)
     return NamedExperts(found, Finding("experts", names[0], message, fix, names))

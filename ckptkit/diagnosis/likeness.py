@@ -30,7 +30,7 @@ def find_unlike(case: Case) -> Iterator[Finding]:
     here, there = case.checkpoint.family, case.like.family
     if here is not there:
         one, other = (family.name if family else HUB for family in (here, there))
-        message = f"the names are {one}'s, those of {case.like.path} {other}'s"
+        message = f"the names are {one}'s here, and {other}'s in {case.like.path}"
         yield Finding("family", None, message, rewrite(case.checkpoint, names=other))
     for ours, theirs in sides(case.checkpoint, case.like):
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
@@ -54,7 +54,7 @@ def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Find
     here, there = (f"under `{side.wrapper}`" if side.wrapper else "under no key" for side in (ours, theirs))
     is_simple = not ours.wrapper and "." not in theirs.wrapper and not ours.left_out
     fix = rewrite(case.checkpoint, under=theirs.wrapper) if is_simple else None
-    yield Finding("key", None, f"the model lies {here}, that of {other} {there}", fix)
+    yield Finding("key", None, f"the model is {here} here, and {there} in {other}", fix)
 
 
 def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[
     for name in missing:
         if name not in pairs.values():
             message = (
-                f"{other} has it, and it is not here: torch's load ends with `Missing key in checkpoint state_dict`"
+                f"missing here, but {other} has it: torch's load fails with `Missing key in checkpoint state_dict`"
             )
             yield Finding("missing", name, message)
     for name in extra:
@@ -88,8 +88,8 @@ def find_kinds(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
     is_sharded = case.checkpoint.model_part.reader.is_sharded
     for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
         message = (
-            f"it is a tensor here and a plain value in {other}: torch's load ends with `Invalid checkpoint metadata`; "
-            "make the optimizer as it was made here, as with `lr=torch.tensor(...)`"
+            f"a tensor here, a plain value in {other}: torch's load fails with `Invalid checkpoint metadata`; "
+            "build the optimizer as it was built here, for example with `lr=torch.tensor(...)`"
         )
         yield Finding("kind", name, message)
 
@@ -114,7 +114,7 @@ def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
     for name, (one, two) in dtypes.items():
         changes.setdefault((one.dtype, two.dtype), []).append(name)
     for (here, there), names in changes.items():
-        message = f"{here} here, {there} in {other}: torch's load converts it without a word"
+        message = f"{here} here, {there} in {other}: torch's load converts it silently"
         yield Finding("dtype", names[0], message, fix, tuple(names))
 
 

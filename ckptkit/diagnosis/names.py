@@ -38,7 +38,9 @@ def find_wrappers(case: Case) -> Iterator[Finding]:
         word, whose = wrapper.text.rstrip("."), wrapper.whose
         names = tuple(name for name, own in raw.items() if word in name.split(".") and word not in own.split("."))
         if names:
-            message = f"`{word}.` is {whose}'s: a model that is not wrapped has other names, and finds none of these"
+            message = (
+                f"the names start with `{word}.` (added by {whose}); a model without that wrapper will not find them"
+            )
             yield Finding("wrapper", names[0], message, without_word(case, word), names)
 
 
@@ -113,9 +115,9 @@ def turn_to_hub(case: Case, model: TargetModel) -> Turned | None:
     if shapes is None or shapes.keys() == case.shapes.keys():
         return None
     family = case.checkpoint.family
-    whose = family.whose if family else "those of the model in memory"
+    whose = family.whose if family else "the model's names in memory"
     names = tuple(name for name in case.shapes if name not in shapes)
-    message = f"the names are {whose}, and {model.name} has the Hub's"
+    message = f"the names are {whose}, and {model.name} uses the Hub's"
     if options:
         message += f"; the vocabulary is padded to {padded_rows(case)} rows, its own is {rows}"
     if is_model(case.checkpoint) or not has_optimizer(case):
@@ -131,7 +133,7 @@ def find_names_on_disk(case: Case, model: TargetModel) -> Iterator[Finding]:
     names = tuple(name for name in case.plain_shapes if name not in memory.shapes)
     if is_model(case.checkpoint) or not (model.asked and names):
         return
-    message = f"it is called so in files: in memory {model.name} has other names, and torch's load asks for these"
+    message = f"files use this name, but in memory {model.name} uses another one, and torch's load asks for that"
     fix = convert(case.checkpoint, names=_IN_MEMORY, base=model.name)
     yield Finding("family", names[0], message, fix, names)
 
@@ -168,17 +170,15 @@ def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
 def another_model(case: Case, model: TargetModel, wanted: int) -> Finding:
     """Return the finding that nothing of a model is there."""
     there = abridge(sorted(case.shapes, key=len))
-    message = (
-        f"none of the {count(wanted, 'tensor')} that {model.name} calls for is here, under any name; here are {there}"
-    )
+    message = f"none of the {count(wanted, 'tensor')} of {model.name} is here under any name; found {there}"
     return Finding("other_model", None, message)
 
 
 def missing_one(model: TargetModel, name: str) -> Finding:
     """Return the finding that a tensor is missing."""
-    message = f"{model.name} calls for it, and it is not here"
+    message = f"missing: {model.name} has this tensor"
     if name == HEAD:
-        message += ": was the head tied to the embedding in training? Then its config has tie_word_embeddings true"
+        message += "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"
     return Finding("missing", name, message)
 
 
@@ -190,5 +190,5 @@ def find_unexpected(case: Case, model: TargetModel, extra: list[str]) -> Iterato
     others = set(case.checkpoint.model_part.layout.names) - names
     globs = few_globs(sorted(names), others, _MOST_GLOBS)
     fix = rewrite(case.checkpoint, exclude=globs, base=model.name) if globs else None
-    message = f"{model.name} does not call for it: `load_state_dict` refuses it, other loaders leave it out"
+    message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
     yield from (Finding("unexpected", name, message, fix) for name in extra)

@@ -31,8 +31,8 @@ def list_missing_states(case: Case) -> Iterator[Finding]:
     for states in named_states(case.layout):
         for name in without_state(states):
             message = (
-                "the optimizer lists it and has no state of it: it never had a gradient. Unless it is frozen, "
-                f"torch's load ends with {words}"
+                "the optimizer has no state for this parameter because it never received a gradient; "
+                f"unless it is frozen, torch's load fails with {words}"
             )
             yield Finding("optimizer_state", spell(states.above, name), message, complete(case))
 
@@ -72,7 +72,7 @@ def find_groups(case: Case) -> Iterator[Finding]:
     for ours, theirs in pairs:
         if ours.is_named != theirs.is_named:
             here, there = (NAMES if one.is_named else IDS for one in (ours, theirs))
-            message = f"it has {here} for its parameters, that of {case.like.path} has {there}"
+            message = f"it has {here} for its parameters, and {there} in {case.like.path}"
             yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, optimizer_keys=there))
         else:
             yield from find_difference(ours, theirs, case.like.path)
@@ -83,19 +83,21 @@ def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator
     here, there = ([len(group) for group in one.groups] for one in (ours, theirs))
     if len(here) != len(there):
         message = (
-            f"it has {count(len(here), 'group')} of parameters, that of {other} {len(there)}: "
-            "torch ends with `loaded state dict has a different number of parameter groups`"
+            f"it has {count(len(here), 'parameter group')} here, and {len(there)} in {other}: "
+            "torch fails with `loaded state dict has a different number of parameter groups`"
         )
         yield Finding("groups", ours.name, message)
     elif here != there:
         message = (
-            f"its groups have {', '.join(map(str, here))} parameters, those of {other} {', '.join(map(str, there))}: "
-            "torch ends with `loaded state dict contains a parameter group that doesn't match the size`"
+            f"its groups have {', '.join(map(str, here))} parameters, in {other} {', '.join(map(str, there))}: "
+            "torch fails with `loaded state dict contains a parameter group that doesn't match the size`"
         )
         yield Finding("groups", ours.name, message)
     elif ours.is_named and (moved := find_moved(ours, theirs)):
         name, one, two = moved
-        yield Finding("groups", f"{ours.name}.{name}", f"it is in group {one}, and in group {two} in {other}")
+        yield Finding(
+            "groups", f"{ours.name}.{name}", f"the parameter is in group {one} here, and in group {two} in {other}"
+        )
 
 
 def find_moved(ours: Optimizer, theirs: Optimizer) -> tuple[str, int, int] | None:

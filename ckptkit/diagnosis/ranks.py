@@ -23,7 +23,7 @@ def find_ranks(case: Case) -> Iterator[Finding]:
     for group, owners in states.items():
         ranks = 1 + max(owners.values())
         if wanted not in (ranks, case.layout.world_size):
-            message = f"it is the state of {count(ranks, 'rank')} one by one, of no use to {wanted}"
+            message = f"this is the state of {count(ranks, 'rank')}, one by one, and cannot be used by {wanted}"
             yield Finding("rank_state", group, message, reshard(case.checkpoint, wanted), tuple(owners))
 
 
@@ -32,7 +32,9 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
     reader = case.checkpoint.model_part.reader
     ranks = case.layout.world_size or case.checkpoint.world_size
     if ranks is not None and ranks != wanted and reader.is_bound(case.checkpoint.model_part.path):
-        message = f"saved by {count(ranks, 'rank')}, its own library loads it with as many only, and not with {wanted}"
+        message = (
+            f"saved by {count(ranks, 'rank')}: its own library loads it only with the same number, not with {wanted}"
+        )
         yield Finding("world_size", None, message, resize(case.checkpoint, wanted))
     path = case.checkpoint.path
     owners = (
@@ -40,7 +42,7 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
     )
     saved = 1 + max(owners.values(), default=-1)
     if owners and saved != wanted:
-        message = f"the random states of {count(saved, 'rank')}, a file for each, of no use to {wanted}"
+        message = f"the random states of {count(saved, 'rank')}are in one file a rank and cannot be used by {wanted}"
         yield Finding("rank_state", min(owners), message, reshard(case.checkpoint, wanted), tuple(sorted(owners)))
 
 

@@ -19,4 +19,4 @@ def say_renamed(
     """
     fix = rewrite(checkpoint, rename=tuple(rules), base=base) if rules else None
     for line, members in by_change(pairs):
-        yield Finding("renamed", line.old, f"{whose} calls it `{line.new}`", fix, members)
+        yield Finding("renamed", line.old, f"{whose} uses the name `{line.new}`", fix, members)

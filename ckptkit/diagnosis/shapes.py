@@ -32,13 +32,15 @@ def find_shapes(case: Case) -> Iterator[Finding]:
         name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.called.get(name, name), *pair))
     }
     for name, (here, called_for) in padded.items():
-        message = f"it has {here} rows, the vocabulary of {case.model.name} {called_for}: one of them is padded"
+        message = (
+            f"expected {called_for} rows (vocab_size of {case.model.name}), found {here}: one of the two is padded"
+        )
         base = case.model.name if case.model.asked else None
         yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=called_for, base=base))
     others = {name: pair for name, pair in pairs.items() if name not in padded}
     yield from find_other_model(case, others)
     for name, (shape, wanted) in others.items():
-        yield Finding("shape", name, f"{list(shape)} here, {list(wanted)} in {case.model.name}")
+        yield Finding("shape", name, f"expected {list(wanted)} as in {case.model.name}, found {list(shape)}")
 
 
 def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
@@ -69,10 +71,12 @@ def find_ties(case: Case) -> Iterator[Finding]:
     for name, source in ties_of(weights.layout, model.config, case.form).items():
         if name not in weights.layout.tensors:
             if source in weights.layout.tensors and case.checkpoint.model_part.reader.is_sharded and model.asked:
-                message = f"it is tied to `{source}`, and a model in memory has it too: torch's load asks for it"
+                message = f"it is tied to `{source}`, but a model in memory has both, and torch's load asks for it"
                 yield Finding("tie", name, message, export(case.checkpoint, base=model.name))
         elif not isinstance(weights.layout.root, RemotePath) and differs(case, name, source):
-            message = f"the config of {model.name} ties it to `{source}`, whose numbers are others: one of them is lost"
+            message = (
+                f"the config of {model.name} ties it to `{source}`, but their values differ: a load loses one of them"
+            )
             yield Finding("tie", name, message)
 
 

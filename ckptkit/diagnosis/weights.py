@@ -42,14 +42,16 @@ def find_adapters(case: Case) -> Iterator[Finding]:
     names = tuple(adapter.entries)
     what = f"{adapter.method} `{adapter.name}` on {', '.join(adapter.targets[:4])}"
     if case.adapted.base:
-        message = f"an adapter that is not merged, {what}, lies in the weights: {case.model.name} has other names"
+        message = (
+            f"the weights contain an adapter that is not merged, {what}, so {case.model.name} does not find its names"
+        )
         fix = export(case.checkpoint, merge=True, base=case.model.name)
     elif case.adapted.is_saved:
-        message = f"it is an adapter, {what}, and no model"
+        message = f"this is an adapter, {what}, not a model"
         path = case.checkpoint.path
         fix = Fix.of("merge", case.model.name, path, beside(path, "model"))
     else:
-        message = f"it is an adapter, {what}, and no model"
+        message = f"this is an adapter, {what}, not a model"
         fix = export(case.checkpoint, merge=True, base=case.model.name)
     yield Finding("adapter", names[0], message, fix, names)
 
@@ -60,7 +62,7 @@ def find_quantized(case: Case) -> Iterator[Finding]:
         return
     if not (case.model.asked or is_model(case.checkpoint)):
         return
-    message = f"the weights are quantized ({case.quantization}), and the config of {case.model.name} does not say so"
+    message = f"the weights are quantized ({case.quantization}), but the config of {case.model.name} does not say so"
     base = case.model.name if case.model.asked else None
     yield Finding("quantized", None, message, export(case.checkpoint, dtype=("bf16",), base=base))
 
@@ -94,7 +96,9 @@ def find_extra_state(case: Case) -> Iterator[Finding]:
     layout = case.checkpoint.model_part.layout
     names = tuple(name for name in layout.names if _EXTRA_STATE in str(layout.key(name)[-1]).split("/")[0].split("."))
     if names:
-        message = f"a module's own state, such as the scales of fp8: {case.model.name} has modules of another kind"
+        message = (
+            f"a module's own state, such as the scales of fp8: the modules of {case.model.name} are of another kind"
+        )
         yield Finding("extra_state", names[0], message, export(case.checkpoint, base=case.model.name), names)
 
 

@@ -94,8 +94,10 @@ def check_order(plan: Plan) -> None:
     """Raise `Unsupported` if elements that are to be written do not lie together in the order of their indices."""
     for target in plan.targets:
         if target.chunk.strides is not None:
-            message = f"its rows come in another order, and {list(target.chunk.size)} of it would not lie together"
-            hint = "write whole tensors first, and cut those into shards"
+            message = (
+                f"the rows are stored in another order, and {list(target.chunk.size)} of them would not be contiguous"
+            )
+            hint = "write whole tensors first, then reshard them"
             raise Unsupported(message, path=plan.dst.root / target.chunk.path, tensor=target.name, hint=hint)
 
 
@@ -234,7 +236,7 @@ def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Co
     for target in plan.targets:
         crc = ledger.written.whole(place_of(target.chunk), target.chunk.bytes[1])
         if crc is None:
-            raise Corrupt("not all of it was written", path=plan.dst.root / target.chunk.path, tensor=target.name)
+            raise Corrupt("not all bytes were written", path=plan.dst.root / target.chunk.path, tensor=target.name)
         checksums[place_of(target.chunk)] = crc
     checked, left = compare_files(plan, ledger, sources.unchecked)
     return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, left)

@@ -58,6 +58,6 @@ def last(dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
     first, *rest = (np.frombuffer(block, np.uint8) for block in blocks)
     is_same = all(np.array_equal(first, other) for other in rest)
     if not is_same and dtype.kind not in ("int", "bool"):
-        message = f"no mean of {dtype} is known, and it is not the same in all sources"
-        raise Unsupported(message, hint="leave it out, or average before it is quantized")
+        message = f"ckptkit cannot average {dtype}, and the values differ between the sources"
+        raise Unsupported(message, hint="drop it with --exclude, or average before you quantize")
     return blocks[-1], not is_same

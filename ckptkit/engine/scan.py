@@ -126,8 +126,8 @@ def cut(root: Path, name: str, size: int, extents: Iterable[Extent], report: Rep
         if is_same or not extent.length:
             continue
         if extent.offset < at or end > size:
-            what = f"overlaps what ends at {at}" if extent.offset < at else f"does not fit a file of {size}"
-            message = f"what lies at bytes {extent.offset}:{end} {what}"
+            what = f"overlaps the data that ends at {at}" if extent.offset < at else f"does not fit a file of {size}"
+            message = f"the data at bytes {extent.offset}:{end} {what}"
             report(Corrupt(message, path=root / name, tensor=extent.name or None, offset=extent.offset))
             continue
         if extent.offset > at:

@@ -68,12 +68,12 @@ class Setup:
             ("recompute_every", 0), ("prefetch", 0),
         ):  # fmt: skip
             if getattr(self, name) < least:
-                raise Usage(f"{name} is {getattr(self, name)}; it must be {least} or more")
+                raise Usage(f"{name}: expected {least} or more, found {getattr(self, name)}")
         for name in ("param_dtype", "master_dtype"):
             if getattr(self, name).name not in _COMPUTABLE:
                 raise Usage(f"{name} is {getattr(self, name)}", hint=f"use one of {', '.join(_COMPUTABLE)}")
         if self.strategy not in STRATEGIES:
-            raise Usage(f"there is no strategy `{self.strategy}`", hint=f"use one of {', '.join(STRATEGIES)}")
+            raise Usage(f"unknown strategy `{self.strategy}`", hint=f"use one of {', '.join(STRATEGIES)}")
         if self.world_size % self.replicas and self.strategy == "hybrid_shard":
             raise Usage(f"{self.world_size} GPUs do not make {self.replicas} equal replicas")
 

@@ -168,7 +168,7 @@ def read_config(model: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON ({error})", path=path) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise NotACheckpoint("not the config of a model: it has no `model_type`", path=path)
+        raise NotACheckpoint("expected the config of a model, found no `model_type`", path=path)
     return config
 
 
@@ -180,7 +180,7 @@ def find_config(model: str) -> Path:
     if path.exists():
         return path / _CONFIG if path.is_dir() else path
     if not is_model_id(model):
-        message = f"`{model}` is no config.json, no directory with one, and no Hub id like `org/model`"
+        message = f"expected a config.json, a directory with one, or a Hub id like `org/model`; found `{model}`"
         raise Usage(message, hint=hint_on_id(model))
     from huggingface_hub import hf_hub_download
 

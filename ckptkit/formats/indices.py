@@ -25,7 +25,7 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     found = index if isinstance(index, dict) else {}
     places, metadata = found.get(_PLACES), found.get(_METADATA)
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise Corrupt(f"the index has no `{_PLACES}` from names to files", path=path)
+        raise Corrupt(f"the index does not have `{_PLACES}`, which maps names to files", path=path)
     for file in set(places.values()):
         check_name(file, path.parent)
     return places, metadata if isinstance(metadata, dict) else {}

@@ -81,7 +81,7 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
             raise Corrupt(message, path=path, hint=recognise(head))
         header = parse_json(read_at(file, length, 8), path)
     if not isinstance(header, dict):
-        raise Corrupt("the header is no JSON object", path=path)
+        raise Corrupt("the header is not a JSON object", path=path)
     return header, 8 + length, size
 
 
@@ -90,7 +90,7 @@ def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Corrupt("`__metadata__` maps to something else than strings", path=path)
+        raise Corrupt("expected strings in `__metadata__`, found other values", path=path)
     if _STARTS not in metadata:
         return {}
     noted = parse_json(metadata[_STARTS].encode("utf-8", "surrogatepass"), path)
@@ -111,7 +111,7 @@ def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path,
         raise Corrupt("the header's entry lacks dtype, shape or data_offsets", path=path, tensor=name) from error
     start = (0,) * len(shape) if start is None else start
     if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *start, begin, end)) or end < begin:
-        raise Corrupt("the header's entry has an impossible shape or place", path=path, tensor=name)
+        raise Corrupt("the header gives an impossible shape or offset", path=path, tensor=name)
     if len(shape) > _MOST_AXES:
         raise Unsupported(f"{len(shape)} axes, more than {_MOST_AXES}", path=path, tensor=name)
     if len(start) != len(shape):
@@ -161,18 +161,16 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
 def check_writable(name: str, spec: Spec) -> None:
     """Raise `Unsupported` for a tensor that safetensors has no spelling for, or none yet in the version installed."""
     if spec.dtype.name not in _SPELLINGS:
-        raise Unsupported(
-            f"safetensors cannot hold dtype {spec.dtype}", tensor=name, hint="leave it out with --exclude"
-        )
+        raise Unsupported(f"safetensors cannot hold dtype {spec.dtype}", tensor=name, hint="drop it with --exclude")
     if not is_known(_SPELLINGS[spec.dtype.name]):
-        hint = "install a newer one, or leave the tensor out with --exclude"
+        hint = "install a newer version, or drop the tensor with --exclude"
         raise Unsupported(f"the safetensors library here does not know dtype {spec.dtype}", tensor=name, hint=hint)
     if spec.dtype.name == _PACKED and not spec.shape:
         raise Unsupported("safetensors cannot hold a 0-d tensor of 4-bit numbers", tensor=name)
     if name == "__metadata__":
-        raise Unsupported("safetensors keeps this name for itself", tensor=name)
+        raise Unsupported("safetensors reserves this name", tensor=name)
     if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
-        raise Unsupported("the name is no valid Unicode", tensor=name, hint="give it another with --rename")
+        raise Unsupported("the name is not valid Unicode", tensor=name, hint="rename the tensor with --rename")
 
 
 @cache
@@ -230,6 +228,6 @@ def make_header(specs: Mapping[str, Spec]) -> bytes:
     if len(text) > _LIMIT:
         raise Unsupported(
             f"{len(specs)} tensors need a header of {len(text)} bytes, more than loaders accept",
-            hint="a smaller --max-shard-size makes more files with smaller headers",
+            hint="pass a smaller --max-shard-size: more files have smaller headers",
         )
     return len(text).to_bytes(8, "little") + text

@@ -366,7 +366,7 @@ def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
     outside = find_outside(shape, boxes)
     if outside is not None:
         chunk = tensor.chunks[outside]
-        message = f"a chunk at {list(chunk.start)} of size {list(chunk.size)} lies outside shape {list(shape)}"
+        message = f"a chunk at {list(chunk.start)} of size {list(chunk.size)} is outside shape {list(shape)}"
         return Corrupt(message, path=root / chunk.path)
     overlap = find_overlap(boxes)
     if overlap is not None:
@@ -381,7 +381,7 @@ def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
         covered = sum(box.numel for box in boxes)
         return Corrupt(
             f"chunks cover {covered} of {prod(shape)} elements of shape {list(shape)}; "
-            f"a gap lies at {start}:{stop} of axis {axis}",
-            hint="a shard is missing, or not every rank had finished when the checkpoint was written",
+            f"there is a gap at {start}:{stop} of axis {axis}",
+            hint="look for a missing shard; perhaps not every rank finished its save",
         )
     return None

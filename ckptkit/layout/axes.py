@@ -69,7 +69,7 @@ def concatenate(tensors: Sequence[StoredTensor], axis: int) -> StoredTensor:
     first = tensors[0].spec
     rest = {(t.spec.dtype, replace_at(t.spec.shape, axis, 1, ())) for t in tensors}
     if len(rest) != 1:
-        raise Mismatch(f"these cannot be one tensor along axis {axis}: {', '.join(str(t.spec) for t in tensors)}")
+        raise Mismatch(f"cannot join these tensors along axis {axis}: {', '.join(str(t.spec) for t in tensors)}")
     chunks: list[Chunk] = []
     end = 0
     for tensor in tensors:
@@ -209,7 +209,7 @@ def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) 
     They lie one after another in a chunk, from its element `begin` on. Raises `Corrupt` if it has not just one axis.
     """
     if len(chunk.size) != 1:
-        raise Corrupt(f"a flattened tensor has one axis, and this the shape {list(chunk.size)}")
+        raise Corrupt(f"expected a flattened tensor with one axis, found shape {list(chunk.size)}")
     (step,) = steps_of(chunk)
     for box, at in boxes_of_range(shape, start, stop):
         yield view_of(chunk, box, (begin + at) * step, tuple(step * inner for inner in row_major(box.size)))

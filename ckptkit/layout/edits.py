@@ -61,8 +61,8 @@ def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
     for name, key in keys.items():
         in_the_way = next((ends[key[:i]] for i in range(1, len(key)) if key[:i] in ends), None)
         if in_the_way is not None:
-            message = f"`{in_the_way}` would lie where this needs a dict"
-            raise Mismatch(message, path=layout.root, tensor=name, hint="change --rename, or leave one out")
+            message = f"expected a dict at `{in_the_way}`, found an entry"
+            raise Mismatch(message, path=layout.root, tensor=name, hint="change --rename, or drop one")
 
 
 def nest(layout: Layout, above: KeyPath) -> Layout:
@@ -84,8 +84,8 @@ def twins_as_rounded(layout: Layout) -> tuple[Layout, Layout]:
 
 
 def clash(layout: Layout, one: str, other: str, new: str) -> Mismatch:
-    message = f"`{one}` and `{other}` would both be called this"
-    return Mismatch(message, path=layout.root, tensor=new, hint="change --rename, or leave one out with --exclude")
+    message = f"`{one}` and `{other}` would both get this name"
+    return Mismatch(message, path=layout.root, tensor=new, hint="change --rename, or drop one with --exclude")
 
 
 def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:

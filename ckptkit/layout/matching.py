@@ -32,7 +32,7 @@ MayHold = Callable[[int, Any], bool]  # whether the group of an index may list t
 _MOST_WAYS = 32  # that are followed at the same time
 _MOST_STEPS = 1 << 22  # groups times parameters
 KEEP_NUMBERS = "pass --optimizer-keys ids to keep the numbers"
-_HINT = "is the optimizer that of another model?"
+_HINT = "check that the optimizer belongs to this model"
 
 
 def match(
@@ -47,10 +47,10 @@ def match(
     check_numbers(groups, sizes)
     total = sum(map(len, groups))
     if total != len(parameters):
-        message = f"the optimizer has {count(total, 'parameter')}, the model {len(parameters)} that they could be"
+        message = f"the optimizer has {count(total, 'parameter')}, the model {len(parameters)} that could match"
         raise Unsupported(message, hint=_HINT)
     if len(groups) * total > _MOST_STEPS:
-        raise Unsupported(f"{count(len(groups), 'group')} of parameters: shapes do not tell which is which")
+        raise Unsupported(f"{count(len(groups), 'group')} of parameters: their shapes alone do not tell them apart")
     numbers = deal(groups, sizes, parameters, may_hold or (lambda _index, _key: True))
     return dict(zip(numbers, parameters, strict=True))
 
@@ -81,10 +81,10 @@ def check_numbers(groups: Groups, used: Collection[int] = ()) -> None:
     times = Counter(chain.from_iterable(groups))
     twice = [number for number, often in times.items() if often > 1]
     if twice:
-        raise Corrupt(f"the groups of the optimizer list parameter {min(twice)} twice")
+        raise Corrupt(f"the optimizer's groups list parameter {min(twice)} twice")
     strays = set(used) - times.keys()
     if strays:
-        raise Corrupt(f"the optimizer has a state of parameter {min(strays)}, which is in none of its groups")
+        raise Corrupt(f"the optimizer has a state for parameter {min(strays)}, but no group contains the parameter")
 
 
 def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[Key, Size]:
@@ -102,7 +102,9 @@ def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mappin
         if found[size] != states:
             there = count(states, "state")
             message = f"the optimizer has {there} of shape {as_text(size)}, the model {found[size]} such tensors"
-            raise Unsupported(message, hint="is the optimizer that of another model, or was a part of it frozen?")
+            raise Unsupported(
+                message, hint="check that the optimizer belongs to this model, and whether a part was frozen"
+            )
     return {key: size for key, size in parameters.items() if size in wanted}
 
 
@@ -133,7 +135,7 @@ def deal(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Siz
                     met_at = key if after in ahead else way and way.met_at
                     ahead[after] = Way(way, group[dealt[i]], met_at)
         if not ahead:
-            message = f"no state of the optimizer has the shape {as_text(size)} in its place"
+            message = f"no optimizer state in this position has the shape {as_text(size)}"
             raise Unsupported(message, tensor=str(key), hint=_HINT)
         if len(ahead) > _MOST_WAYS:
             raise ambiguous(key)
@@ -153,7 +155,7 @@ def trace_back(way: Way | None) -> list[int]:
 
 
 def ambiguous(key: Hashable) -> Unsupported:
-    message = "shapes do not tell in which group of the optimizer it is, and so not which number it has"
+    message = "its shape fits several optimizer groups, so its number is unknown"
     return Unsupported(message, tensor=str(key), hint=KEEP_NUMBERS)
 
 

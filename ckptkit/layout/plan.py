@@ -129,7 +129,7 @@ def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
     message = f"the bytes at {chunk.offset} are an envelope, `{chunk.wrapper}`, and not yet the elements in it"
     hint = "a layout is planned, read and compared after `ckptkit.formats.locate`"
     if chunk.wrapper is None:
-        message, hint = "the bytes of a chunk are lost or unreadable", "leave the tensor out before planning"
+        message, hint = "the bytes of a chunk are lost or unreadable", "drop the tensor before planning"
     return Usage(message, path=layout.root / chunk.path, tensor=name, offset=chunk.offset, hint=hint)
 
 
@@ -194,9 +194,9 @@ def check_source(name: str, wanted: Spec, layout: Layout) -> None:
     """Raise `Mismatch` unless a layout has the tensor, in the shape and dtype that are wanted."""
     found = layout.tensors.get(name)
     if found is None:
-        raise Mismatch("there is no such tensor in the source", path=layout.root, tensor=name)
+        raise Mismatch("the source does not have this tensor", path=layout.root, tensor=name)
     if found.spec != wanted:
-        raise Mismatch(f"the source has {found.spec}, wanted is {wanted}", path=layout.root, tensor=name)
+        raise Mismatch(f"expected {wanted}, found {found.spec}", path=layout.root, tensor=name)
 
 
 def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Recipe | None = None) -> Iterator[Target]:
@@ -232,11 +232,11 @@ def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[
         layout = sources[operand.source]
         tensor = layout.tensors.get(operand.name)
         if tensor is None:
-            raise Mismatch("there is no such tensor in the source", path=layout.root, tensor=operand.name)
+            raise Mismatch("the source does not have this tensor", path=layout.root, tensor=operand.name)
         found = tensor.spec
         is_alike = operand.region is not same or found.shape == wanted.shape
         if not (is_alike and (found.dtype == operand.dtype or found.dtype.can_become(operand.dtype))):
-            message = f"the source has {found}, wanted is {operand.dtype} for {wanted}"
+            message = f"expected {operand.dtype} for {wanted}, found {found}"
             raise Mismatch(message, path=layout.root, tensor=operand.name)
 
 
@@ -256,11 +256,11 @@ def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
     """Return the target of one blob: its bytes as they are. None for one that holds none, or had to be made anew."""
     source = src.blobs.get(name)
     if source is None:
-        raise Mismatch("there is no such entry in the source", path=src.root, tensor=name)
+        raise Mismatch("the source does not have this entry", path=src.root, tensor=name)
     if wanted.content is not None or source.content is not None or not wanted.length:
         return None
     if source.length != wanted.length:
-        raise Mismatch(f"the source has {source.length} bytes, wanted are {wanted.length}", path=src.root, tensor=name)
+        raise Mismatch(f"expected {wanted.length} bytes, found {source.length}", path=src.root, tensor=name)
     there, here = as_bytes(source), as_bytes(wanted)
     return Target(name, here, (Copy(here.box, there, here),))
 

@@ -66,7 +66,7 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
     if base is not None:
         found = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
         if found is None:
-            raise NotACheckpoint("no config.json of a model in the base", path=base)
+            raise NotACheckpoint("the base has no config.json of a model", path=base)
         return found
     for place in places_of(checkpoint.absolute()):
         found = read_companions(place)
@@ -157,7 +157,7 @@ def resolve_base(base: str) -> Path:
     if Path(base).is_dir():
         return Path(base)
     if not is_model_id(base):
-        raise Usage(f"`{base}` is neither a directory nor a Hub id like `org/model`", hint=hint_on_id(base))
+        raise Usage(f"expected a directory or a Hub id like `org/model`, found `{base}`", hint=hint_on_id(base))
     if "@" in base:
         return to_model_path(base)
     from huggingface_hub import snapshot_download

@@ -42,15 +42,15 @@ def fit(
         return layout, dropped, [*notes, f"names not compared with config.json: {form.message}"]
     unsaved = form.unsaved & layout.tensors.keys()
     if unsaved:
-        notes.append(f"left out {abridge(sorted(unsaved))}, which transformers makes anew")
-        dropped |= dict.fromkeys(unsaved, "transformers makes it anew")
+        notes.append(f"dropped {abridge(sorted(unsaved))}, which transformers computes itself")
+        dropped |= dict.fromkeys(unsaved, "transformers computes it itself")
         layout = edits.select(layout, lambda name: name not in unsaved)
     check_names(layout, form, str(companions.found_in))
     extra = without_declared(sorted(layout.tensors.keys() - form.shapes.keys()), config)
     if extra:
-        message = f"{count(len(extra), 'tensor')} that config.json does not call for: {abridge(extra)}"
+        message = f"{count(len(extra), 'tensor')} that config.json does not describe: {abridge(extra)}"
         if strict:
-            hint = "leave them out with --exclude"
+            hint = "drop them with --exclude"
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
         notes.append(f"kept {message}")
     return layout, dropped, notes
@@ -67,7 +67,7 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
         return [Caution(f"{words}; copy it into {companions.found_in}, and run this again")] if missing else []
     problem = "no config.json found: loaders of Hugging Face models cannot open the output"
     if strict:
-        hint = "pass --base MODEL (a directory or Hub id), or --names keep for a model that is not the Hub's"
+        hint = "pass --base MODEL (a directory or Hub id), or --names keep for a model that is not on the Hub"
         raise Mismatch(problem, path=layout.root, hint=hint)
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
 
@@ -87,7 +87,7 @@ def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
     extra = [name for name in layout.tensors if _EXTRA_STATE.fullmatch(name)]
     if not extra:
         return layout, []
-    note = f"left out {count(len(extra), 'tensor')} of modules' own state, such as `{extra[0]}`"
+    note = f"dropped {count(len(extra), 'tensor')} of module state, such as `{extra[0]}`"
     return edits.select(layout, lambda name: not _EXTRA_STATE.fullmatch(name)), [note]
 
 
@@ -109,14 +109,14 @@ def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str
     for name, source in there.items():
         if source in layout.tensors and layout.tensors[source].is_lost and not layout.tensors[name].is_lost:
             layout = replace(layout, tensors={**layout.tensors, source: layout.tensors[name]})
-            notes.append(f"{source} is damaged, and was written as {name} has it, to which it is tied")
+            notes.append(f"{source} is damaged; its values were taken from {name}, which it is tied to")
         elif source in layout.tensors:
             check_equal(layout, name, source)
             notes.append(f"{name} is tied to {source} and equal to it: written once")
         else:
             tensors = {source if old == name else old: tensor for old, tensor in layout.tensors.items()}
             layout = replace(layout, tensors=tensors)
-            notes.append(f"{name} is tied to {source}, and was written as this")
+            notes.append(f"{name} is tied to {source}, and was written under that name")
     return edits.select(layout, lambda name: name not in there), notes
 
 
@@ -128,7 +128,7 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
     if layout.tensors[name].is_lost or layout.tensors[source].is_lost:
         return
     if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, source) if (spec := layout.specs[tied])):
-        hint = "leave it out with --exclude if it is the same"
+        hint = "drop it with --exclude if it is the same"
         raise Unsupported(f"it is tied to `{source}`, and both are quantized", path=layout.root, tensor=name, hint=hint)
     head = locate(edits.rename(edits.select(layout, name.__eq__), lambda _: source))
     other = locate(edits.select(layout, source.__eq__))
@@ -145,7 +145,7 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
             f"config.json ties it to `{source}`, but their bytes differ",
             path=layout.root,
             tensor=name,
-            hint="if they were trained apart, give a --base whose config.json has tie_word_embeddings false",
+            hint="if they were trained separately, pass a --base whose config.json has tie_word_embeddings false",
         )
 
 
@@ -177,10 +177,10 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
         if name in layout.tensors and layout.tensors[name].spec.shape != shape:
             have = list(layout.tensors[name].spec.shape)
             raise Mismatch(
-                f"the shape is {have}, the config.json in {found_in} calls for {list(shape)}",
+                f"expected shape {list(shape)} (config.json in {found_in}), found {have}",
                 path=layout.root,
                 tensor=name,
-                hint="is the config.json that of another model?",
+                hint="check that config.json belongs to this model",
             )
 
 

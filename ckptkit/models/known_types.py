@@ -210,7 +210,7 @@ def find_table(config: Mapping[str, Any]) -> Table | None:
     except (KeyError, TypeError, ValueError, ArithmeticError):
         layers = _MOST_LAYERS + 1
     if layers > _MOST_LAYERS:
-        raise Unsupported(f"the config of this `{model_type}` lacks a size, or gives no number for one")
+        raise Unsupported(f"the config of this `{model_type}` lacks a size, or gives a size that is not a number")
     block = in_order(variation, config)
     return Table((block,) * layers, sizes, is_tied(config), None)
 

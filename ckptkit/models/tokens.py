@@ -28,11 +28,11 @@ def check_tokens(companions: Companions, rows: int) -> list[str]:
     """
     largest = largest_token(companions.files, companions.config or {})
     if largest is None:
-        return ["no tokenizer was found: whether each of its tokens has a row is not known"]
+        return ["no tokenizer was found, so ckptkit could not check that each token has a row"]
     number, file = largest
     if number >= rows:
-        hint = f"--vocab-size {number + 1} is the least"
-        message = f"it has a token {number}, for which {rows} rows leave none"
+        hint = f"pass --vocab-size {number + 1} or more"
+        message = f"it has token {number}, but only {rows} rows"
         raise Mismatch(message, path=(companions.found_in or Path()) / file, hint=hint)
     return []
 

@@ -19,7 +19,7 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.tensors.box import Shape
 
-INSTALL = "install transformers, which knows more of them: pip install 'ckptkit-fsdp[hf]'"
+INSTALL = "install transformers, which knows more types: pip install 'ckptkit-fsdp[hf]'"
 # what would be a hint to load code, or change the tensors in ways that no table of names tells
 _LEFT_OUT = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|torch_dtype|dtype")
 _FLOAT = "__float__"  # what transformers writes for numbers that JSON has not
@@ -70,11 +70,11 @@ class MetaModel:
 def find_meta_model(config: Mapping[str, Any]) -> MetaModel:
     """Return the model that a config.json describes. Raises `Unsupported` where transformers does not know it."""
     if config.get("quantization_config"):
-        raise Unsupported("its tensors are quantised, and their names are not compared")
+        raise Unsupported("the tensors are quantized, so their names were not compared")
     try:
         text = json.dumps(config, sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise Unsupported(f"its config.json cannot be given to transformers: {error}") from error
+        raise Unsupported(f"transformers does not accept its config.json: {error}") from error
     return build(text)
 
 
@@ -87,7 +87,7 @@ def build(text: str) -> MetaModel:
         import torch
         import transformers
     except ImportError as error:
-        message = f"models of type `{model_type}` are known to transformers only, which is not installed"
+        message = f"only transformers knows models of type `{model_type}`, and it is not installed"
         raise NotInstalled(message, hint=INSTALL) from error
     check_counts(config)
     try:
@@ -95,11 +95,11 @@ def build(text: str) -> MetaModel:
             model = class_of(transformers, config)(kind_of(transformers, model_type).from_dict(config))
             shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     except UnknownType as error:
-        message = f"transformers {transformers.__version__} has no {error.message}"
+        message = f"transformers {transformers.__version__} does not have {error.message}"
         raise UnknownType(message, hint="pip install --upgrade transformers") from error
     except Exception as error:  # transformers' own model code may raise anything
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        reason = f"transformers {transformers.__version__} builds no model of type `{model_type}`: {first}"
+        reason = f"transformers {transformers.__version__} cannot build a model of type `{model_type}`: {first}"
         raise NotBuilt(reason) from error
     return MetaModel(
         model=model,
@@ -177,7 +177,7 @@ def llama_sizes(meta: MetaModel) -> dict[str, Any]:
     """
     known = meta.model.config
     if known.is_encoder_decoder:
-        raise Unsupported(f"a `{known.model_type}` has an encoder too, whose activations are not known here")
+        raise Unsupported(f"a `{known.model_type}` also has an encoder, whose activations ckptkit does not know")
     config = known.get_text_config()
     found = {name: getattr(config, name, None) for name in _SIZES}
     if found["intermediate_size"] is None:

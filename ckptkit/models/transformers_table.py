@@ -142,7 +142,9 @@ def convert(meta: MetaModel, key: str, group: Together, tensors: Mapping[str, An
     transform = group.transform
     missing = [pattern for pattern in transform.source_patterns if pattern not in group.found]
     if missing:
-        message = f"`{group.names[0]}` is there, but none that it becomes one with, such as `{missing[0]}`"
+        message = (
+            f"`{group.names[0]}` is here, but the tensors that it is merged with are missing, such as `{missing[0]}`"
+        )
         raise Mismatch(message, tensor=group.names[0])
     for pattern, names in group.found.items():
         for name in names:
@@ -153,7 +155,9 @@ def convert(meta: MetaModel, key: str, group: Together, tensors: Mapping[str, An
         raise error.blame(tensor=group.names[0]) from error.__cause__
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError, NotImplementedError) as error:
         steps = ", ".join(type(step).__name__ for step in transform.operations)
-        raise Unsupported(f"transformers' own {steps} cannot do with it: {error}", tensor=group.names[0]) from error
+        raise Unsupported(
+            f"transformers' own {steps} cannot convert this tensor: {error}", tensor=group.names[0]
+        ) from error
     for name, value in made.items():
         yield name, value[0] if isinstance(value, list) else value
 
@@ -161,7 +165,7 @@ def convert(meta: MetaModel, key: str, group: Together, tensors: Mapping[str, An
 def put(made: Made, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
     """Add a tensor under its new name. Raises `Mismatch` if another has it."""
     if name in made.tensors:
-        clash = f"`{made.came_from[name][0]}` and `{origins[0]}` would both be called this"
+        clash = f"`{made.came_from[name][0]}` and `{origins[0]}` would both get this name"
         raise Mismatch(clash, tensor=name)
     made.tensors[name] = tensor
     made.came_from[name] = origins

@@ -65,7 +65,7 @@ class NewVocabulary:
         try:
             shapes, longer = (shapes_of(with_vocabulary(config, n), ask_base) for n in (rows, rows + 1))
         except Unsupported as error:
-            raise Mismatch(f"config.json describes no model with {rows} rows: {error.message}") from error
+            raise Mismatch(f"config.json cannot describe a model with {rows} rows: {error.message}") from error
         return cls(rows, {name: token_axis(name, rows, shape, longer[name]) for name, shape in shapes.items()})
 
     def axis_of(self, name: str) -> TokenAxis | None:
@@ -94,11 +94,11 @@ class NewVocabulary:
         axes = {name: found for name in tensors if (found := self.axis_of(name)) is not None}
         sizes = {name: tensors[name].spec.shape[found.axis] - found.extra for name, found in axes.items()}
         if not sizes:
-            raise Mismatch("no embedding is here that --vocab-size could change")
+            raise Mismatch("there is no embedding that --vocab-size could change")
         first = next(iter(sizes))
         other = next((name for name, rows in sizes.items() if rows != sizes[first]), None)
         if other is not None:
-            message = f"it has {sizes[other]} rows, `{first}` {sizes[first]}: these are not of one vocabulary"
+            message = f"it has {sizes[other]} rows, `{first}` {sizes[first]}: they do not belong to one vocabulary"
             raise Mismatch(message, tensor=other)
         return sizes[first]
 
@@ -130,7 +130,7 @@ def token_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis |
     if not grown:
         return None
     if len(grown) > 1 or longer[grown[0]] != shape[grown[0]] + 1:
-        message = f"one token more makes {list(longer)} of {list(shape)}: --vocab-size adds one row for each token only"
+        message = f"--vocab-size adds one row a token, but one more token changes {list(shape)} to {list(longer)}"
         raise Unsupported(message, tensor=name)
     return TokenAxis(grown[0], shape[grown[0]] - rows)
 
@@ -151,7 +151,7 @@ def check_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
     for name, rows in rows_of(tensors).items():
         if size not in (None, rows):
             hint = f"--vocab-size {size} {'leaves out' if rows > size else 'adds zeros for'} the difference"
-            message = f"it has {rows} rows, config.json has a vocabulary of {size}: one of them is padded"
+            message = f"expected {size} rows (vocab_size in config.json), found {rows}: one of the two is padded"
             raise Mismatch(message, tensor=name, hint=hint)
 
 

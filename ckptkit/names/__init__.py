@@ -92,13 +92,15 @@ def load(name: str) -> Family:
 def get_family(name: str) -> Family | None:
     """Return a family by its name, None for the Hub. Raises `Usage` if there is none."""
     if name not in (HUB, *FAMILIES):
-        raise Usage(f"there is no family of names `{name}`", hint=f"use one of {', '.join((HUB, KEEP, *FAMILIES))}")
+        raise Usage(f"unknown family of names `{name}`", hint=f"use one of {', '.join((HUB, KEEP, *FAMILIES))}")
     return None if name == HUB else load(name)
 
 
 def check_names(name: str | None, table: Family | None = None) -> None:
     """Raise `Usage` for a name that is neither a family's, nor `HUB` or `KEEP`, nor that of a table of one's own."""
     if table is not None and name == KEEP:
-        raise Usage("a table of names is given, and they are to be kept", hint="leave out --names keep, or --map")
+        raise Usage(
+            "--map renames tensors, but --names keep keeps their names", hint="drop --names keep, or drop --map"
+        )
     if name not in (None, KEEP) and (table is None or name != table.name):
         get_family(str(name))

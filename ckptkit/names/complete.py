@@ -18,7 +18,7 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
 _OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
 _MORE = "num_nextn_predict_layers"  # behind the others: they predict further tokens
-_HINT = "is the config.json that of another model?"
+_HINT = "check that config.json belongs to this model"
 
 
 def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
@@ -40,7 +40,7 @@ def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
         check_numbers(layers, count, more if type(more) is int else 0, "model.layers.{}", path)
     if wanted is not None:
         if layers and not has_experts and calls_for_experts(find_shapes()):
-            raise Mismatch(f"config.json calls for {wanted} experts, and none are here", path=path, hint=_HINT)
+            raise Mismatch(f"expected {wanted} experts (config.json), found none", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
             check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
     if layers and count is not None:
@@ -52,10 +52,10 @@ def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path:
     numbers = set(found)
     missing = next((number for number in range(wanted) if number not in numbers), None)
     if missing is not None:
-        message = f"missing: config.json calls for {wanted}, {len(numbers)} are here"
+        message = f"missing: expected {wanted} of them (config.json), found {len(numbers)}"
         raise Mismatch(message, path=path, tensor=name.format(missing))
     if max(numbers) >= wanted + more:
-        message = f"config.json calls for {wanted} of them only"
+        message = f"expected only {wanted} of them (config.json), found this one too"
         raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
 
 
@@ -73,7 +73,9 @@ def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes
                 missing, shapes = (f"model.layers.{number}.{name}" for name in sorted(other - kind)), find_shapes()
                 lost = next((name for name in missing if shapes is None or name in shapes), None)
                 if lost is not None:
-                    message = f"missing, while layer {whole} has it and all else that layer {number} has"
+                    message = (
+                        f"missing: layer {whole} has this tensor, and otherwise the same tensors as layer {number}"
+                    )
                     raise Mismatch(message, path=path, tensor=lost)
 
 

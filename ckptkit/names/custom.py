@@ -52,14 +52,14 @@ _MOST = 64  # axes, or tensors that one becomes
 def read_table(path: Path) -> Family:
     """Return the family that a file describes. Raises `Usage` for one that is not understood."""
     if not is_there(path):
-        raise Usage("there is no such table of names", path=path)
+        raise Usage("no such table of names", path=path)
     with translate_os_errors(path):
         data = read_small(path, _LIMIT)
     try:
         text = data.decode()
         parsed = tomllib.loads(text)
     except ValueError as error:  # tomllib's own are ValueErrors, and say the line
-        raise Usage(f"not a table in TOML: {error}", path=path) from None
+        raise Usage(f"not valid TOML: {error}", path=path) from None
     try:
         return family_in(parsed, path.stem, text)
     except Usage as error:
@@ -71,10 +71,10 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
     require_keys(parsed, ("name", "drop", "rule"), "the file")
     name = parsed.get("name", name)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise Usage(f"`name` is {name!r}", hint="a name has letters, digits, `-` and `_`")
+        raise Usage(f"`name` is {name!r}", hint="use letters, digits, `-` and `_` in a name")
     entries = parsed.get("rule")
     if not isinstance(entries, list) or not entries:
-        raise Usage("there is no `[[rule]]`")
+        raise Usage("the table has no `[[rule]]`")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
     rules = []
     for i, entry in enumerate(entries):
@@ -90,7 +90,7 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
 def rule_in(entry: object) -> Rule:
     """Return the rule that an entry of the file describes."""
     if not isinstance(entry, dict):
-        raise Usage("a rule is a table", hint="begin it with [[rule]]")
+        raise Usage("a rule must be a table", hint="begin the rule with [[rule]]")
     require_keys(entry, _KEYS, "a rule")
     own, hub = texts_in(entry, "own"), texts_in(entry, "hub")
     flat = entry.get("flat", "")
@@ -111,10 +111,12 @@ def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None
     texts = tuple(value) if isinstance(value, list) else (value,)
     for text in texts:
         if not isinstance(text, str) or not _TEXT.fullmatch(text):
-            hint = "a name like `layers.{layer}.wq.weight`: numbers in braces, what may be missing in brackets"
+            hint = "write a name like `layers.{layer}.wq.weight`: numbers in braces, optional parts in brackets"
             raise Usage(f"`{key}` is {value!r}", hint=hint)
         if outline_of(text)[1]:
-            raise Usage(f"`{key}` has a number in {text!r}", hint="write {layer} or the like in its place")
+            raise Usage(
+                f"`{key}` has a number in {text!r}", hint="write {layer} or a similar placeholder instead of the number"
+            )
     return texts
 
 
@@ -123,14 +125,14 @@ def check_numbers(key: str, texts: tuple[str, ...]) -> None:
     first, *others = (next(patterns_of(text)).captures for text in texts)
     other = next((captures for captures in others if set(captures) != set(first)), None)
     if other is not None or len(set(first)) != len(first):
-        raise Usage(f"the names in `{key}` do not have the same numbers, each once")
+        raise Usage(f"the names in `{key}` must have the same numbers, each once")
 
 
 def check_counts(step: TensorStep, own: int, hub: int) -> None:
     """Raise `Usage` if a step is not one from so many tensors to so many."""
     if counts_of(step, own) != hub:
         message = f"`step` does not make {count(hub, 'tensor')} of {own}"
-        raise Usage(message, hint="joined makes several of one, {reversed = {joined = 2}} one of two")
+        raise Usage(message, hint="joined splits one tensor into several, {reversed = {joined = 2}} joins two tensors")
 
 
 def in_front(table: Family, family: Family | None) -> Family:
@@ -155,7 +157,7 @@ def step_in(value: object) -> TensorStep:
         raise Usage(f"`step` is {value!r}", hint=f"use one of {', '.join(_STEPS)}")
     name, argument = next(iter(table.items()))
     if name not in _STEPS:
-        raise Usage(f"`step`: there is no `{name}`", hint=f"use one of {', '.join(_STEPS)}")
+        raise Usage(f"`step`: unknown step `{name}`", hint=f"use one of {', '.join(_STEPS)}")
     more = {key: one for key, one in table.items() if key != name}
     make, keys = _STEPS[name]
     require_keys(more, keys, f"`step`: {name}")
@@ -165,7 +167,7 @@ def step_in(value: object) -> TensorStep:
 def number_in(value: object, what: str, least: int = 0) -> int:
     """Return a number. Raises `Usage` for anything else."""
     if type(value) is not int or not least <= value <= _MOST:
-        raise Usage(f"`step`: {what} is {value!r}", hint=f"a number from {least} to {_MOST}")
+        raise Usage(f"`step`: {what} is {value!r}", hint=f"use a number from {least} to {_MOST}")
     return value
 
 
@@ -186,7 +188,7 @@ def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
     """Return the step for axes that are exchanged."""
     axes = [0, 1] if argument is None else argument
     if not isinstance(axes, list) or len(axes) != 2:
-        raise Usage(f"`step`: transposed is {argument!r}", hint="the numbers of two axes, like [0, 1]")
+        raise Usage(f"`step`: transposed is {argument!r}", hint="use the numbers of two axes, like [0, 1]")
     one, other = (number_in(axis, "transposed") for axis in axes)
     return SwappedAxes((one, other))
 

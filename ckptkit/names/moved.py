@@ -43,7 +43,7 @@ class MovedTensor(Tensor):
         del types
         move = _MOVES.get(func.overloadpacket.__name__)
         if move is None:
-            raise Unsupported(f"a step of its conversion is torch's `{func}`, which ckptkit does not know to follow")
+            raise Unsupported(f"ckptkit cannot follow torch's `{func}`, a step of this tensor's conversion")
         found = move(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
         return [cls(one) for one in found] if isinstance(found, list) else cls(found)
 

@@ -71,7 +71,10 @@ def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]
         new: JOINED.join(dict.fromkeys(found.came_from[old] for old in olds)) for new, olds in made.came_from.items()
     }
     named = replace(layout, tensors=made.tensors, blobs={}, keys={}, twins={})
-    left_out = {**found.left_out, **dict.fromkeys(found.origins_of(made.unplaced), f"no place in {asked.names} names")}
+    left_out = {
+        **found.left_out,
+        **dict.fromkeys(found.origins_of(made.unplaced), f"{asked.names} names have no form for this tensor"),
+    }
     return replace(found, layout=named, came_from=came_from, left_out=left_out), remarks(
         found.layout, change, made, asked.config, vocabulary
     )
@@ -99,9 +102,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     notes = remarks(weights.layout, change, made, asked.config, vocabulary)
     left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
     if left:
-        notes.append(
-            f"left out {count(len(left), 'entry')} of layers as they were called before, such as `{min(left)}`"
-        )
+        notes.append(f"dropped {count(len(left), 'entry')} under old names of layers, such as `{min(left)}`")
     return edits.select(named, lambda name: name not in left), notes
 
 
@@ -141,8 +142,8 @@ def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
         config = read_sizes(weights.root, here)
     if config is None and table is None:
         whose = " and ".join(family.name for family in (here, there) if family)
-        message = f"how names of {whose} and of the Hub become each other, config.json says, and none is here"
-        hint = "give --base MODEL, with the config.json of this architecture, or leave the names with --names keep"
+        message = f"translating the names of {whose} to the Hub's needs config.json; none was found"
+        hint = "pass --base MODEL, which has the config.json of this architecture, or keep the names with --names keep"
         raise Mismatch(message, path=weights.root, tensor=next(iter(weights.tensors)), hint=hint)
     known = config or {} if asked.rows is None else with_vocabulary(config or {}, asked.rows)
     sizes = Sizes(known, asked.ask_base)
@@ -192,8 +193,8 @@ def remarks(
     try:
         if vocabulary is not None:
             rows, there = vocabulary.rows, vocabulary.require_one_size(before.tensors)
-            what = f"the last {there - rows} are left out" if there > rows else f"{rows - there} of zeros are added"
-            notes.append(f"the vocabulary has {rows} rows, where there were {there}: {what}")
+            what = f"dropped the last {there - rows}" if there > rows else f"added {rows - there} rows of zeros"
+            notes.append(f"the vocabulary has {rows} rows instead of {there}: {what}")
         else:
             notes += [describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, made)]
             if config is not None:
@@ -209,7 +210,9 @@ def describe(change: FamilyChange, made: Translated) -> list[str]:
     one, other = (family.name if family else "the Hub" for family in (change.here, change.there))
     notes = [f"{count(before, 'tensor')} as {one} calls them became {len(made.came_from)} as {other} does"]
     if made.unplaced:
-        notes.append(f"left out {len(made.unplaced)} that {other} has not, such as `{made.unplaced[0]}`")
+        notes.append(
+            f"dropped {count(len(made.unplaced), 'tensor')} that {other} does not have, such as `{made.unplaced[0]}`"
+        )
     return notes
 
 
@@ -224,4 +227,4 @@ def find_cropped(before: Layout, made: Translated) -> Iterator[tuple[str, Spec]]
 
 def describe_padding(name: str, before: Spec, now: Spec) -> str:
     left = before.shape[0] - now.shape[0]
-    return f"left out the last {left} of the {before.shape[0]} rows of `{name}`, which pad the vocabulary"
+    return f"dropped the last {left} of the {before.shape[0]} rows of `{name}`, which pad the vocabulary"

@@ -27,10 +27,10 @@ def take_off_prefix(found: Weights, config: Mapping[str, Any] | None) -> tuple[W
     prefix = of_family or prefix_of_config(shapes, config or {})
     if not prefix:
         return found, []
-    whose = "of a family that is known" if of_family else "that config.json calls for"
+    whose = "of a known family" if of_family else "that config.json describes"
     came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
     layout = edits.rename(found.layout, lambda name: name.removeprefix(prefix))
-    remark = f"`{prefix}` was taken off all names: without it they are those {whose}"
+    remark = f"removed the prefix `{prefix}` from all names: the rest are names {whose}"
     return replace(found, layout=layout, came_from=came_from), [remark]
 
 

@@ -188,7 +188,7 @@ def parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
     """Return a rule `REGEX=>TEXT`, compiled. Raises `Usage` if it is none."""
     pattern, arrow, text = rule.partition("=>")
     if not arrow:
-        raise Usage(f"--rename '{rule}' has no `=>`", hint="for example --rename '^model\\.=>'")
+        raise Usage(f"`=>` is missing in --rename '{rule}'", hint="write a rule like --rename '^model\\.=>'")
     try:
         compiled = re.compile(pattern)
         compiled.sub(text, "")

@@ -42,8 +42,8 @@ class Sizes:
     def require_type(self, family: str, known: Sequence[str]) -> str:
         """Return the type of the model. Raises `Unsupported` if it is not among those that a family's table knows."""
         if self.model_type not in known:
-            message = f"{family}'s names of a model of type `{self.model_type}` are not known"
-            raise Unsupported(message, hint=f"known are {', '.join(known)}; --map takes a table of your own")
+            message = f"ckptkit does not know {family}'s names for a model of type `{self.model_type}`"
+            raise Unsupported(message, hint=f"pass a table of your own with --map; ckptkit knows {', '.join(known)}")
         return self.model_type
 
     @property
@@ -61,7 +61,7 @@ class Sizes:
         found = self.find(symbol)
         if found is not None:
             return found
-        raise Mismatch(f"config.json does not say `{_KEYS[symbol][0]}`, which its names need")
+        raise Mismatch(f"config.json does not have `{_KEYS[symbol][0]}`, which translating the names needs")
 
     @property
     def head_width(self) -> int:
@@ -71,5 +71,5 @@ class Sizes:
             return width
         hidden, heads = self["hidden"], self["heads"]
         if hidden % heads:
-            raise Mismatch(f"config.json says {heads} heads for a hidden size of {hidden}, which they do not divide")
+            raise Mismatch(f"config.json says {heads} heads, which do not divide the hidden size {hidden}")
         return hidden // heads

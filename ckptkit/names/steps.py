@@ -85,7 +85,7 @@ class Rotary:
         """Return how many heads the rows are of, and half the rows of each."""
         rows, heads, width = tensor.spec.shape[0], sizes[self.heads], sizes.head_width
         if rows != heads * width or width % 2:
-            raise Mismatch(f"it has {rows} rows, where config.json calls for {heads} heads of {width}")
+            raise Mismatch(f"expected {heads} heads of {width} (config.json), found {rows} rows")
         return heads, width // 2
 
 
@@ -106,7 +106,7 @@ class Grouped:
         rows = fused.spec.shape[0]
         if rows != groups * (per_group + 2) * width:
             of = f"{count(groups, 'group')} of {per_group} + 2 heads of {width}"
-            raise Mismatch(f"it has {rows} rows, where config.json calls for {of}")
+            raise Mismatch(f"expected {of} (config.json), found {rows} rows")
         apart = axes.split(fused, 0, (groups, per_group + 2, width))
         ends = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))
         return tuple(axes.merge(axes.cut(apart, 1, start, stop), 0, 3) for start, stop in ends)
@@ -125,7 +125,7 @@ def group(sizes: Sizes) -> tuple[int, int, int]:
     """Return how many key heads there are, the query heads of each, and their width."""
     heads, groups = sizes["heads"], sizes["key_heads"]
     if heads % groups:
-        raise Mismatch(f"config.json says {groups} key heads for {heads} heads, which they do not divide")
+        raise Mismatch(f"config.json says {groups} key heads, which do not divide the {heads} heads")
     return groups, heads // groups, sizes.head_width
 
 
@@ -147,8 +147,8 @@ class Concatenated:
         (whole,) = tensors
         ends = (0, *accumulate(self.of(whole.spec.shape[self.axis], sizes)))
         if ends[-1] != whole.spec.shape[self.axis]:
-            have = f"it has {whole.spec.shape[self.axis]} along axis {self.axis}"
-            raise Mismatch(f"{have}, where config.json calls for {ends[-1]}")
+            found = f"found {whole.spec.shape[self.axis]} along axis {self.axis}"
+            raise Mismatch(f"expected {ends[-1]} (config.json), {found}")
         return tuple(axes.cut(whole, self.axis, start, stop) for start, stop in pairwise(ends))
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
@@ -161,7 +161,7 @@ class Concatenated:
         if self.size:
             return (sizes[self.size],) * self.count
         if extent % self.count:
-            raise Mismatch(f"it has {extent} along axis {self.axis}, which are not {self.count} equal parts")
+            raise Mismatch(f"expected {self.count} equal parts along axis {self.axis}, found {extent} elements")
         return (extent // self.count,) * self.count
 
 
@@ -177,7 +177,9 @@ class Alternating:
         (whole,) = tensors
         extent = whole.spec.shape[self.axis]
         if extent % self.count:
-            raise Mismatch(f"it has {extent} along axis {self.axis}, which are not of {self.count} tensors in turn")
+            raise Mismatch(
+                f"expected elements of {self.count} tensors in turn along axis {self.axis}, found {extent} elements"
+            )
         apart = axes.split(whole, self.axis, (extent // self.count, self.count))
         return tuple(axes.take(apart, self.axis + 1, i) for i in range(self.count))
 
@@ -244,7 +246,7 @@ class FlatFront:
         """Return the extents that the first axis is split in."""
         count, extent = sizes[self.symbol], tensor.spec.shape[0]
         if extent % count:
-            raise Mismatch(f"it has {extent} rows, which are not those of {count} {self.symbol}")
+            raise Mismatch(f"expected rows of {count} {self.symbol}, found {extent} rows")
         return count, extent // count
 
 
@@ -263,8 +265,8 @@ class RequiredExtent:
         for tensor in tensors:
             shape, wanted = tensor.spec.shape, sizes[self.symbol]
             if len(shape) <= self.axis or shape[self.axis] != wanted:
-                found = f"its shape is {list(shape)}, where axis {self.axis} should be the {self.symbol} size"
-                raise Mismatch(f"{found} of config.json, {wanted}")
+                size = f"{wanted} along axis {self.axis} (the {self.symbol} size in config.json)"
+                raise Mismatch(f"expected {size}, found shape {list(shape)}")
         return tensors
 
     from_hub = to_hub

@@ -92,7 +92,7 @@ def sort_entries(
         place, parameter = found
         entries = kinds.setdefault(place, ParameterEntries())
         if parameter in entries.tensors or parameter in entries.blobs:
-            raise Mismatch(f"it is there twice for `{parameter}`", path=layout.root, tensor=name)
+            raise Mismatch(f"`{parameter}` has this state twice", path=layout.root, tensor=name)
         if name in layout.tensors:
             entries.tensors[parameter] = layout.tensors[name]
         else:
@@ -115,7 +115,7 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
     if isinstance(last, str) and clean(last, own) is not None:
         return choose(EntryPlace(key[:-1]), last, own)
     if isinstance(key[-2], int) or str(key[-2]).isdecimal():
-        hint = "give them names first, with --optimizer-keys names"
+        hint = "pass --optimizer-keys names to name them first"
         raise Unsupported("the optimizer numbers its parameters, which get other names", tensor=dotted(key), hint=hint)
     return choose(EntryPlace(key[:-2], "{}", key[-1:]), str(key[-2]), own)
 
@@ -152,8 +152,8 @@ def follow(
             made.tensors[new] = others[next(iter(found), there[0])]
         else:
             shapes = f"{list(one.spec.shape)} beside a parameter of {list(weights.tensors[there[0]].spec.shape)}"
-            hint = "leave it out with --exclude: the optimizer then begins anew"
-            message = f"its shape is {shapes}, which is cut or joined: it cannot follow"
+            hint = "drop it with --exclude: the optimizer then starts anew"
+            message = f"its shape is {shapes}: the state cannot follow, because its parameter is split or joined"
             raise Unsupported(message, path=layout.root, tensor=dotted(place.key(there[0])), hint=hint)
     return made
 
@@ -189,7 +189,7 @@ def require_equal(layout: Layout, values: Mapping[str, Any], place: EntryPlace) 
     (first, value), *others = values.items()
     other = next((name for name, one in others if one != value), None)
     if other is not None:
-        message = f"it is not what it is for `{other}`, and both become one parameter"
+        message = f"the state differs from that of `{other}`, and the two become one parameter"
         raise Mismatch(message, path=layout.root, tensor=dotted(place.key(first)))
 
 
@@ -210,7 +210,7 @@ def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weight
     for new, olds in origins.items():
         here = [old for old in olds if old in known]
         if here and len(here) < len(olds):
-            message = f"`{here[0]}` is in this group, and not all that it becomes one with"
+            message = f"`{here[0]}` is in this group, but not all parameters that it is merged with"
             raise Mismatch(message, path=layout.root, tensor=name)
         for old in here[:1]:
             became.setdefault(old, []).append(new)

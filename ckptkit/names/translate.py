@@ -89,7 +89,9 @@ def translate(
         for full, one in unfold(slot, numbers, tensor, sizes):
             found = members.setdefault(full, {})
             if slot.place in found:
-                raise Mismatch(f"it is the same as `{found[slot.place][0]}`: two names of one tensor", tensor=name)
+                raise Mismatch(
+                    f"the tensor is the same as `{found[slot.place][0]}`: two names of one tensor", tensor=name
+                )
             found[slot.place] = name, one
     translated = Translated(unplaced=tuple(unplaced))
     for rule, members in groups.items():
@@ -125,7 +127,9 @@ def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> 
             f"its shape is {shape}, without an axis for each {' and each '.join(folded)}", tensor=slot.pattern.text
         )
     if prod(tensor.spec.shape[: len(folded)]) > _MOST or max(tensor.spec.shape[: len(folded)], default=0) > _MOST:
-        message = f"its shape is {list(tensor.spec.shape)}: an axis of so many {' and '.join(folded)}s is of no model"
+        message = (
+            f"its shape is {list(tensor.spec.shape)}: no known model has an axis of so many {' and '.join(folded)}s"
+        )
         raise Mismatch(message, tensor=slot.pattern.text)
     own = dict(zip(slot.pattern.captures, numbers, strict=True))
     for indices, one in take_all(tensor, len(folded)):
@@ -157,7 +161,7 @@ def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direc
         for place, target in enumerate(targets):
             name = target.name(at)
             if name in translated.tensors:
-                clash = f"`{translated.came_from[name][0]}` and `{next(iter(origin[at]))}` would both be called this"
+                clash = f"`{translated.came_from[name][0]}` and `{next(iter(origin[at]))}` would both get this name"
                 raise Mismatch(clash, tensor=name)
             one = {index: tensors[place] for index, tensors in parts.items()}
             stacked = stack_all(one, [captures[i] for i in folded], name)
@@ -175,7 +179,7 @@ def require_all(
             pattern = next(patterns_of(text))
             numbered = dict(zip(captures, numbers, strict=True))
             name = pattern.name(tuple(numbered[capture] for capture in pattern.captures))
-            raise Mismatch(f"`{there}` is there, but not this, which goes with it", tensor=name)
+            raise Mismatch(f"missing: `{there}` is here and needs this tensor too", tensor=name)
     pairs = [found[place] for place in sorted(found)]
     return tuple(name for name, _ in pairs), tuple(tensor for _, tensor in pairs)
 
@@ -188,7 +192,7 @@ def step(
         return side.take(rule, tensors, sizes)
     except IndexError:  # a step asks for an axis that a tensor has not
         shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
-        raise Mismatch(f"its shape is {shapes}, without an axis that its rule needs", tensor=names[0]) from None
+        raise Mismatch(f"its shape is {shapes}: an axis that its rule needs is missing", tensor=names[0]) from None
     except CkptError as error:
         raise error.blame(tensor=names[0]) from None
 
@@ -201,7 +205,7 @@ def stack_all(parts: Mapping[Numbers, StoredTensor], counted: Sequence[str], nam
     missing = next((at for at in product(*map(range, extents)) if at not in parts), None)
     if missing is not None:
         which = " of ".join(f"{what} {i}" for what, i in zip(reversed(counted), reversed(missing), strict=True))
-        raise Mismatch(f"{which} is missing: there are {len(parts)}, with others in between", tensor=name)
+        raise Mismatch(f"{which} is missing: found {len(parts)}, with a gap", tensor=name)
     stacked = dict(parts)
     for axis in reversed(range(len(counted))):
         fronts = dict.fromkeys(at[:axis] for at in stacked)

@@ -67,15 +67,17 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
     """
     lost = family.find_bias_missing(tensors)
     if lost is not None:
-        message = f"it is not there; on the Hub every `{sizes.model_type}` has it"
+        message = f"missing: on the Hub every `{sizes.model_type}` has this tensor"
         raise Mismatch(
-            message, tensor=lost, hint="a model without biases has no form there: keep its names with --names keep"
+            message,
+            tensor=lost,
+            hint="keep the names with --names keep: a model without biases cannot be written there",
         )
     found = family.to_hub(tensors, sizes)
     left = [name for name in found.unplaced if not family.drops_name(name)]
     if left:
         message = f"no rule translates it{and_more(len(left) - 1)} from the names of {family.name} to those of the Hub"
-        hint = "leave it out with --exclude, say where it belongs with --map, or keep all names with --names keep"
+        hint = "drop it with --exclude, say where it belongs with --map, or keep all names with --names keep"
         raise Mismatch(message, tensor=left[0], hint=hint)
     return found
 
@@ -89,7 +91,7 @@ def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) 
     left = [name for name in found.unplaced if not (family.drops_name(name) or name.endswith(_COMPUTED))]
     if left:
         message = f"no rule translates it{and_more(len(left) - 1)} to the names of {family.name}"
-        raise Mismatch(message, tensor=left[0], hint="leave it out with --exclude, or say what it is called with --map")
+        raise Mismatch(message, tensor=left[0], hint="drop it with --exclude, or name it with --map")
     return found
 
 

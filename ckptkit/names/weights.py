@@ -28,7 +28,7 @@ OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and r
 # Why an entry of a checkpoint is not among the model's tensors. Nobody asked to leave out what is UNKNOWN.
 TRAINING = "state of the training"
 VALUE = "not a tensor"
-UNKNOWN = "not known: perhaps another model"
+UNKNOWN = "unknown: perhaps another model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def check_ranks_agree(layout: Layout, prefix: KeyPath, training: Collection[str 
                 continue
             path = layout.root / layout.tensors[name].chunks[0].path
             hint = "move the `__N.metadata` of the other ranks away to keep the values of one rank"
-            raise Corrupt("the ranks saved different values of it", path=path, tensor=tensor, hint=hint)
+            raise Corrupt("the ranks saved different values", path=path, tensor=tensor, hint=hint)
 
 
 def has_weights(layout: Layout) -> bool:
@@ -197,13 +197,15 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
     """Return the error for a checkpoint in which the model cannot be found."""
     candidates = sorted(map(str, branches))
     if candidates:
-        message = f"which of these is the model: {', '.join(candidates)}?"
+        message = f"several entries could be the model: {', '.join(candidates)}"
         globs = [f"{escape(candidate)}.*" for candidate in candidates]
         return SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
     held = ", ".join(f"{count} under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
     return Mismatch(
-        f"no model weights here, only {held}", path=layout.root, hint="is the model in a directory beside it?"
+        f"expected model weights, found only {held}",
+        path=layout.root,
+        hint="look for the model in a directory beside it",
     )
 
 

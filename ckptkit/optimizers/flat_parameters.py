@@ -49,7 +49,7 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     flat = {name: key for name in layout.tensors if is_flat(key := layout.key(name))}
     known = find_shapes(layout, path, base)
     if known is None:
-        message = "a flat parameter: what it is made of, by name and shape, is in no file here"
+        message = "this is a flat parameter, and no file gives the names and shapes of its parts"
         raise Unsupported(message, path=path, tensor=next(iter(flat)), hint=_HINT)
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name not in flat}
     keys = {name: key for name, key in layout.keys.items() if name not in flat}
@@ -62,7 +62,9 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
             keys[".".join(map(str, new))] = new
     lacking = known.shapes.keys() - {str(key[-1]) for key in keys.values()}
     if lacking:
-        message = f"{known.said_by} has it, and no flat parameter is of a module that it could be in"
+        message = (
+            f"{known.said_by} lists the parameter, but no flat parameter belongs to a module that could contain it"
+        )
         raise Corrupt(message, path=path, tensor=min(lacking))
     return replace(layout, tensors=tensors, keys=keys)
 
@@ -138,12 +140,16 @@ def cut(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator
     members = known.shapes
     starts = {tuple(found): found for a in _ALIGNMENTS if (found := starts_of(members, flat.spec.numel, a, world))}
     if len(starts) > 1:
-        message = f"the {len(members)} parameters that {known.said_by} has for it fit into it in {len(starts)} ways"
+        message = (
+            f"{known.said_by} has {len(members)} parameters for this flat parameter, which fit in {len(starts)} ways"
+        )
         raise Unsupported(message, path=layout.root, tensor=name)
     if not starts:
         total = sum(map(prod, members.values()))
         message = f"a flat parameter of {flat.spec.numel} numbers, but {known.said_by} has {len(members)} of {total}"
-        raise Corrupt(f"{message} for it", path=layout.root, tensor=name, hint=f"is {known.said_by} of this model?")
+        raise Corrupt(
+            f"{message} for it", path=layout.root, tensor=name, hint=f"check that {known.said_by} belongs to this model"
+        )
     pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in flat.chunks]
     for (parameter, shape), start in zip(members.items(), *starts.values(), strict=True):
         yield parameter, StoredTensor(replace(flat.spec, shape=shape), tuple(cut_out(pieces, start, shape)))

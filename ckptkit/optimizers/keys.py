@@ -94,7 +94,7 @@ def read_optimizer(layout: Layout, above: KeyPath, lists: Mapping[str, str]) -> 
             raise Corrupt("no list of parameters", path=layout.root, tensor=name)
     found = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
     if not (found.is_numbered or found.is_named):
-        raise Corrupt("the groups of the optimizer list numbers and names", path=layout.root, tensor=found.name)
+        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.root, tensor=found.name)
     return found
 
 
@@ -136,11 +136,11 @@ def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
     numbers: dict[Any, str | int] = {name: number for number, name in enumerate(every)}
     if len(numbers) < len(every):
         (twice, _), *_ = Counter(every).most_common(1)
-        raise Corrupt("the groups of the optimizer list this parameter twice", path=layout.root, tensor=twice)
+        raise Corrupt("the optimizer's groups list this parameter twice", path=layout.root, tensor=twice)
     at = len(optimizer.above) + 1
     strays = {str(key[at]) for key in keys_of_states(layout, optimizer).values()} - numbers.keys()
     if strays:
-        message = "the optimizer has a state of this parameter, which is in none of its groups"
+        message = "the optimizer has a state for this parameter, but no group contains the parameter"
         raise Corrupt(message, path=layout.root, tensor=min(strays))
     return numbers
 
@@ -181,7 +181,7 @@ def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape
     at = len(optimizer.above) + 1
     for name, key in keys_of_states(layout, optimizer).items():
         if str(key[at]) not in numbers:
-            message = "the optimizer has a state of this parameter, which is in none of its groups"
+            message = "the optimizer has a state for this parameter, but no group contains the parameter"
             raise Corrupt(message, path=layout.root, tensor=name)
         state = found.setdefault(numbers[str(key[at])], {})
         if name in layout.tensors:
@@ -202,5 +202,5 @@ def shape_of(state: Mapping[str, Shape]) -> Shape | None:
         return (*rows, *columns[-1:])
     others = {shape for name, shape in state.items() if name != "step"}
     if len(others) > 1:
-        raise Unsupported(f"the optimizer holds {', '.join(sorted(state))}: the parameter's shape is none of theirs")
+        raise Unsupported(f"the optimizer holds {', '.join(sorted(state))}: none of them has the parameter's shape")
     return others.pop() if others else None

@@ -23,7 +23,7 @@ STEP, _MOMENTUM, _DAMPENING = "step", "momentum_buffer", "dampening"
 FIRST_ZERO = frozenset(
     [STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", _MOMENTUM]
 )
-_HINT = "leave --complete-optimizer out; who loads the checkpoint may go on without these states"
+_HINT = "drop --complete-optimizer, and load the checkpoint without these states"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def complete_states(
 def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> StoredTensor:
     """Return a parameter of the model. Raises `Unsupported` if it has none that is called so."""
     if parameter not in parameters:
-        message = "the optimizer lists it, and the model has no such parameter: what shape it has is not known"
+        message = "the optimizer lists this parameter, but the model does not have it: the shape is unknown"
         raise Unsupported(message, tensor=parameter, hint=_HINT)
     return parameters[parameter]
 
@@ -156,17 +156,17 @@ def forms_for(
     """Return what a state is like in a group: as those in it, or if it has none, as all others."""
     peers = [one for one in group if one in states.of] or list(states.of)
     if not peers:
-        message = f"`{states.name}` has no state of any parameter, to make others like it"
-        raise Unsupported(message, hint="leave --complete-optimizer out: it has made no step yet")
+        message = f"`{states.name}` has no states at all that could serve as an example"
+        raise Unsupported(message, hint="drop --complete-optimizer: the optimizer has not made a step yet")
     first = states.of[peers[0]].keys()
     other = next((one for one in peers if states.of[one].keys() != first), None)
     if other is not None:
         kinds = " and ".join(f"`{one}` has {', '.join(sorted(states.of[one]))}" for one in (peers[0], other))
-        message = f"what state it should have is not certain: {kinds}"
+        message = f"the state that this parameter should have is unknown: {kinds}"
         raise Unsupported(message, tensor=next(one for one in group if one not in states.of), hint=_HINT)
     unknown = sorted(first - FIRST_ZERO)
     if unknown:
-        message = f"its states have `{unknown[0]}`, which does not begin with zeros, or is not known here"
+        message = f"its states have `{unknown[0]}`, which does not start as zeros, or which ckptkit does not know"
         raise Unsupported(message, tensor=states.name, hint=_HINT)
     if _MOMENTUM in first:
         require_no_dampening(layout, states)
@@ -183,7 +183,7 @@ def require_no_dampening(layout: Layout, states: States) -> None:
         key = layout.key(name)
         is_of_group = key[: len(states.above)] == states.above and str(key[-1]).rpartition(".")[2] == _DAMPENING
         if is_of_group and load_value(layout.root, blob):
-            message = "with dampening a momentum does not begin with zeros"
+            message = "with dampening, the momentum does not start as zeros"
             raise Unsupported(message, tensor=name, hint=_HINT)
 
 
@@ -207,7 +207,7 @@ def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: M
 
 
 def unlike(kind: str, names: Sequence[str]) -> Unsupported:
-    message = f"`{kind}` has not the same form in all states: what it is for others is not certain"
+    message = f"the form of `{kind}` differs between states, so it is unknown for other parameters"
     return Unsupported(message, tensor=names[0], hint=_HINT)
 
 
@@ -215,5 +215,5 @@ def zero_of(layout: Layout, name: str) -> Blob:
     """Return the zero of the kind of number that an entry is. Raises `Unsupported` for what is no number."""
     value = load_value(layout.root, layout.blobs[name])
     if type(value) not in (int, float):
-        raise Unsupported("it is neither a tensor nor a number", tensor=name, hint=_HINT)
+        raise Unsupported("it is not a tensor or a number", tensor=name, hint=_HINT)
     return with_value(layout.blobs[name], type(value)(0))

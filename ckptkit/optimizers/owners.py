@@ -112,7 +112,7 @@ def find_by_order(
     model, names = choose(models, fit, optimizer)
     others = [other for other in models if other is not model]
     check_others(optimizer, sizes, model, others)
-    owner = f" of `{model.name}`, and no other model's" if others else ""
+    owner = f" of `{model.name}`and of no other model" if others else ""
     return NamedNumbers(names, model, f"one order fits all shapes{owner}")
 
 
@@ -164,7 +164,11 @@ def fits_none(models: Sequence[OneModel], errors: Sequence[Mismatch | Unsupporte
     """Return the error for an optimizer that fits none of several models, with the reason for each."""
     reasons = (f"`{model.name}`: {error.message}" for model, error in zip(models, errors, strict=True))
     kind = Mismatch if all(isinstance(error, Mismatch) for error in errors) else Unsupported
-    return kind(f"it fits none of the {len(models)} models: {'; '.join(reasons)}", tensor=errors[0].tensor, hint=_HINT)
+    return kind(
+        f"the optimizer fits none of the {len(models)} models: {'; '.join(reasons)}",
+        tensor=errors[0].tensor,
+        hint=_HINT,
+    )
 
 
 def is_same(one: Names, other: Names) -> bool:
@@ -191,5 +195,5 @@ def ambiguous(optimizer: Optimizer, models: Sequence[OneModel]) -> Unsupported:
     """Return the error for an optimizer that can belong to several models."""
     names = " and ".join(f"`{name}`" for name in dict.fromkeys(model.name for model in models))
     count = sum(map(len, optimizer.groups))
-    message = f"the shapes of its {count} parameters fit {names}, and nothing says which of them it trains"
+    message = f"the shapes of its {count} parameters fit {names}, and no file says which of them it trains"
     return Unsupported(message, hint=_HINT)

@@ -100,12 +100,12 @@ def order_by_config(shapes: Mapping[str, Shape], config: Mapping[str, Any] | Non
     """Return all names of the model that a config describes, in order, if these are the shapes of its tensors."""
     if config is None:
         hint = "put the model's config.json beside the checkpoint"
-        raise Unsupported("nothing tells the order of the model's parameters", hint=hint)
+        raise Unsupported("no file gives the order of the model's parameters", hint=hint)
     model = expected(config)
     order = {name: shape for name, shape in model.shapes.items() if name in model.parameters or name in model.tied}
     missing = [name for name in model.parameters if name not in shapes]
     wrong = [name for name, shape in shapes.items() if order.get(name) != shape]
     if missing or wrong:
         name = min([*missing, *wrong], default=None)
-        raise Unsupported("config.json calls for other tensors: it does not tell the order of these", tensor=name)
+        raise Unsupported("config.json describes other tensors, so it does not give the order of these", tensor=name)
     return order

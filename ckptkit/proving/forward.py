@@ -39,7 +39,7 @@ def vocabulary_of(model: Runnable) -> int:
     try:
         return int(model.meta.model.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError) as error:
-        raise Unsupported("a model that takes no tokens", path=model.path) from error
+        raise Unsupported("the model does not take tokens", path=model.path) from error
 
 
 def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
@@ -51,7 +51,7 @@ def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
     ours, theirs = (Forward(model).run(ids) for model in (one, two))
     if ours.logits.shape != theirs.logits.shape:
         shapes = f"{list(ours.logits.shape)} and {list(theirs.logits.shape)}"
-        raise Unsupported(f"the models give logits of two shapes, {shapes}", path=one.path)
+        raise Unsupported(f"the logits of the models have different shapes, {shapes}", path=one.path)
     dtypes = {name: tensor.spec.dtype for name, tensor in one.layout.tensors.items()}
     is_rounded = dtypes != {name: tensor.spec.dtype for name, tensor in two.layout.tensors.items()}
     alike = Forward(two, dtypes).run(ids) if is_rounded else theirs
@@ -117,7 +117,7 @@ class Forward:
                 raise Unsupported(message, path=self.source.path) from error
         logits = found.get("logits", found.get("last_hidden_state"))
         if logits is None:
-            raise Unsupported(f"a `{type(model).__name__}` gives no logits", path=self.source.path)
+            raise Unsupported(f"a `{type(model).__name__}` does not return logits", path=self.source.path)
         return Outputs(logits.float().flatten(0, -2), self._outputs)
 
     def prepare(self, name: str, block: nn.Module, tensors: LazyCheckpoint) -> None:

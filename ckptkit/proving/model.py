@@ -38,8 +38,8 @@ class Runnable:
         model = unwrap(Model(part=part, weights=checkpoint.weights, companions=Companions(config=dict(config))))
         weights, remarks = model.weights, model.remarks
         if may_be_adapted(weights.layout.tensors):
-            hint = "`ckptkit consolidate SRC MERGED --merge` makes a model of it, against which others can be proved"
-            raise Unsupported("an adapter that is not merged is no model that could be run", path=path, hint=hint)
+            hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
+            raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
         asked = AskedNames(names=TRANSFORMERS.name, config=config, trainer=checkpoint.trainer, check=require_plain)
         named, more = name_weights(weights, asked)
         if named.layout.tensors.keys() != weights.layout.tensors.keys():
@@ -59,10 +59,12 @@ class Runnable:
         missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
         missing = [name for name in missing if name not in self.meta.unsaved]
         if missing:
-            message = f"missing: config.json calls for it{and_more(len(missing) - 1)}"
+            message = f"missing: config.json describes it{and_more(len(missing) - 1)}"
             raise Mismatch(message, path=self.path, tensor=missing[0])
         for name, shape in self.meta.shapes.items():
             found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
             if found != shape:
-                message = f"the shape is {list(found)}, config.json calls for {list(shape)}"
-                raise Mismatch(message, path=self.path, tensor=name, hint="is the config.json that of another model?")
+                message = f"expected shape {list(shape)} (config.json), found {list(found)}"
+                raise Mismatch(
+                    message, path=self.path, tensor=name, hint="check that config.json belongs to this model"
+                )

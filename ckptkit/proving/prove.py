@@ -71,12 +71,12 @@ def prove(
     models that it does not know, `Mismatch` for a config.json that calls for tensors that are not there.
     """
     if not is_installed():
-        hint = "pip install transformers; `ckptkit verify OUT --against SRC` compares the tensors without it"
-        raise Unsupported("only transformers can compute what a model does, and it is not installed", hint=hint)
+        hint = "pip install transformers, or compare only the tensors with `ckptkit verify OUT --against SRC`"
+        raise Unsupported("prove runs models with transformers, which is not installed", hint=hint)
     ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
     here, there = companions_of(ours), companions_of(theirs, None if base is None else str(base))
     if here.config is None:
-        raise Mismatch("no config.json", path=ours.path, hint="what is proved is an exported model, and it has one")
+        raise Mismatch("no config.json", path=ours.path, hint="pass an exported model, which has a config.json")
     wanted = read_tokens(tokens) if tokens is not None else None
     one = Runnable.of(ours, here.config)
     two = Runnable.of(theirs, here.config if there.config is None else there.config)
@@ -97,13 +97,14 @@ def notes_on(here: Companions, there: Companions, source: Path) -> Iterator[str]
     """Yield what is not proved: a config that there is no other of, text that becomes other tokens."""
     if there.config is None:
         yield (
-            f"no config.json lies by {source}: it was run with that of the export, which is not proved itself; "
-            "--base names the model that the training began with"
+            f"{source} has no config.json, so it ran with the export's, which is not proved itself; "
+            "pass --base with the model that the training began with"
         )
     tokenizers = [name for name in here.files if name.startswith(_TOKENIZER) and name in there.files]
     others = [name for name in tokenizers if here.files[name] != there.files[name]]
     if others:
-        yield f"{', '.join(others)}: not as in {there.found_in}; it is not proved that text becomes the same tokens"
+        what = f"{', '.join(others)}: differs from {there.found_in}"
+        yield f"{what}; ckptkit did not prove that text becomes the same tokens"
 
 
 def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
@@ -113,9 +114,9 @@ def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
     text = str(given)
     if not set(text) <= set("0123456789, []"):
         if not Path(given).is_file():
-            raise Usage(f"`{given}` is no file, and no tokens like 1,2,3")
+            raise Usage(f"expected a file or a list of token ids such as 1,2,3; found `{given}`")
         text = read_small(Path(given), _LIMIT).decode(errors="replace")
     words = text.replace(",", " ").strip().removeprefix("[").removesuffix("]").split()
     if not words or not all(word.isdecimal() and len(word) < _DIGITS for word in words):
-        raise Usage(f"`{given}` holds no tokens", hint="write their numbers like 1,2,3, or into a file")
+        raise Usage(f"`{given}` contains no tokens", hint="pass token ids like 1,2,3, or a file with them")
     return [int(word) for word in words]

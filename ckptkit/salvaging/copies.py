@@ -34,7 +34,7 @@ def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fau
     held = [chunk.box for chunk in good]
     gone = [chunk._replace(box=box) for chunk in tensor.chunks if chunk.is_lost for box in subtract(chunk.box, held)]
     gaps = subtract(whole(shape), [*held, *(chunk.box for chunk in gone)])
-    fault = why or Fault.of(broken or Corrupt("it is in no file"))
+    fault = why or Fault.of(broken or Corrupt("no file contains it"))
     gone += [Chunk.lost(box, tensor.spec.dtype, fault) for box in gaps]
     return replace(tensor, chunks=(*good, *gone))
 

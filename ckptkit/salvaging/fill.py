@@ -53,7 +53,7 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults) -> tuple[Che
     """
     for path in (checkpoint.path, other.path):
         if isinstance(path, RemotePath):
-            raise Unsupported("tensors of two places are put together, and one is remote", path=path, hint="pull it")
+            raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="pull it")
     fillers = {part.place: filler_of(part.layout, checkpoint, other) for part in other.parts}
     joined = filler_of(other.layout, checkpoint, other) if len(fillers) > 1 else next(iter(fillers.values()))
     filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.parts]
@@ -101,7 +101,7 @@ def fill_part(part: Part, filler: FillSource, faults: Faults) -> tuple[Part, lis
     for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
         found = filler.tensor(own[name])
         if found is not None and not fits(replace(tensors[name], splits=None), found):
-            remarks.append(f"`{name}` is {tensors[name].spec} here and {found.spec} in {filler.path}: it was not taken")
+            remarks.append(f"`{name}` is {tensors[name].spec} here and {found.spec} in {filler.path}: not taken")
         elif found is not None:
             faults.note_filled(found.chunks, str(filler.path))
             tensors[name] = replace(found, spec=tensors[name].spec)

@@ -172,7 +172,7 @@ def without_different(layout: Layout, faults: Faults, *, with_bytes: bool) -> La
         return layout
     different = find_different(layout, ignore, with_bytes=with_bytes)
     for name, chosen, copy in different:
-        why = f"its copy in `{copy.path}` has other bytes; the output has those of `{chosen.path}`"
+        why = f"the copy in `{copy.path}` has other bytes; the output has the bytes of `{chosen.path}`"
         faults.unplaced.setdefault(name, Fault(why, layout.root / chosen.path))
     dropped = {(pair.name, pair.copy) for pair in different}
     spares = {name: tuple(c for c in found if (name, c) not in dropped) for name, found in layout.spares.items()}

@@ -120,7 +120,7 @@ def nothing_left(path: Path, lost: Sequence[Lost]) -> Corrupt:
     reasons = [one.describe(path) for one in files[:1]]
     if not named:
         return Corrupt(f"nothing can be salvaged: {' '.join(reasons) or 'there are no tensors'}", path=path)
-    message = f"nothing can be salvaged: all {len(named)} tensors have lost something"
+    message = f"nothing can be salvaged: all {len(named)} tensors lost some data"
     reasons = [f"`{named[0].label}`: {named[0].describe(path)}", *reasons]
     return Corrupt(f"{message}, such as {'; '.join(reasons)}", path=path, hint=_FILL)
 
@@ -129,7 +129,7 @@ def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: Salva
     """Return the error for a checkpoint in which every weight has lost something."""
     path = checkpoint.path
     first = next(one for one in lost if one.name in weights.lost)
-    message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights have lost something"
+    message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights lost some data"
     wrapper = find_weights(checkpoint.model_part.layout).wrapper
     rest = f"; --exclude '{wrapper}.*' salvages the rest" if wrapper else ""
     why = f"such as `{first.label}`: {first.describe(path)}"

@@ -99,10 +99,10 @@ class LoadTerms:
             return
         refused = [name for name in names if self.missing == ERROR or not isinstance(wanted.get(name), Tensor)]
         if refused:
-            what = "and is no tensor that could be zero" if self.missing == ZERO else "and it is to be loaded"
-            message = f"it is not in the checkpoint, {what}"
+            what = "and only tensors can be zero" if self.missing == ZERO else "but the state to load asks for it"
+            message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
-                message += f"; nor are {abridge(refused[1:])}"
+                message += f"; also missing: {abridge(refused[1:])}"
             raise Mismatch(message, tensor=refused[0], hint=hint_on(refused))
 
     def settle_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:

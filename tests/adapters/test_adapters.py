@@ -135,12 +135,12 @@ def test_without_a_config_it_says_what_is_missing(tmp_path: Path) -> None:
     [
         ({"r": 8}, "rank is 4"),
         ({"rank_pattern": {}}, "rank is 2"),
-        ({"target_modules": ["q_proj"]}, "no target"),
+        ({"target_modules": ["q_proj"]}, "not a target"),
         ({"use_dora": True}, "magnitudes"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"layers_to_transform": [1, 2]}, r"layers \[1, 2\]"),
-        ({"modules_to_save": ["classifier"]}, "classifier was trained whole"),
-        ({"trainable_token_indices": [1]}, "rows of tokens"),
+        ({"modules_to_save": ["classifier"]}, "classifier was trained in full"),
+        ({"trainable_token_indices": [1]}, "token rows"),
     ],
 )
 def test_a_config_of_another_adapter_is_refused(tmp_path: Path, change: dict[str, Any], word: str) -> None:
@@ -155,13 +155,13 @@ def test_a_config_of_another_adapter_is_refused(tmp_path: Path, change: dict[str
 
 def test_half_an_adapter_is_refused(tmp_path: Path) -> None:
     src = state(tmp_path)
-    with pytest.raises(Mismatch, match="no lora_A"):
+    with pytest.raises(Mismatch, match="the matching lora_A"):
         ckptkit.consolidate(src, tmp_path / "out", exclude="*0.self_attn.q_proj.lora_A*")
 
 
 def test_one_config_is_not_that_of_two(tmp_path: Path) -> None:
     src = state(tmp_path, "default", "other")
-    with pytest.raises(Usage, match="2 adapters: default, other"):
+    with pytest.raises(Usage, match="each of 2 adapters, found one: default, other"):
         ckptkit.consolidate(src, tmp_path / "out", adapter_config=src / SAID)
     ckptkit.consolidate(src, tmp_path / "one", adapter_config=src / SAID, exclude="*.other*")
     assert (tmp_path / "one" / WEIGHTS).read_bytes() == (tmp_path / "saved" / WEIGHTS).read_bytes()

@@ -146,7 +146,7 @@ def test_unrelated_checkpoints_are_listed_each(tmp_path: Path) -> None:
     assert listed.latest is None
     with pytest.raises(Unsupported, match="several checkpoints are in this directory: a, b") as raised:
         ckptkit.inspect(tmp_path / "folder")
-    assert raised.value.hint == "name one of them"
+    assert raised.value.hint == "pass one of them"
     done = run_cli("inspect", tmp_path / "folder")
     assert (done.returncode, "a, b" in done.stderr) == (3, True)
 

@@ -82,7 +82,7 @@ def test_numbers_that_tell(produce: Produce, tmp_path: Path) -> None:
 
 
 def test_numbers_that_do_not_tell(produce: Produce, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="6 parameters, the model 8 that they could be"):
+    with pytest.raises(Unsupported, match="6 parameters, the model 8 that could match"):
         ckptkit.convert(produce(unused).root / "frozen.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
     assert not list(tmp_path.iterdir())
 
@@ -185,15 +185,15 @@ def step_in_words(state: dict[int, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "change", "words"),
     [
-        (torch.optim.NAdam, {}, None, "`mu_product`, which does not begin with zeros"),
-        (torch.optim.Rprop, {}, None, "`prev`, which does not begin"),
+        (torch.optim.NAdam, {}, None, "`mu_product`, which does not start as zeros"),
+        (torch.optim.Rprop, {}, None, "`prev`, which does not start"),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, None, "with dampening"),
-        (torch.optim.AdamW, {}, half_of_the_first, "what state it should have is not certain: "),
-        (torch.optim.AdamW, {}, other_dtype, "`exp_avg` has not the same form"),
+        (torch.optim.AdamW, {}, half_of_the_first, "the state that this parameter should have is unknown: "),
+        (torch.optim.AdamW, {}, other_dtype, "the form of `exp_avg` differs"),
         (torch.optim.AdamW, {}, other_shape, "shapes? "),
-        (torch.optim.AdamW, {}, no_state, "has no state of any parameter"),
-        (torch.optim.AdamW, {}, step_in_words, "neither a tensor nor a number"),
-        (torch.optim.SGD, {"lr": 0.1}, None, "has no state of any parameter"),
+        (torch.optim.AdamW, {}, no_state, "has no states at all"),
+        (torch.optim.AdamW, {}, step_in_words, "not a tensor or a number"),
+        (torch.optim.SGD, {"lr": 0.1}, None, "has no states at all"),
     ],
 )
 def test_nothing_is_guessed(
@@ -225,7 +225,7 @@ def test_without_an_optimizer_or_a_model(produce: Produce, tmp_path: Path) -> No
         ckptkit.convert(tmp_path / "model.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
     state = torch.load(saved(tmp_path / "in.pt", torch.optim.AdamW))
     torch.save({"optimizer": state["optimizer"]}, tmp_path / "optimizer.pt")
-    with pytest.raises(Mismatch, match="no model weights here"):
+    with pytest.raises(Mismatch, match="expected model weights"):
         ckptkit.convert(tmp_path / "optimizer.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
     with pytest.raises(Usage, match="no optimizer"):
         ckptkit.convert(produce(unused).root / "nested", tmp_path / "out", to="hf", complete_optimizer=True)

@@ -70,7 +70,7 @@ def test_a_command_that_fails_gives_way_to_another(produce: Produce) -> None:
     assert (len(tried), found.notes) == (2, ())
     found = choose_fixes(findings, checkpoint, lambda _: Trial(Mismatch("a tensor is missing")))
     assert [one.fix for one in found.findings] == [None, None]
-    assert found.notes == (f"`{fix}` would end with: a tensor is missing",)
+    assert found.notes == (f"`{fix}` would fail with: a tensor is missing",)
 
 
 @pytest.mark.parametrize(

@@ -536,7 +536,7 @@ add_option(
 )
 add_option("exclude-quantize-alone", "--exclude-quantize", "*embed*", said="--quantize")
 add_option("map-unmatched", "--map", "MAP", said="mine")
-add_option("rename-collides", "--rename", r"layers\.\d=>layers.0", said="would both be called this")
+add_option("rename-collides", "--rename", r"layers\.\d=>layers.0", said="would both get this name")
 add_option("adapter-config-unused", "--adapter-config", "ADAPTER_CONFIG", said="--adapter-config")
 add_option("merge-without-adapter", "--merge", said="adapter")
 add_option("also-nothing", "--also", "EMPTY", said="empty-dir")

@@ -74,7 +74,7 @@ def test_a_tensor_without_source_is_a_mismatch() -> None:
 
 
 def test_another_shape_is_a_mismatch() -> None:
-    with pytest.raises(Mismatch, match=r"float32\[2\].*float32\[3\]"):
+    with pytest.raises(Mismatch, match=r"float32\[3\].*float32\[2\]"):
         make_plan(layout(t=stored((2,), [Box((0,), (2,))])), layout(t=stored((3,), [Box((0,), (3,))])))
 
 

@@ -106,7 +106,7 @@ def test_a_training(model: dict[str, Tensor], tmp_path: Path) -> None:
 def test_a_token_would_have_no_row(model: dict[str, Tensor], tmp_path: Path) -> None:
     vocabulary = {f"t{i}": i for i in range(39)}
     (tmp_path / "hub" / "vocab.json").write_text(json.dumps(vocabulary))
-    with pytest.raises(Mismatch, match="it has a token 38, for which 38 rows leave none"):
+    with pytest.raises(Mismatch, match="it has token 38, but only 38 rows"):
         ckptkit.consolidate(tmp_path / "hub", tmp_path / "out", vocab_size=38)
     assert not (tmp_path / "out").exists()
     done = ckptkit.consolidate(tmp_path / "hub", tmp_path / "out", vocab_size=39)
@@ -116,7 +116,7 @@ def test_a_token_would_have_no_row(model: dict[str, Tensor], tmp_path: Path) -> 
 
 def test_what_has_no_vocabulary(tmp_path: Path) -> None:
     torch.save({"linear.weight": torch.ones(4, 3)}, tmp_path / "a.pt")
-    with pytest.raises(Mismatch, match="no embedding is here"):
+    with pytest.raises(Mismatch, match="there is no embedding"):
         ckptkit.convert(tmp_path / "a.pt", tmp_path / "b", to="hf", vocab_size=8)
     torch.save({"wte.weight": torch.ones(4, 3), "lm_head.weight": torch.ones(5, 3)}, tmp_path / "a.pt")
     with pytest.raises(Mismatch, match=r"it has 5 rows, `wte\.weight` 4"):
@@ -217,9 +217,9 @@ def test_doctor_recommends_what_works(named: str, tmp_path: Path) -> None:
 
 
 def test_rows_that_the_model_cannot_have(tmp_path: Path) -> None:
-    """The token for padding is 1: transformers builds no model of one row."""
+    """The token for padding is 1: transformers cannot build a model of one row."""
     kind = pytest.importorskip("transformers").RobertaForMaskedLM
     kind(kind.config_class(**TEXT)).save_pretrained(tmp_path / "hub")
-    with pytest.raises(Mismatch, match="describes no model with 1 rows"):
+    with pytest.raises(Mismatch, match="cannot describe a model with 1 rows"):
         ckptkit.consolidate(tmp_path / "hub", tmp_path / "out", vocab_size=1)
     assert not (tmp_path / "out").exists()

@@ -96,7 +96,7 @@ def test_a_name_without_a_place() -> None:
 def test_a_partner_that_is_missing() -> None:
     tensor = one_of(np.zeros((4, 5), np.int32))
     names = [f"model.0.experts.{expert}.{which}" for expert in range(2) for which in ("gate", "up")]
-    with pytest.raises(Mismatch, match=r"`model.0.experts.1.gate` is there, but not this") as caught:
+    with pytest.raises(Mismatch, match=r"`model.0.experts.1.gate` is here and needs this tensor") as caught:
         translate(dict.fromkeys(names[:3], tensor), EXPERTS, SIZES, to_hub=False)
     assert caught.value.tensor == "model.0.experts.1.up"
     with pytest.raises(Mismatch, match=r"expert 1 is missing"):

@@ -389,5 +389,5 @@ def test_what_no_config_tells_is_said(tmp_path: Path, described: int) -> None:
     for source in sources[:described]:
         (source / "config.json").write_text(json.dumps(HEADS))
     done = ckptkit.average(sources, tmp_path / "out")
-    said = f"{2 - described} of 2 sources have no config.json: their heads and rope were not compared"
+    said = f"{2 - described} of 2 sources have no config.json, so their heads and rope were not compared"
     assert said in done.notes

@@ -60,7 +60,7 @@ def test_a_missing_step_is_not_that_of_the_optimizer(tmp_path: Path) -> None:
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     wanted = {"step": torch.tensor(0)}
     for extra, said in (
-        ({}, "it is not in the checkpoint"),
+        ({}, "the checkpoint does not contain it"),
         ({"state": wanted}, "the checkpoint has it as `state.step`"),
         ({"a": wanted, "b": wanted}, "the checkpoint has it as `a.step` or `b.step`"),
     ):

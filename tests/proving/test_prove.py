@@ -282,4 +282,4 @@ def test_without_transformers_there_is_a_hint(llama: Path) -> None:
     code = "import sys; sys.modules['transformers'] = None; from ckptkit import prove; prove('.', against='.')"
     done = subprocess.run([sys.executable, "-c", code], cwd=llama, capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
-    assert "only transformers can compute what a model does, and it is not installed (hint: pip install" in last
+    assert "prove runs models with transformers, which is not installed (hint: pip install" in last

@@ -207,7 +207,7 @@ def test_a_plan_must_cover_every_tensor_and_no_element_twice() -> None:
         return SavePlan(items)
 
     assert len(plan_layout([plan((0, 4)), plan((4, 4), (8, 0))], Path("out")).tensors["w"].chunks) == 3
-    with pytest.raises(Mismatch, match="a gap lies at 4:5 of axis 0") as caught:
+    with pytest.raises(Mismatch, match="there is a gap at 4:5 of axis 0") as caught:
         plan_layout([plan((0, 4)), plan((5, 3))], Path("out"))
     assert caught.value.tensor == "w"
     with pytest.raises(Mismatch, match="are in `rank 0` and in `rank 1`"):

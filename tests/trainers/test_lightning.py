@@ -120,7 +120,7 @@ def test_a_modules_prefix_goes_if_the_config_says_so(tmp_path: Path) -> None:
     saved = {"state_dict": state, "pytorch-lightning_version": "2.6", "epoch": 0}
     torch.save(saved, tmp_path / "epoch=0-step=7.ckpt")
     done = ckptkit.consolidate(tmp_path / "epoch=0-step=7.ckpt", tmp_path / "hf")
-    assert any("`net.` was taken off" in note for note in done.notes)
+    assert any("removed the prefix `net.`" in note for note in done.notes)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert {n: raw(t) for n, t in loaded.items()} == {n: raw(t) for n, t in model.state_dict().items()}
     state["loss.weight"] = torch.ones(3)  # another module beside the model: not all have the prefix

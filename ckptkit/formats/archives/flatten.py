@@ -75,7 +75,7 @@ class Flattening:
     def add_all(self, children: list[tuple[str | int, Any]], key: KeyPath) -> None:
         """Add what is behind each step from `key`."""
         if len(key) >= DEEPEST:
-            raise Unsupported(f"the state dict is nested more than {DEEPEST} deep")
+            raise Unsupported(f"expected a state dict of at most {DEEPEST} levels, found a deeper one")
         for step, child in children:
             self.add(child, (*key, step))
 
@@ -101,7 +101,7 @@ class Flattening:
         name = ".".join(map(str, key))
         self.spend(len(name))
         if name in self.flat.keys:
-            raise Unsupported("two entries of the state dict have this name", tensor=name)
+            raise Unsupported("two entries of the state dict have the same name", tensor=name)
         self.flat.keys[name] = key
         try:
             if is_tensor(value):
@@ -116,7 +116,7 @@ class Flattening:
         try:
             found = place_tensor(as_tensor(value), self.entries)
         except CkptError as error:
-            error.hint = error.hint and "save it as a plain dense tensor"
+            error.hint = error.hint and "save a plain dense tensor instead"
             raise
         dtype, shape = found.tensor.dtype, found.tensor.shape
         return StoredTensor(Spec(dtype, shape), (found.chunk(whole(shape), self.path),))
@@ -124,7 +124,7 @@ class Flattening:
     def blob(self, value: Any) -> Blob:
         """Return a value that is no tensor, pickled by itself."""
         if holds_tensor(value):
-            raise Unsupported(f"a tensor inside {describe(value)}", hint="save it in a dict, by a name")
+            raise Unsupported(f"a tensor inside {describe(value)}", hint="save the tensor in a dict, under a name")
         content = dump(value)
         self.spend(len(content))
         return Blob(self.path, self.pickle.offset, 0, content)
@@ -134,7 +134,7 @@ class Flattening:
         self.budget -= amount
         if self.budget < 0:
             size = self.pickle.length
-            raise Unsupported(f"a pickle of {size} bytes repeats itself beyond {_EXPANSION} times its size")
+            raise Unsupported(f"a pickle of {size} bytes expands to more than {_EXPANSION} times its size")
 
 
 def is_entered(value: Any) -> bool:

@@ -44,10 +44,12 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     """Return the object in a file of `length` bytes, and where its pickle and storages lie, called as in an archive."""
     pickled = _Pickles(read, length)
     if is_tar(pickled.data):
-        raise Unsupported("the tar archive that torch.save once wrote", hint="load it with torch and save it again")
+        raise Unsupported(
+            "this is a tar archive, an early format of torch.save", hint="load the file with torch and save it again"
+        )
     magic, version, machine = pickled.next(), pickled.next(), pickled.next()
     if magic != _MAGIC or version != _VERSION:
-        raise Unsupported(f"another version of torch.save's old format than {_VERSION}")
+        raise Unsupported(f"expected version {_VERSION} of torch.save's old format, found another version")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise Unsupported("the file was saved in big-endian byte order")
     start = pickled.at
@@ -56,7 +58,7 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     keys = pickled.next()
     sizes = storage_sizes(state)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(sizes):
-        raise Corrupt("the storages that the file lists are not those that its tensors need")
+        raise Corrupt("the storages in the file's list differ from the storages that its tensors use")
     at = pickled.at
     for key in keys:
         place = find_storage(read, at, length, *sizes[key])
@@ -75,9 +77,9 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
             _, kind, key, *details = part.value
             size = (int(details[1]), _ITEM_SIZES[kind.name])
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise Unsupported("the pickle refers to a storage of a kind that ckptkit does not know") from error
+            raise Unsupported("the pickle refers to an unknown kind of storage") from error
         if type(key) is not str or sizes.setdefault(key, size) != size:
-            raise Corrupt("two tensors disagree about the storage that they share")
+            raise Corrupt("two tensors share a storage, but describe it differently")
     return sizes
 
 
@@ -85,7 +87,7 @@ def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) 
     """Return the place of the storage of `numel` elements whose count is at byte `at` of a file of `length` bytes."""
     start = at + _COUNT_BYTES
     if start > length:
-        raise Corrupt(f"the file ends at byte {length}, but a storage should begin at {at}")
+        raise Corrupt(f"expected a storage at byte {at}, found the end of the file at byte {length}")
     count = int.from_bytes(read(at, _COUNT_BYTES), "little")
     if count != numel:
         raise Corrupt(f"the storage at byte {at} has {count} elements, and its tensors say {numel}")

@@ -79,7 +79,7 @@ def locate_chunk(
     """Return the chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
     try:
         if chunk.wrapper != ENVELOPE:
-            hint = "save it again without `_extensions`" if chunk.wrapper else None
+            hint = "save the checkpoint again without `_extensions`" if chunk.wrapper else None
             raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
         return open_envelope(chunk, files, templates)
     except CkptError as error:

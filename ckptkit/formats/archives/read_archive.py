@@ -47,7 +47,7 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, ZipEntry]) -> Locat
     """Return where the bytes of a tensor lie, by the archive's directory. Its storage may be too small: `Corrupt`."""
     storage = entries.get(f"data/{tensor.key}")
     if storage is None:
-        raise Corrupt(f"the archive has no entry `data/{tensor.key}`")
+        raise Corrupt(f"entry `data/{tensor.key}` is missing from the archive")
     start = tensor.offset * tensor.dtype.itemsize
     nbytes = tensor.span * tensor.dtype.itemsize
     if start + nbytes > storage.length:

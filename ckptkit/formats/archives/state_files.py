@@ -68,7 +68,7 @@ def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
         return read_legacy(read, length)[1]
     entries = read_directory(read, length)
     if "constants.pkl" in entries:
-        raise Unsupported("a TorchScript program, not a state dict", hint="save its `state_dict()`")
+        raise Unsupported("expected a state dict, found a TorchScript program", hint="save its `state_dict()`")
     return entries
 
 

@@ -89,9 +89,9 @@ class Storages:
                         keys[key] = self.add(content)
                     part.value = ("storage", kind, keys[key], *rest)
                 case _:
-                    raise Corrupt("data.pkl refers to something else than a storage")
+                    raise Corrupt("data.pkl refers to an object that is not a storage")
 
     def _spend(self, nbytes: int) -> None:
         self._room -= nbytes
         if self._room < 0:
-            raise Unsupported(f"the entries that are no tensors need more than {_ENTRY_LIMIT} bytes")
+            raise Unsupported(f"the entries that are not tensors need more than {_ENTRY_LIMIT} bytes")

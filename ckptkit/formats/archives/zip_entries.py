@@ -73,7 +73,7 @@ def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     at = 0
     for _ in range(count):
         if at + _central.size > size:
-            raise Corrupt("the zip directory is cut short")
+            raise Corrupt("the zip directory is truncated")
         fields = _central.unpack_from(directory, at)
         record = offset + at
         name_length, extra_length, comment_length = fields[10:13]
@@ -83,7 +83,7 @@ def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
         at += name_length + extra_length + comment_length
         name = raw_name.decode("utf-8", "replace").partition("/")[2]
         if name in entries:
-            raise Corrupt(f"the archive has two entries `{name}`")
+            raise Corrupt(f"the archive has two entries called `{name}`")
         entries[name] = ZipEntry(*read_entry_place(read, fields, raw_name, extra, offset), fields[7], record)
     return entries
 
@@ -94,7 +94,7 @@ def read_entry_place(
     """Return offset and length of the content of a central-directory entry; `limit` is where the directory starts."""
     signature, flags, method, checksum, packed, unpacked, header = (fields[i] for i in (0, 3, 4, 7, 8, 9, 16))
     if signature != b"PK\x01\x02":
-        raise Corrupt("the zip directory is garbled")
+        raise Corrupt("the zip directory is damaged")
     packed, unpacked, header = widen(unpacked, packed, header, extra)
     if method != 0 or packed != unpacked or flags & 1:
         raise Unsupported(
@@ -105,7 +105,7 @@ def read_entry_place(
     local = _local.unpack(read(header, _local.size))
     start = header + _local.size
     if local[0] != b"PK\x03\x04" or read(start, local[9]) != raw_name:
-        raise Corrupt(f"the zip directory says that an entry starts at byte {header}, and none does")
+        raise Corrupt(f"the zip directory lists an entry at byte {header}, but no entry starts there")
     offset = start + local[9] + local[10]
     if offset + unpacked > limit:
         raise Corrupt(
@@ -137,19 +137,20 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
     if end[0] != b"PK\x05\x06":
         head = read(0, min(length, 64))
         if head[8:9] == b"{":
-            raise Unsupported(
-                "the bytes are safetensors, not torch.save's archive: saved with another serialization format"
-            )
-        raise Corrupt("not an archive of torch.save, or its end is missing", hint=recognise(head))
+            raise Unsupported("expected an archive of torch.save, found safetensors")
+        raise Corrupt(
+            "expected an archive of torch.save: this is another kind of file, or its end is missing",
+            hint=recognise(head),
+        )
     count, size, offset = end[4:7]
     if count == 0xFFFF or _ALL_ONES in (size, offset):
         at = length - _end.size - _end64_locator.size
         locator = _end64_locator.unpack(read(at, _end64_locator.size)) if at >= 0 else (b"",)
         if locator[0] != b"PK\x06\x07" or locator[2] + _end64.size > length:
-            raise Corrupt("the zip64 end of the archive is missing")
+            raise Corrupt("the zip64 end record of the archive is missing")
         end64 = _end64.unpack(read(locator[2], _end64.size))
         if end64[0] != b"PK\x06\x06":
-            raise Corrupt("the zip64 end of the archive is garbled")
+            raise Corrupt("the zip64 end record of the archive is damaged")
         count, size, offset = end64[7:10]
     if count * _central.size > size:
         raise Corrupt(f"a zip directory of {size} bytes cannot hold {count} entries")
@@ -160,7 +161,7 @@ def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limi
     """Return the content of an entry of at most `limit` bytes, its CRC compared."""
     entry = entries.get(name)
     if entry is None:
-        raise Corrupt(f"the archive has no entry `{name}`")
+        raise Corrupt(f"entry `{name}` is missing from the archive")
     if entry.length > limit:
         raise Unsupported(f"entry `{name}` has {entry.length} bytes, more than the {limit} it should need")
     content = read(entry.offset, entry.length)

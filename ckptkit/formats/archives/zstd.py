@@ -39,7 +39,7 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
     disk is too small for what the metadata promises.
     """
     if isinstance(layout.root, RemotePath):
-        hint = "copy the checkpoint here first"
+        hint = "copy the checkpoint to a local directory with `ckptkit cp` first"
         raise Unsupported(f"stored through the transform `{ZSTD}`, on a remote store", path=layout.root, hint=hint)
     room = Room(layout)
 
@@ -130,7 +130,7 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
         while piece := stream.read(_PIECE):
             left -= len(piece)
             if left < 0:
-                raise Corrupt(f"the zstd stream gives more than {limit} bytes, which it should not need")
+                raise Corrupt(f"expected at most {limit} bytes in the zstd stream, found more")
             yield piece
     except ZstdError as error:
         raise Corrupt(f"the zstd stream is damaged: {error}") from error

@@ -96,7 +96,11 @@ def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, Fl
     for name, rank in found.items():
         missing = first.tensors.keys() ^ rank.tensors.keys()
         if missing:
-            raise Corrupt(f"not in both this and `{one}`", path=root / name, tensor=min(missing))
+            raise Corrupt(
+                f"expected the tensor in both this file and `{one}`, found it in one of them",
+                path=root / name,
+                tensor=min(missing),
+            )
     return found
 
 
@@ -117,7 +121,7 @@ def find_files(path: Path, report: Report) -> tuple[Path, list[str]]:
     root = path if path.is_dir() else path.parent
     found = {int(match[1]): name for name in names_in(root) if (match := _RANK.fullmatch(name))}
     if path != root and len(found) > 1:
-        message = f"this is one of {len(found)} ranks' files, of which each has a part of every tensor"
+        message = f"this is one of {len(found)} ranks' files; each has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"name the directory {root}")
     files = [name_of(rank) for rank in range(1 + max(found))]
     for name in (name_of(rank) for rank in range(max(found)) if rank not in found):
@@ -138,5 +142,5 @@ def name_of(rank: int) -> str:
 
 
 def missing(path: Path) -> Incomplete:
-    hint = "a download that did not end? every rank has a part of every tensor"
+    hint = "download the missing files again: every rank has a part of every tensor"
     return Incomplete("the file is missing", path=path, hint=hint)

@@ -56,7 +56,7 @@ def read_params(root: Path) -> Params | None:
     found = found if isinstance(found, dict) else {}
     dim, heads = size_in(found, "dim"), size_in(found, "n_heads")
     if dim is None or heads is None:
-        raise Corrupt("`dim` and `n_heads` are not in it", path=path)
+        raise Corrupt("expected `dim` and `n_heads`, found neither", path=path)
     key_heads, head_dim = size_in(found, "n_kv_heads") or heads, size_in(found, "head_dim") or dim // heads
     return Params(dim, size_in(found, "vocab_size"), heads, key_heads, head_dim)
 
@@ -122,7 +122,7 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
     calls_for = wanted.get(match[1] if match else name)
     if calls_for and not fits(found, calls_for):
         shape = ", ".join("any" if n is None else str(n) for n in calls_for)
-        hint = "a rank's file is missing, or is of another model"
+        hint = "check that all ranks' files are there and belong to one model"
         raise Corrupt(f"the ranks' files make {found} of it, {PARAMS} calls for [{shape}]", hint=hint)
 
 

@@ -84,7 +84,7 @@ def check_kinds(held: _Held) -> None:
     kinds = {str(entry.spec) if isinstance(entry, StoredTensor) else "no tensor" for entry in held.values()}
     if len(kinds) > 1:
         one, other = sorted(kinds)[:2]
-        raise Corrupt(f"the ranks disagree: one has {one}, another {other}")
+        raise Corrupt(f"the ranks disagree: one rank has {one}, another {other}")
 
 
 def put(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> None:

@@ -60,7 +60,9 @@ def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
         *grid, start = chunk.start
         *ones, length = chunk.size
         if set(ones) - {1} or chunk.strides is not None:
-            message = f"a chunk at {list(chunk.start)} of size {list(chunk.size)} is no run of one part"
+            message = (
+                f"a chunk at {list(chunk.start)} of size {list(chunk.size)} is not one contiguous run of a parameter"
+            )
             raise Corrupt(message, path=layout.root / chunk.path, tensor=name)
         corner = [i * n for i, n in zip(grid, part, strict=True)]
         row = chunk._replace(box=Box((start,), (length,)))

@@ -92,7 +92,7 @@ def read_metadata(path: Path) -> Attributes:
     except (TypeError, ValueError):
         metadata = {}
     if "planner_data" not in metadata or not isinstance(metadata.get("state_dict_metadata"), dict):
-        raise Corrupt("the pickle holds no DCP metadata", path=path, hint=recognise(data[:512]))
+        raise Corrupt("expected DCP metadata, found another pickle", path=path, hint=recognise(data[:512]))
     return metadata
 
 
@@ -123,13 +123,13 @@ class Reading:
         places, report = self._places(metadata, file), self.report
         for name, entry in metadata["state_dict_metadata"].items():
             if type(name) is not str:
-                raise Corrupt(f"a key of the state dict is no string but {type(name).__name__}", path=file)
+                raise Corrupt(f"expected strings as keys of the state dict, found {type(name).__name__}", path=file)
             try:
                 self._add_entry(name, entry, places.pop(name, {}), file)
             except CkptError as error:
                 report(error.blame(path=file, tensor=name))
             except (AttributeError, KeyError, TypeError, ValueError, IndexError):
-                report(Corrupt("the metadata of this entry makes no sense", path=file, tensor=name))
+                report(Corrupt("the metadata of this entry is malformed", path=file, tensor=name))
         self.keys.update(key_paths(metadata, file))
 
     def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, FlatInstance]]:
@@ -145,7 +145,7 @@ class Reading:
                 name, _, start = index.fields(_OF_INDEX)
                 places.setdefault(as_name(name), {}).setdefault(None if start is None else as_shape(start), info)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Corrupt("`storage_data` makes no sense", path=file) from error
+            raise Corrupt("`storage_data` is malformed", path=file) from error
         return places
 
     def _add_entry(
@@ -177,7 +177,7 @@ class Reading:
     def _place(self, info: FlatInstance | None) -> tuple[str, int, int, Wrapped]:
         """Return file name, offset, length and kind of envelope of one item."""
         if info is None:
-            raise Corrupt("the metadata does not say where this entry lies")
+            raise Corrupt("the metadata does not say where this entry is stored")
         path, offset, length, transforms = info.fields(_OF_PLACE)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise Corrupt("the metadata gives an impossible offset or length")
@@ -248,9 +248,9 @@ def key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
     for name, steps in recorded.items():
         is_path = isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps)
         if type(name) is not str or not is_path:
-            raise Corrupt("`planner_data` has a key path that is no tuple of names and positions", path=file)
+            raise Corrupt("`planner_data` has a key path that is not a tuple of names and positions", path=file)
         if ".".join(map(str, steps)) != name:
-            raise Corrupt(f"the recorded key path is {list(steps)}, which is another name", path=file, tensor=name)
+            raise Corrupt(f"the recorded key path is {list(steps)}, which gives another name", path=file, tensor=name)
     names = metadata["state_dict_metadata"]
     if recorded.keys() != names.keys():
         name = next(iter(recorded.keys() ^ names.keys()))

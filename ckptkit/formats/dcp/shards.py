@@ -76,7 +76,7 @@ def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
 def wrap_blob(name: str, blob: Blob) -> Envelope | None:
     """Return the archive of a blob that is only a value so far. Raises `Unsupported` for one that is transformed."""
     if blob.wrapper is not None:
-        hint = "save it again without `_extensions`, or leave it out with --exclude"
+        hint = "save the checkpoint again without `_extensions`, or drop the entry with --exclude"
         raise Unsupported(f"stored through the transform `{blob.wrapper}`", tensor=name, hint=hint)
     return None if blob.content is None else make_envelope(blob.content, {})
 

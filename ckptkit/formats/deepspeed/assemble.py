@@ -78,11 +78,13 @@ def put_part(
     names: list[list[str]] = [[] for _ in part.partitions[0].settings]
     try:
         if model.shapes is None:
-            raise Corrupt("`param_shapes` is missing: which parameters ZeRO has partitioned, and their shapes")
+            raise Corrupt(
+                "`param_shapes` is missing, which lists the parameters that ZeRO partitioned and their shapes"
+            )
         own: dict[str, StoredTensor] = {}
         for parameter in parameters_of(model.shapes, part.partitions, experts, root):
             if parameter.name in own:
-                raise Corrupt("two groups have this parameter", tensor=parameter.name)
+                raise Corrupt("two parameter groups contain this parameter", tensor=parameter.name)
             own[parameter.name] = parameter.master
             names[parameter.settings].append(parameter.name)
             if parameter.name not in masters:  # tied ones are in several stages of a pipeline

@@ -60,7 +60,7 @@ def put_unpartitioned_experts(
     optimizers = read_optimizers(root, files)
     if not optimizers and model.optimizer is not None:
         path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
-        raise Incomplete("the file is missing: a rank of experts has its optimizer in it", path=path)
+        raise Incomplete("the file is missing, which holds the optimizer of a rank of experts", path=path)
     shared = trained(model)
     own_shapes = shares(experts, model, len(optimizers)) if optimizers else []
     names = [
@@ -108,7 +108,9 @@ def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[Numbered]:
             ranks = max((expert_ranks(group) for group in one.groups if group.get("moe")), default=1)
             check_ranks(files.expert_optimizers, ranks, root, name)
             if list(map(len, one.numbers)) != list(map(len, found[0].numbers)):
-                raise Corrupt("its groups of parameters are not those of rank 0", hint="are these files of one run?")
+                raise Corrupt(
+                    "the parameter groups differ from those of rank 0", hint="check that all files come from one run"
+                )
         except CkptError as error:
             raise error.blame(path=root / name) from None
     return list(found.values())

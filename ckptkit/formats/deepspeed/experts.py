@@ -25,7 +25,7 @@ from ckptkit.tensors.box import Shape
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..+)")
 _GROUP = re.compile(r"ep_size_([0-9]{1,6})")
 _DATA_FIRST = "use_data_before_expert_parallelism"
-_HINT = "are these files of one save, and all of them?"
+_HINT = "check that all files of one save are there, and no others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class ExpertFiles:
         """Return what a parameter is called in the files, which the expert-parallel `rank` of `ranks` has by `name`."""
         match = _EXPERT.fullmatch(name)
         if match is None or match[1] not in self.counts:
-            raise Corrupt("in a group of experts' parameters, and no file is of an expert of its layer", tensor=name)
+            raise Corrupt(
+                "the parameter is in a group of experts, but no file contains an expert of its layer", tensor=name
+            )
         count = self.counts[match[1]]
         if count % ranks or int(match[2]) >= count // ranks:
             message = f"its layer has {count} experts among {ranks} ranks, so no rank has one of number {match[2]}"
@@ -74,7 +76,7 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
     if not counts and not files.experts:
         return None
     if files.layers or len(files.parts) > 1:
-        raise Unsupported("experts in a model that is cut among stages or ranks", path=root / model.path)
+        raise Unsupported("experts in a model with pipeline or tensor parallelism", path=root / model.path)
     check_numbers(root, files, counts)
     read: list[StateFile] = []
     layers: dict[str, int] = {}
@@ -94,7 +96,7 @@ def expert_counts(model: ModelStates) -> list[int]:
     counts = model.saved.get("num_experts")
     found = [as_count(count, "num_experts") for count in counts] if isinstance(counts, list) else []
     if 0 in found:
-        raise Corrupt("`num_experts` has a layer without any")
+        raise Corrupt("`num_experts` lists a layer with no experts")
     return found
 
 
@@ -112,8 +114,8 @@ def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> N
             raise Incomplete(message, path=root / name, hint=ELSEWHERE)
     for (layer, expert), name in files.experts.items():
         if layer >= len(counts) or expert >= counts[layer]:
-            message = f"the model has no such expert; its layers have {list(counts[:8])}"
-            raise Corrupt(message, path=root / name, hint="move the files of another run elsewhere")
+            message = f"there is no such expert in the model; its layers have {list(counts[:8])}"
+            raise Corrupt(message, path=root / name, hint="move the files of the other run to another directory")
 
 
 def prefix_of(root: Path, file: StateFile, expert: int) -> str:
@@ -123,7 +125,7 @@ def prefix_of(root: Path, file: StateFile, expert: int) -> str:
         for key in as_dict(file.value, file.name):
             match = _EXPERT.fullmatch(str(key))
             if match is None or int(match[2]) != expert:
-                raise Corrupt(f"this is not of expert {expert}", tensor=str(key))
+                raise Corrupt(f"the tensor does not belong to expert {expert}", tensor=str(key))
             prefixes.add(match[1])
         if len(prefixes) != 1:
             raise Corrupt(f"an expert of {len(prefixes)} layers")
@@ -149,11 +151,11 @@ def fleets(
     if not settings.get("moe"):
         stray = next(filter(without_number, named), None)
         if stray is not None and experts is not None:
-            raise Unsupported("an expert's parameter in a group that is not of experts", tensor=stray)
+            raise Unsupported("the parameter of an expert is in a group without experts", tensor=stray)
         yield Fleet(partitions, named)
         return
     if experts is None:
-        raise Corrupt("a group of experts' parameters, and `num_experts` counts none")
+        raise Corrupt("there is a parameter group of experts, but `num_experts` counts no experts")
     ranks = expert_ranks(settings)
     if ranks * group.ranks != len(partitions):
         message = f"experts on {ranks} ranks, their states cut for {group.ranks}, and {len(partitions)} have files here"
@@ -161,7 +163,7 @@ def fleets(
     for rank in range(ranks):
         if experts.is_data_first is None and 1 < ranks < len(partitions):
             message = f"which of {len(partitions)} ranks have the same experts: the configuration was not saved"
-            raise Unsupported(message, hint="give DeepSpeed its configuration as a dict")
+            raise Unsupported(message, hint="pass DeepSpeed its configuration as a dict when you save")
         each = len(partitions) // ranks
         own = slice(rank * each, (rank + 1) * each) if experts.is_data_first else slice(rank, None, ranks)
         yield Fleet(partitions[own], {experts.rename(name, rank, ranks): shape for name, shape in named.items()})

@@ -81,11 +81,13 @@ def files_at(path: Path) -> DeepSpeedFiles:
     """Return the files at `path`. Raises `Unsupported` for a file of one rank, and for what cannot be put together."""
     if not path.is_dir():
         hint = f"name the directory, {path.parent}"
-        message = "a file of one rank: of most tensors it has a part, or none; the others are in the files beside it"
+        message = (
+            "this is the file of one rank: it has a part of most tensors; the other parts are in the files beside it"
+        )
         raise Unsupported(message, path=path, hint=hint)
     files = DeepSpeedFiles.of(names_in(path), path)
     if files.is_offloaded:
-        raise Unsupported("tensors that were offloaded lie in files of the swapper", path=path)
+        raise Unsupported("offloaded tensors are in files of DeepSpeed's swapper", path=path)
     if not (files.models or files.optimizers):
-        raise Corrupt("layers or experts without `mp_rank_*_model_states.pt`", path=path)
+        raise Corrupt("there are files of layers or experts, but no `mp_rank_*_model_states.pt`", path=path)
     return files

@@ -32,7 +32,7 @@ class Gathering:
         """Put a tensor or an entry where a key path leads. Raises `Unsupported` if there is one."""
         name = ".".join(map(str, key))
         if name in self.flat.keys:
-            raise Unsupported("two entries have this name", tensor=name)
+            raise Unsupported("two entries have the same name", tensor=name)
         self.flat.keys[name] = key
         if isinstance(stored, Blob):
             self.flat.blobs[name] = stored

@@ -53,7 +53,7 @@ def read_model_states(file: StateFile) -> ModelStates:
     if degrees.get("tp_degree", 1) != 1:
         raise tensor_parallel()
     if saved.get("ds_autoep_layers") or saved.get("autoep_layers"):
-        raise Unsupported("experts that AutoEP has split among ranks")
+        raise Unsupported("AutoEP split the experts among ranks")
     module, shapes = saved.get("module"), saved.get("param_shapes")
     lists = None if shapes is None else as_kind(shapes, list, "param_shapes")
     aliases = {
@@ -79,4 +79,7 @@ def read_model_states(file: StateFile) -> ModelStates:
 def tensor_parallel() -> Unsupported:
     """Return the error for tensors that are cut among ranks of tensor parallelism."""
     hint = "gather it with DeepSpeed: `save_16bit_model`, or `ds_to_universal.py` and then this on its result"
-    return Unsupported("a model cut by tensor parallelism: nothing here says along which axes", hint=hint)
+    return Unsupported(
+        "the model was saved with tensor parallelism, and no file says along which axes the tensors are split",
+        hint=hint,
+    )

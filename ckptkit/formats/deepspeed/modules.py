@@ -39,7 +39,9 @@ def put_module(
     model = part.models[0]
     shared = next(filter(without_number, (*model.aliases, *model.aliases.values())), None)
     if shared is not None:
-        raise Unsupported("an expert's parameter that is tied: of which rank's expert is not said", tensor=shared)
+        raise Unsupported(
+            "the parameter of an expert is tied, and the file does not say to which rank's expert", tensor=shared
+        )
     tied = {alias: masters[name] for alias, name in model.aliases.items() if name in masters and alias not in masters}
     for alias, master in tied.items():
         gathering.put((MODEL, alias), master)
@@ -56,7 +58,7 @@ def put_module(
             continue
         if part.lost_models:
             rank, file = next(iter(part.lost_models.items()))
-            message = "a frozen parameter, of which the part of a rank cannot be read"
+            message = "the parameter is frozen, and the part of one rank cannot be read"
             report(Incomplete(message, path=root / file, tensor=full, ranks=[rank]))
         else:
             gathering.put((MODEL, name), frozen(part, name, shape))
@@ -69,7 +71,7 @@ def is_empty(value: Any) -> bool:
 def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor) -> None:
     """Put the rounded copy of a parameter beside it; in ZeRO 3 there is none."""
     if not is_tensor(value):
-        raise Corrupt("no tensor in `module`, where ZeRO has a parameter of this name", tensor=name)
+        raise Corrupt("ZeRO has a parameter of this name, but `module` has no tensor", tensor=name)
     copy = flattening.stored(value)
     if copy.spec.shape == master.spec.shape:
         gathering.put_twin((MODEL, name), copy)
@@ -81,7 +83,7 @@ def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any
 def put_value(gathering: Gathering, model: ModelStates, name: str, value: Any) -> None:
     """Put a buffer, a frozen parameter or whatever else a module has saved."""
     if is_tensor(value) and as_tensor(value).shape == (0,) and name not in model.buffers:
-        raise Corrupt("an empty tensor, and nothing here says where its data is", tensor=name)
+        raise Corrupt("the tensor is empty, and no file says where its data is", tensor=name)
     gathering.flatten(model.flattening, value, (MODEL, name))
 
 
@@ -104,7 +106,7 @@ def frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
     buffers = []
     for model in part.models:
         if not is_tensor(model.fragments.get(name)):
-            raise Corrupt("a frozen parameter without its data", tensor=name)
+            raise Corrupt("the parameter is frozen, and its data is missing", tensor=name)
         fragment = model.flattening.stored(model.fragments[name])
         (chunk,) = fragment.chunks
         if len(part.models) == 1 and fragment.spec.shape == shape:

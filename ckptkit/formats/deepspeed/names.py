@@ -85,7 +85,11 @@ class DeepSpeedFiles:
                 note(layers, (int(match[1]), int(match[2] or 0)), name, root)
             elif match := _EXPERT.fullmatch(name):
                 if match[1] is None or int(match[3]):
-                    why = "cut by tensor parallelism" if match[1] else "without their layer's number, of an old version"
+                    why = (
+                        "cut by tensor parallelism"
+                        if match[1]
+                        else "expert files without a layer number, from an old version of DeepSpeed"
+                    )
                     raise Unsupported(f"experts {why}", path=root / name)
                 note(experts, (int(match[1]), int(match[2])), name, root)
             elif match := _EXPERT_OPTIMIZER.fullmatch(name):
@@ -110,8 +114,8 @@ class DeepSpeedFiles:
 def note(files: dict[Rank, str], rank: Rank, name: str, root: Path) -> None:
     """Enter the file of a rank. Raises `Corrupt` if there is another of that rank."""
     if rank in files:
-        message = f"`{files[rank]}` is of the same rank: files of two runs lie here"
-        raise Corrupt(message, path=root / name, hint="keep those of one run")
+        message = f"`{files[rank]}` claims the same rank: this directory mixes files of two runs"
+        raise Corrupt(message, path=root / name, hint="keep the files of one run")
     files[rank] = name
 
 
@@ -127,7 +131,7 @@ def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str, rep
     if extra:
         others = and_more(len(extra) - 1)
         message = f"`{said_by}` is of {count} ranks, and this is of none of them{others}: of an older, larger run"
-        raise Corrupt(message, path=root / extra[0], hint="move the files of the older run elsewhere")
+        raise Corrupt(message, path=root / extra[0], hint="move the files of the older run to another directory")
     for missing in (rank for rank in range(count) if rank not in files):
         message = f"the file of rank {missing} is missing: `{said_by}` is of {count} ranks, here are {len(files)}"
         report(Incomplete(message, path=root / name_of(files, missing), hint=ELSEWHERE, ranks=[missing]))

@@ -67,13 +67,15 @@ def read_partition(file: StateFile) -> Partition:
     flattening = Flattening(file.entries, file.name)
     saved = as_dict(as_dict(file.value, file.name).get("optimizer_state_dict"), "optimizer_state_dict")
     if saved.get("ds_zero_partition_groups"):
-        raise Unsupported("experts that are partitioned by AutoEP among ranks of their own")
+        raise Unsupported("AutoEP partitioned the experts among ranks of their own")
     cuts_each = _FLAT_3 in saved
     if not cuts_each and _FLAT not in saved:
-        raise Unsupported(f"no partition of ZeRO: neither `{_FLAT}` nor `{_FLAT_3}` is there")
+        raise Unsupported(f"expected a ZeRO partition with `{_FLAT}` or `{_FLAT_3}`, found neither")
     base = saved.get("optimizer_state_dict" if cuts_each else "base_optimizer_state")
     if isinstance(base, list):
-        raise Unsupported("an elastic checkpoint of ZeRO", hint="save with `elastic_checkpoint: false`, the default")
+        raise Unsupported(
+            "this is an elastic ZeRO checkpoint", hint="save with `elastic_checkpoint: false`, the default"
+        )
     optimizer = as_dict(base, "base_optimizer_state")
     settings = [
         as_dict(group, "param_groups") for group in as_kind(optimizer.get("param_groups"), list, "param_groups")
@@ -99,7 +101,7 @@ def read_group(
     values: dict[str, Any] = {}
     entries = dict_or_none(state, "state")
     if len(entries) > _MOST_ENTRIES:
-        raise Unsupported(f"an optimizer that keeps {len(entries)} things of each parameter")
+        raise Unsupported(f"the optimizer keeps {len(entries)} states for each parameter")
     for key, value in entries.items():
         name = as_kind(key, str, "state")
         if is_tensor(value) and (found := buffer_of(flattening, value, name)) is not None:

@@ -42,11 +42,11 @@ def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = ref
     """Return what the ranks have saved of a part of the model; report files that are missing or cannot be read."""
     models, optimizers = files.model_files(part), files.optimizer_files(part)
     if not models:
-        raise Incomplete("its file of model states is missing", path=root / next(iter(optimizers.values())))
+        raise Incomplete("the file of its model states is missing", path=root / next(iter(optimizers.values())))
     if -1 in models and len(models) > 1:
         other = next(name for rank, name in models.items() if rank >= 0)
-        message = f"`{models[-1]}` is of ZeRO 1 or 2, this is of ZeRO 3: files of two runs lie here"
-        raise Corrupt(message, path=root / other, hint="keep those of one run")
+        message = f"`{models[-1]}` is from ZeRO 1 or 2, this file from ZeRO 3: this directory mixes files of two runs"
+        raise Corrupt(message, path=root / other, hint="keep the files of one run")
     read = read_all(root, models, read_model_states, report)
     first = next(iter(read.values()))
     if not optimizers and (-1 not in models or first.shapes is not None):
@@ -95,10 +95,10 @@ def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
         message = (
             "of ZeRO 3, the tensors of the model are empty here: their data is in `*_optim_states.pt`, and none is here"
         )
-        raise Unsupported(message, path=path, hint="all files of all ranks belong in one directory")
-    message = "the `*_optim_states.pt` beside it are missing: they have the fp32 parameters and the optimizer"
-    raise Incomplete(message, path=path, hint="name this file itself to read the 16-bit weights in it")
-    raise Corrupt(message, path=path, hint="name this file itself to read the 16-bit weights in it")
+        raise Unsupported(message, path=path, hint="copy all files of all ranks to one directory")
+    message = "the `*_optim_states.pt` files are missing, which hold the fp32 parameters and the optimizer"
+    raise Incomplete(message, path=path, hint="pass this file itself to read its 16-bit weights")
+    raise Corrupt(message, path=path, hint="pass this file itself to read its 16-bit weights")
 
 
 def with_lost(

@@ -94,14 +94,14 @@ def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
     """Yield what there is of a parameter, and in which file."""
     folder = root / tag / ZERO / name
     if "/" in name or folder.is_symlink() or (root / tag / ZERO).is_symlink():
-        raise Unsafe(f"the checkpoint has `{name!a}` outside of its directory", path=root / tag)
+        raise Unsafe(f"`{name!a}` points outside of the checkpoint's directory", path=root / tag)
     for file in sorted(names_in(folder)) if folder.is_dir() else ():
         if file.endswith(".pt"):
             yield file.removesuffix(".pt"), join(tag, ZERO, name, file)
 
 
 def missing(path: Path) -> Incomplete:
-    return Incomplete("the file is missing", path=path, hint="a file was lost or never copied here")
+    return Incomplete("the file is missing", path=path, hint="copy the missing file here")
 
 
 def put_file(gathering: Gathering, root: Path, path: str, name: str, what: str, shape: Shape, report: Report) -> None:
@@ -170,7 +170,7 @@ def put_untrained(
                 file = read_state_file(root, path)
                 value = dict_or_none(file.value, path).get("param")
                 if not is_tensor(value):
-                    raise Corrupt("no tensor under `param`, and no shape is known", path=root / path)
+                    raise Corrupt("there is no tensor under `param`, and the shape is unknown", path=root / path)
                 gathering.put((MODEL, folder.name), Flattening(file.entries, path).stored(value))
             except CkptError as error:
                 report(error.blame(tensor=f"{MODEL}.{folder.name}"))

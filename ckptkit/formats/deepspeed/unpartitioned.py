@@ -165,5 +165,5 @@ def shapes_in(states: Mapping[str | int, Any]) -> Iterator[tuple[int, Shape]]:
 def shape_of(value: Any) -> Shape:
     """Return the shape of a tensor. Raises `Corrupt` for anything else."""
     if not is_tensor(value):
-        raise Corrupt(f"`{_MASTERS}` has something else than tensors")
+        raise Corrupt(f"expected only tensors in `{_MASTERS}`, found something else")
     return as_tensor(value).shape

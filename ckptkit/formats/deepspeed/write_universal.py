@@ -57,10 +57,12 @@ class UniversalEntries:
                     found.others.append(name)
         lacking = sorted(found.states.keys() - found.weights.keys())
         if lacking:
-            raise Mismatch("the optimizer has it, the model does not", path=wanted.root, tensor=lacking[0])
+            raise Mismatch(
+                "the optimizer contains the parameter, the model does not", path=wanted.root, tensor=lacking[0]
+            )
         if not found.states:
             hint = "convert it with an optimizer by name, or write another format"
-            raise Mismatch("no optimizer by names of parameters is here", path=wanted.root, hint=hint)
+            raise Mismatch("there is no optimizer state by parameter name", path=wanted.root, hint=hint)
         return found
 
     def tied(self, wanted: Layout) -> dict[str, str]:
@@ -81,12 +83,12 @@ def files_for(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
     entries = UniversalEntries.of(wanted)
     expert = next(filter(without_number, entries.weights), None)
     if expert is not None:
-        message = "an expert: each rank would look for its own experts under the same names, and find others"
+        message = "this is an expert: each rank would look for its own experts under the same names and find other ones"
         raise Unsupported(message, path=wanted.root, tensor=expert, hint="use `--to dcp` or `--to pt`")
     tag = tag_for(wanted)
     for parameter, states in entries.states.items():
         if "/" in parameter or "\0" in parameter or parameter in ("", ".", ".."):
-            raise Unsafe("no directory can have this name", path=wanted.root, tensor=parameter)
+            raise Unsafe("a directory cannot have this name", path=wanted.root, tensor=parameter)
         for what, entry in {MASTER: entries.weights[parameter], **states}.items():
             yield parameter_file(wanted, join(tag, ZERO, parameter, f"{what}.pt"), entry, is_bare=what == STEP)
     yield model_states(wanted, entries, join(tag, _MODEL_STATES), options.world_size, with_module=True)
@@ -161,7 +163,7 @@ def groups_of(wanted: Layout, entries: UniversalEntries) -> tuple[list[dict[str,
     listed = [name for group in names if isinstance(group, list) for name in group]
     if None in names or sorted(map(str, listed)) != sorted(entries.states):
         message = f"the optimizer's groups list {len(listed)} parameters, and {len(entries.states)} have a state"
-        raise Mismatch(message, path=wanted.root, hint="ckptkit needs an optimizer by names, in all of its groups")
+        raise Mismatch(message, path=wanted.root, hint="pass a checkpoint whose optimizer has names in all groups")
     return groups, names
 
 

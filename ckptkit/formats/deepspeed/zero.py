@@ -21,7 +21,7 @@ from ckptkit.formats.deepspeed.pieces import RankRun, join, runs_in_row, runs_of
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.tensors.box import Shape
 
-_HINT = "are these files of one save, and all of them?"
+_HINT = "check that all files of one save are there, and no others"
 _ALIGNMENT = 2  # elements, times the number of ranks: what a row is padded to a multiple of
 
 
@@ -73,10 +73,12 @@ def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partiti
             message = f"the optimizer's state is not that of `{partitions[0].path}`: {sorted(group.moments)}"
             raise Corrupt(message, path=path, hint=_HINT)
         if (group.paddings, group.settings) != (first.paddings, first.settings):
-            raise Corrupt(f"its parameters are not cut as those of `{partitions[0].path}`", path=path, hint=_HINT)
+            raise Corrupt(
+                f"its parameters are split differently from those of `{partitions[0].path}`", path=path, hint=_HINT
+            )
         for name, buffer in {"fp32": group.masters, **group.moments}.items():
             if buffer.dtype != first.moments.get(name, first.masters).dtype:
-                raise Corrupt(f"`{name}` is of another dtype than in `{partitions[0].path}`", path=path)
+                raise Corrupt(f"the dtype of `{name}` differs from the dtype in `{partitions[0].path}`", path=path)
 
 
 def cut_row(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path) -> Iterator[ZeroParameter]:
@@ -115,7 +117,7 @@ def cut_each(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], roo
     for buffer in (buffer for buffers in buffers_of(groups) for buffer in buffers):
         if buffer.box.numel != needed:
             message = f"one of {ranks} ranks has {needed} elements of the named parameters, here are {buffer.box.numel}"
-            hint = f"{_HINT} Shards among fewer ranks than there are, as MiCS has them, are not read"
+            hint = f"{_HINT}; ckptkit does not read MiCS, which shards among fewer ranks"
             raise Corrupt(message, path=root / buffer.path, hint=hint)
     at = 0
     for name, shape in named.items():

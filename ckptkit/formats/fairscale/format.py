@@ -82,7 +82,7 @@ def find(path: Path, report: Report) -> list[str]:
     matches = [match for name in sorted(names_in(path)) if (match := _SHARD.fullmatch(name))]
     names = sorted({match["name"] for match in matches})
     if len(names) != 1:
-        hint = "move each one's to a directory of its own"
+        hint = "move each checkpoint to a directory of its own"
         raise Unsupported(f"shards of {len(names)} checkpoints: {', '.join(names[:8])}", path=path, hint=hint)
     found = {int(match["rank"]): match[0] for match in matches}
     check_count(path, 1 + max(found))
@@ -121,7 +121,7 @@ def read_files(path: Path, names: list[str], report: Report) -> list[RankFile]:
     there = {rank: name for rank, name in enumerate(names) if is_there(path / name)}
     files = read_each(path, there, lambda rank, name: read_rank_file(path, name, rank, ()), report)
     if not files:
-        raise Corrupt("no shard can be read", path=path)
+        raise Corrupt("none of the shards can be read", path=path)
     return list(files.values())
 
 
@@ -134,7 +134,7 @@ def join(files: list[RankFile], described: Sequence[Mapping[str, FlatParameter]]
     for file, flat in zip(files, described, strict=True):
         absent = sorted(name for name in flats if name not in file.tensors)
         if flat.keys() != described[0].keys() or absent:
-            raise Corrupt("ranks have different flat parameters", tensor=next(iter(absent), None))
+            raise Corrupt("the ranks have different flat parameters", tensor=next(iter(absent), None))
     rest = FlatState()
     whole = [replace(file, flat=only_model(file.flat, flats)) for file in files]
     for name, tensor in join_tensors(whole).items():

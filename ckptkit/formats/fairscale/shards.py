@@ -46,12 +46,12 @@ def read_flats(value: Any) -> dict[str, FlatParameter]:
         flats: dict[str, FlatParameter] = {}
         for unit in found["param_metadata"]:
             if unit.get("shared_param_info"):
-                raise Unsupported("flat parameters of which some are shared between modules")
+                raise Unsupported("some flat parameters are shared between modules")
             above = unit["fsdp_path"] + "." if unit["fsdp_path"] else ""
             for flat, described in pairs_of(unit["params"]) or ():
                 flats[above + flat] = read_flat(above, described)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"`{name}` makes no sense") from error
+        raise Corrupt(f"`{name}` is malformed") from error
     return flats
 
 
@@ -80,7 +80,10 @@ def cut_flat(
     """
     members, total = described[0].members, described[0].numel
     if any(flat.members != members for flat in described):
-        raise Corrupt("ranks say different things of what is in a flat parameter", hint="are these files of one run?")
+        raise Corrupt(
+            "the ranks describe the contents of a flat parameter differently",
+            hint="check that all files come from one run",
+        )
     spec = files[0].tensors[name].spec
     sizes = [min(max(0, total - rank * spec.numel), spec.numel) for rank in range(len(names))]
     chunks = [Chunk.unreadable(whole(spec.shape), path, spec.dtype) for path in names]
@@ -88,7 +91,7 @@ def cut_flat(
         held = file.tensors[name]
         if held.spec != spec or held.spec.numel - flat.padding != sizes[file.rank]:
             message = f"`{file.name}` has {held.spec}, {flat.padding} of it padding, of a flat parameter of {total}"
-            raise Corrupt(f"{message} numbers", hint="is it of another run?")
+            raise Corrupt(f"{message} numbers", hint="check that the file comes from the same run")
         chunks[file.rank] = held.chunks[0]
     pieces = list(pieces_in_turn(zip(chunks, sizes, strict=True)))
     at = 0

@@ -145,7 +145,9 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
     """Return the files that make the checkpoint at `path`; report missing ones. Two possible meanings are refused."""
     if not path.is_dir():
         if _SHARD.fullmatch(path.name):
-            raise Unsupported("the file is the shard of one rank", path=path, hint="name the directory of all of them")
+            raise Unsupported(
+                "this file is the shard of one rank", path=path, hint="pass the directory that has all shards"
+            )
         return IndexedFiles(path.parent, [path.name])
     present = set(names_in(path))
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
@@ -195,7 +197,7 @@ def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
     counts = {int(match[group]) for match in files}
     if len(counts) > 1:
         few, many = min(counts), max(counts)
-        raise Corrupt(f"shards of different saves: some of {few} parts and some of {many}", path=path)
+        raise Corrupt(f"the shards come from different saves: some of {few} parts and some of {many}", path=path)
     return counts.pop()
 
 
@@ -204,16 +206,16 @@ def find_lost(pattern: str, found: set[int], last: int, path: Path) -> Incomplet
     missing = next(number for number in count(1) if number not in found)
     if missing > last:
         return None
-    message = f"there is no `{pattern.format(missing)}`, of {last}"
-    return Incomplete(message, path=path, hint=f"not every rank had finished, or it was lost; {ELSEWHERE}")
+    message = f"`{pattern.format(missing)}` of {last} files is missing"
+    return Incomplete(message, path=path, hint=f"check whether every rank finished its save; {ELSEWHERE}")
 
 
 def of_two_exports(path: Path, other: str) -> Corrupt:
     """Return the error for a single file beside `other`, which is of a model in several."""
     return Corrupt(
-        f"both `{SINGLE}` and `{other}` are here, of different exports",
+        f"both `{SINGLE}` and `{other}` are here, from different exports",
         path=path,
-        hint="loaders disagree on which one counts: remove the older",
+        hint="remove the older export: loaders disagree on which one they use",
     )
 
 
@@ -237,7 +239,7 @@ def find_only(path: Path, present: set[str]) -> str:
         raise Unsupported(
             f"{len(names)} safetensors files and no index that says which belong together",
             path=path,
-            hint=f"name one of them: {', '.join(names[:4])}",
+            hint=f"pass one of them: {', '.join(names[:4])}",
         )
     return names[0]
 
@@ -252,7 +254,7 @@ def check_index(
     for name, file in places.items():
         files = [chunk.path for chunk in found.get(name, ())]
         if files != [file] and file not in unread:
-            where = f"it is in {' and '.join(f'`{file}`' for file in files)}" if files else "it is in none of the files"
+            where = f"it is in {' and '.join(f'`{file}`' for file in files)}" if files else "it is in no file"
             report(Corrupt(f"the index places the tensor in `{file}`, but {where}", path=path, tensor=name))
     for name in found:
         if name not in places:

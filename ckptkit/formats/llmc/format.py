@@ -127,6 +127,6 @@ def read_model(path: Path, report: Report) -> tuple[Config, dict[str, StoredTens
         at += length
     size = file_size(path)
     if size != at:
-        problem = Corrupt(f"the file has {size} bytes, its header calls for {at}", path=path, offset=min(size, at))
+        problem = Corrupt(f"the file has {size} bytes, its header describes {at}", path=path, offset=min(size, at))
         (report if size < at else refuse)(problem)
     return config, found

@@ -57,13 +57,13 @@ def read_config(path: Path) -> tuple[Config, DType]:
     """Return the sizes of the model in a file, and the dtype of all its tensors."""
     numbers = read_numbers(path)
     if numbers[:1] != (MODEL,):
-        raise Corrupt("no header of a model", path=path)
+        raise Corrupt("expected the header of a model", path=path)
     if numbers[1] not in _DTYPES:
         hint = "write it again with llm.c's `train_gpt2.py`"
         raise Unsupported(f"version {numbers[1]} of llm.c's models; 3 and 5 are known", path=path, hint=hint)
     config = Config(*numbers[2:8])
     if not all(0 < number < _MOST for number in config) or config.padded_vocab_size < config.vocab_size:
-        raise Corrupt(f"impossible sizes of a model: {config._asdict()}", path=path)
+        raise Corrupt(f"the sizes of the model are impossible: {config._asdict()}", path=path)
     return config, DTYPES[_DTYPES[numbers[1]]]
 
 
@@ -71,12 +71,12 @@ def read_state(path: Path) -> State:
     """Return the header of a rank's state."""
     numbers = read_numbers(path)
     if numbers[:1] != (STATE,):
-        raise Corrupt("no header of an optimizer's state", path=path)
+        raise Corrupt("expected the header of an optimizer state", path=path)
     if numbers[1] != 1:
         raise Unsupported(f"version {numbers[1]} of llm.c's states; 1 is known", path=path)
     ranks, rank, has_masters, is_shuffled = numbers[2:6]
     if not 0 <= rank < ranks < _MOST or has_masters not in (0, 1) or is_shuffled not in (0, 1):
-        raise Corrupt(f"impossible numbers of a rank: {numbers[2:6]}", path=path)
+        raise Corrupt(f"the numbers of this rank are impossible: {numbers[2:6]}", path=path)
     return State(ranks, rank, bool(has_masters), bool(is_shuffled), numbers[10])
 
 

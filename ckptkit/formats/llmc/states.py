@@ -42,7 +42,13 @@ def find_moments(
             continue
         wanted = HEADER.size + moments_in(state) * total // shares * _FLOAT.itemsize
         message = f"the file has {file_size(root / file)} bytes, the moments of {total} parameters need {wanted}"
-        report(Corrupt(message, path=root / file, hint=f"is it of another model than that of {ranks} ranks here?"))
+        report(
+            Corrupt(
+                message,
+                path=root / file,
+                hint=f"check that the file belongs to the model of the {ranks} ranks in this directory",
+            )
+        )
     names = _MOMENTS[: moments_in(next(iter(states.values())))]
     used = files if shares > 1 else [*sound, *files][:1]
     return {
@@ -91,7 +97,7 @@ def chunks_of(
     size = prod(shape) // layers
     share = size // shares
     if size % shares:
-        raise Corrupt(f"{size} elements of a layer cannot be shared by {shares} ranks", tensor=name)
+        raise Corrupt(f"{size} elements of a layer cannot be split evenly among {shares} ranks", tensor=name)
     for rank, file in enumerate(files):
         for layer in range(layers):
             first = layer * size + rank * share

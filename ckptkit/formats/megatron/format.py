@@ -94,8 +94,8 @@ def find_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
     name = path.name if not path.is_dir() else next(name for name in FILES if is_there(path / name))
     sizes = SavedRank.read(folder, name).sizes
     if others > 1 or (sizes and sizes != (1, 1, 1)):
-        message = "this is one of several ranks, of which each has a part of every tensor"
-        raise Unsupported(message, path=path, hint=f"name the directory above, {folder.parent}")
+        message = "this is one of several ranks; each has a part of every tensor"
+        raise Unsupported(message, path=path, hint=f"pass the directory above, {folder.parent}")
     return folder, {"": name}
 
 
@@ -122,7 +122,7 @@ def arrange(
     for rank, name in sorted(places.items()):
         like = saved.get(name) or of_stages.get(rank.stage)
         if like is None:
-            message = f"no rank of stage {rank.stage} of the pipeline can be read: nothing says which layers it has"
+            message = f"no rank of stage {rank.stage} of the pipeline can be read, so its layers are unknown"
             raise Corrupt(message, path=root / name)
         ranks[rank] = like if name in saved else replace(like, path=files.get(name, f"{name}/{FILES[0]}"), is_lost=True)
     return ranks
@@ -143,5 +143,7 @@ def check_same_job(job: Job) -> None:
             ("number of ranks", first.sizes, saved.sizes),
         ):
             if one != other:
-                message = f"its {what} is {other}, that of `{first.path}` {one}: files of several saves lie here"
+                message = (
+                    f"its {what} is {other}, that of `{first.path}` {one}: this directory mixes files of several saves"
+                )
                 raise Corrupt(message, path=job.root / saved.path)

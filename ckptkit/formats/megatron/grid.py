@@ -63,7 +63,11 @@ def file_in(root: Path, directory: str, report: Report) -> str:
     names = names_in(root / directory)
     found = next((name for name in FILES if name in names), None)
     if found is None:
-        report(Incomplete(f"no `{FILES[0]}` in the directory of this rank", path=root / directory, hint=ELSEWHERE))
+        report(
+            Incomplete(
+                f"`{FILES[0]}` is missing from the directory of this rank", path=root / directory, hint=ELSEWHERE
+            )
+        )
     return f"{directory}/{found or FILES[0]}"
 
 
@@ -83,7 +87,7 @@ def place(
     found = {as_rank(directory.numbers, has_stages): directory.name for directory in directories}
     lengths = {len(directory.numbers) for directory in directories}
     if len(lengths) > 1:
-        raise Corrupt("directories of ranks of several jobs lie here: their names differ in length", path=root)
+        raise Corrupt("this directory mixes the ranks of several jobs: their names differ in length", path=root)
     sizes = sizes or GridSizes(*(1 + max(numbers) for numbers in zip(*found, strict=True)))
     more = sorted(rank for rank in found if not all(number < size for number, size in zip(rank, sizes, strict=True)))
     count = prod(sizes) - (len(found) - len(more))
@@ -98,7 +102,7 @@ def place(
     if more:
         names = ", ".join(found[rank] for rank in more[:8])
         shape = f"{sizes.tensor} x {sizes.stages} x {sizes.experts}"
-        hint = "they are of another job: move them away"
+        hint = "move the files of the other job to another directory"
         raise Corrupt(f"{names} beside the {shape} ranks that the files name", path=root, hint=hint)
     return found | missing
 

@@ -85,7 +85,7 @@ class Job:
             missing = found[0].keys() ^ one.keys()
             if missing:
                 path = self.root / self.ranks[first._replace(tensor=i)].path
-                raise Corrupt("not every tensor-parallel rank has it", path=path, tensor=min(missing))
+                raise Corrupt("some tensor-parallel ranks do not have this tensor", path=path, tensor=min(missing))
         for local in found[0]:
             try:
                 name = self.numbering.name(local, (run, first.stage), first.expert)
@@ -111,7 +111,7 @@ class Job:
             return recorded
         message = f"checkpoint version {recorded}: how the queries, keys and values of {self.sizes.tensor} ranks lie"
         message += " goes by their heads, and `args` do not say how many"
-        hint = "load and save it with a Megatron-LM that reads it"
+        hint = "load the checkpoint with a Megatron-LM that reads this version, and save it again"
         raise Unsupported(message, path=self.root / first.path, hint=hint)
 
     @cached_property
@@ -124,7 +124,9 @@ class Job:
         """Return the tensor of which each tensor rank has a part, by the rule for its name."""
         ranks, experts = self.sizes.tensor, self.sizes.experts
         if local.endswith(_GROUPED) and max(ranks, experts) > 1:
-            raise Unsupported(f"the experts of {ranks * experts} ranks in one tensor each", hint="not read yet")
+            raise Unsupported(
+                f"ckptkit does not read experts that each of {ranks * experts} ranks fused into one tensor"
+            )
         if not parts[0].spec.shape:  # the step of an optimizer
             return join_copies(parts)
         first = self.ranks[Rank(0, stage, 0)]

@@ -53,7 +53,7 @@ def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str
         return find_rule(name, _RULES, ranks)
     second = next((spec for layer in _SECOND if (spec := specs.get(f"{match[1]}{layer}.weight{match[2]}"))), None)
     if second is None or len(second.shape) != 2:
-        message = "whether it is gated shows in the shape of the layer after it, which is not here"
+        message = "the shape of the next layer says whether this layer is gated, and the next layer is missing"
         raise Unsupported(message, tensor=name)
     rows, inner = specs[name].shape[0], second.shape[1]
     if rows not in (inner, 2 * inner):

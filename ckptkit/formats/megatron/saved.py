@@ -42,7 +42,7 @@ class SavedRank:
         """Read a rank's file inertly. Raises `Corrupt` if there is no model in it."""
         saved = cls(root, path, read_state_file(root, path))
         if not any(_MODEL.fullmatch(key) for key in saved.entries):
-            raise Corrupt("no `model` in it", path=root / path)
+            raise Corrupt("the file has no `model`", path=root / path)
         return saved
 
     @cached_property
@@ -50,7 +50,7 @@ class SavedRank:
         """Return what it holds, by key."""
         pairs = pairs_of(self.state.value)
         if pairs is None:
-            raise Corrupt("it holds no dict", path=self.root / self.path)
+            raise Corrupt("the file does not contain a dict", path=self.root / self.path)
         return {str(key): value for key, value in pairs}
 
     @cached_property
@@ -76,7 +76,9 @@ class SavedRank:
             return None
         sizes = GridSizes(tensor, stages, experts if type(experts) is int else 1)
         if min(sizes) < 1:
-            raise Corrupt(f"impossible numbers of ranks: {' x '.join(map(str, sizes))}", path=self.root / self.path)
+            raise Corrupt(
+                f"the numbers of ranks are impossible: {' x '.join(map(str, sizes))}", path=self.root / self.path
+            )
         return sizes
 
     @cached_property
@@ -121,7 +123,7 @@ def check_arguments(saved: SavedRank, sizes: GridSizes) -> None:
         )
     expert_ranks = args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and isinstance(expert_ranks, int) and expert_ranks != sizes.tensor:
-        message = f"experts are split otherwise than the rest: over {expert_ranks} ranks, not {sizes.tensor}"
+        message = f"experts are split over {expert_ranks} ranks, the rest over {sizes.tensor}"
         raise Unsupported(message, path=path)
 
 

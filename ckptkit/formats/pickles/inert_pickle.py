@@ -218,7 +218,7 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
     try:
         return _Unpickler(harmless, names, is_flat=is_flat).load(), harmless.end
     except _MALFORMED as error:
-        raise Corrupt(f"the pickle breaks off or makes no sense in bytes {at}:{len(data)}") from error
+        raise Corrupt(f"the pickle is truncated or malformed in bytes {at}:{len(data)}") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -236,8 +236,8 @@ class _Unpickler(pickle.Unpickler):
         if known is None:
             if (module, name) not in self._names:
                 raise Unsupported(
-                    f"the pickle names `{module}.{name}`, which no checkpoint of this kind needs",
-                    hint="ckptkit runs no code from a checkpoint; if you trust its producer, please report the name",
+                    f"the pickle names `{module}.{name}`, which ckptkit does not expect in a checkpoint",
+                    hint="report the name if you trust the producer: ckptkit never runs code from a checkpoint",
                 )
             is_getattr = (module, name) in _GETATTR
             known = _Attribute(module, name, self.name_it) if is_getattr else self.name_it(module, name)

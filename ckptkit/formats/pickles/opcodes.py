@@ -93,7 +93,7 @@ def exchange(data: bytes, at: int) -> tuple[bytes | None, int]:
         raise IndexError(at)
     width = _COUNTED.get(opcode[0])
     if width is None:
-        raise Unsupported(f"pickle opcode 0x{opcode[0]:02x} at byte {at} is not one that torch writes")
+        raise Unsupported(f"pickle opcode 0x{opcode[0]:02x} at byte {at} is not an opcode that torch writes")
     start = at + 1 + width
     return None, past_end(data, start, number(data, at + 1, width))
 

@@ -47,7 +47,7 @@ _REFUSED = {
     "_rebuild_qtensor": "quantized",
     "_rebuild_sparse_tensor": "sparse",
     "_rebuild_nested_tensor": "nested",
-    "_rebuild_meta_tensor_no_storage": "on the meta device, without data",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, without data",
     "_rebuild_wrapper_subclass": "a tensor subclass",
     "_rebuild_from_type_v2": "a tensor subclass",
 }
@@ -146,14 +146,12 @@ def as_tensor(value: object) -> TensorRecord:
     call = unwrap(value)
     if not any(is_call(call, name) for name in _TENSORS):
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
-        what = _REFUSED.get(made_by, f"something else than a plain tensor ({made_by or type(call).__name__})")
+        what = _REFUSED.get(made_by, f"a tensor that is not a plain one ({made_by or type(call).__name__})")
         if made_by.endswith(_MADE_ANEW):
             what = f"a tensor subclass, `{str(call.of).removesuffix(_MADE_ANEW)}`"
         if isinstance(call, Record) and call.of == _REBUILD_OF_TYPE and len(call.args) > 1:
             what += f", `{call.args[1]}`"
-        raise Unsupported(
-            f"the entry holds {what}", hint="save it as a plain dense tensor, or leave it out with --exclude"
-        )
+        raise Unsupported(f"the entry holds {what}", hint="save a plain dense tensor, or drop the entry with --exclude")
     return parse_rebuild(call)
 
 
@@ -205,7 +203,7 @@ def parse_rebuild(call: Record) -> TensorRecord:
         dtype = DTYPES[STORAGES[storage_type.name] if typed else call.args[6].name]
         bits = call.args[6 if typed else 7 :]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise Unsupported("data.pkl describes a tensor of a kind that ckptkit does not know") from error
+        raise Unsupported("data.pkl describes an unknown kind of tensor") from error
     flags = [bit for bits_of in bits if isinstance(bits_of, dict) for bit, value in bits_of.items() if value]
     if flags:
         raise Unsupported(

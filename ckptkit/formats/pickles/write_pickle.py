@@ -29,7 +29,7 @@ def dump(value: Any) -> bytes:
     try:
         pickler.save(value)
     except RecursionError as error:
-        raise Unsupported("the value is nested too deep to be pickled") from error
+        raise Unsupported("the value is nested too deeply to be pickled") from error
     return bytes(pickler.out + b".")
 
 

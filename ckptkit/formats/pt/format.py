@@ -132,5 +132,5 @@ def choose_file(path: Path) -> Path:
         return files[0]
     names = ", ".join(file.name for file in files[:8])
     raise Unsupported(
-        f"{len(files)} torch.save files and no `{MAIN}`: {names}", path=path, hint="name the one that is meant"
+        f"{len(files)} torch.save files and no `{MAIN}`: {names}", path=path, hint="pass the file that you want"
     )

@@ -103,7 +103,7 @@ def find_index(path: Path) -> Index:
     names = sorted(filter(_INDEX.fullmatch, names_in(path)))
     numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
     if not names and numbered:
-        message = f"no `{numbered[1]}.{numbered[2]}.index.json` says which files belong with `{numbered[0]}`"
+        message = f"no `{numbered[1]}.{numbered[2]}.index.json` is here to say which files belong with `{numbered[0]}`"
         raise Incomplete(message, path=path, hint=ELSEWHERE)
     models = [name for name in names if "optim" not in name]
     if len(models or names) != 1:
@@ -112,11 +112,11 @@ def find_index(path: Path) -> Index:
     name = (models or names)[0]
     places, metadata = read_index(path / name)
     if not places:
-        raise Corrupt("the index names no file", path=path / name)
+        raise Corrupt("the index lists no files", path=path / name)
     groups = metadata.get(_GROUPS)
     if groups is not None:
         if not isinstance(groups, str):
-            raise Corrupt(f"`{_GROUPS}` in its metadata is no file's name", path=path / name)
+            raise Corrupt(f"`{_GROUPS}` in the metadata is not a file name", path=path / name)
         check_name(groups, path)
     return Index(path, name, places, groups)
 
@@ -135,7 +135,7 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
         flattening.add_all(children, above)
         again = next((name for name in flattening.flat.keys if name in whole.keys), None)
         if again is not None:
-            raise Corrupt("another file has it too", tensor=again)
+            raise Corrupt("another file contains the tensor too", tensor=again)
     except CkptError as error:
         raise error.blame(path=index.root / file) from None
     whole.tensors.update(flattening.flat.tensors)
@@ -148,13 +148,13 @@ def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]]
     wanted = {name for name, place in index.places.items() if place == file}
     found = {str(name) for name, _ in children}
     for name in sorted(wanted - found):
-        message = f"`{index.name}` places it here, and it is not in the file"
+        message = f"`{index.name}` lists the tensor in this file, but the file does not have it"
         report(Corrupt(message, path=index.root / file, tensor=name))
     for name in sorted(found - wanted):
-        message = f"it is in the file, and `{index.name}` does not say so"
+        message = f"the tensor is in the file, but `{index.name}` does not list it"
         report(Corrupt(message, path=index.root / file, tensor=name))
 
 
 def missing(index: Index, name: str) -> Incomplete:
-    hint = "a download that did not end? the files belong in one directory"
-    return Incomplete(f"the file is missing, which `{index.name}` names", path=index.root / name, hint=hint)
+    hint = "download the missing files again, to this directory"
+    return Incomplete(f"the file is missing, but `{index.name}` lists it", path=index.root / name, hint=hint)

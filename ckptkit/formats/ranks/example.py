@@ -46,8 +46,10 @@ class Example:
         """Return the mesh of `world` ranks: the first axis has what the others leave."""
         rest = self.grid.shape[1:]
         if world % prod(rest):
-            message = f"the mesh has axes of {' and '.join(map(str, rest))} ranks beside the first"
-            raise Unsupported(f"{message}, of which {world} is no multiple", hint=f"name a multiple of {prod(rest)}")
+            message = f"the mesh has axes of {' and '.join(map(str, rest))} ranks besides the first"
+            raise Unsupported(
+                f"{message}, and {world} is not a multiple of their product", hint=f"pass a multiple of {prod(rest)}"
+            )
         return self.grid._replace(shape=(world // prod(rest), *rest))
 
 
@@ -57,11 +59,13 @@ def example_of(wanted: Layout) -> Example:
     if found is None:
         return Example()
     if not found.naming.templates:
-        raise Unsupported("files with such names are read, but not written", hint="use `convert --to dcp`")
+        raise Unsupported("ckptkit reads files with such names, but does not write them", hint="use `convert --to dcp`")
     model = first_of(wanted, found.files[MODEL])
     meshes = [held.spread.mesh for held in model.tensors.values() if isinstance(held.spread, Placed)]
     if any(len(mesh.ranks) != found.world or mesh != meshes[0] for mesh in meshes):
-        raise Unsupported("tensors lie on several meshes, or on a part of the ranks", hint="use `convert --to dcp`")
+        raise Unsupported(
+            "the tensors are on several meshes, or on some of the ranks only", hint="use `convert --to dcp`"
+        )
     calls = dtensors_in(model)
     grid = RankMesh((found.world,))
     if meshes:

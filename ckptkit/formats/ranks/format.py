@@ -110,7 +110,7 @@ def find(path: Path, report: Report = refuse) -> RankFiles:
     try:
         found = find_files(names_in(path), lambda problem: report(problem.blame(path=path)))
         if found is None:
-            raise Corrupt("no file of a rank holds a model")
+            raise Corrupt("no rank's file contains a model")
         check_config(path, found)
     except CkptError as error:
         raise error.blame(path=path) from None
@@ -125,14 +125,14 @@ def check_config(path: Path, found: RankFiles) -> None:
     said = config.get("world_size") if isinstance(config, dict) else None
     if type(said) is int and said != found.world:
         message = f"it says {said} ranks, the files are of {found.world}"
-        raise Corrupt(message, path=path / CONFIG, hint="are these files of one run?")
+        raise Corrupt(message, path=path / CONFIG, hint="check that all files come from one run")
 
 
 def join_all(path: Path, found: RankFiles, report: Report) -> FlatState:
     """Return model, optimizer and the rest of all ranks; report files that cannot be read, and leave them out."""
     model = without_views(read_files(path, found, MODEL, (MODEL,), report))
     if not model:
-        raise Corrupt("no file of a rank that holds a model can be read")
+        raise Corrupt("no rank's file with a model can be read")
     flats = [join_files(model, naming_files(path, found, MODEL, report))]
     try:
         files = read_files(path, found, OPTIMIZER, (OPTIMIZER,), report)

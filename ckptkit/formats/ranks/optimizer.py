@@ -34,7 +34,9 @@ def join_optimizer(
         return join_files(files, report)
     flattened = numbered.is_flattened(files, model[0])
     if flattened and world is not None and {len(files), len(model)} != {world}:
-        raise Corrupt(f"its moments lie flattened in the files of {world} ranks, and some of these cannot be read")
+        raise Corrupt(
+            f"its moments are flattened over the files of {world} ranks, and some of these files cannot be read"
+        )
     holding = numbered.holders(model)
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = numbered.shapes_of(own, flattened=flattened)

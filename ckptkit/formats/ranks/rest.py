@@ -20,7 +20,9 @@ def join_rest(files: Sequence[RankFile], taken: Sequence[str]) -> FlatState:
     joined = FlatState()
     for top in dict.fromkeys(key[0] for file in files for key in file.flat.keys.values()):
         if top in taken:
-            raise Corrupt(f"an entry is called `{top}`, as what is in other files is", path=files[0].name)
+            raise Corrupt(
+                f"an entry is called `{top}`, which is the name of the contents of other files", path=files[0].name
+            )
         shared = top not in _OWN and all(seen(file, top) == seen(files[0], top) for file in files)
         for file in files[:1] if shared else files:
             add(joined, file, top, () if shared else (f"rank_{file.rank}",))

@@ -44,8 +44,8 @@ def arrange_files(wanted: Layout, example: Example, world: int) -> Iterator[NewF
     for kind, names in writing.kinds().items():
         template = example.naming.templates.get(kind)
         if template is None:
-            hint = f"leave it out with --exclude '{names[0].partition('.')[0]}*'"
-            raise Unsupported("files with such names have no place for it", tensor=names[0], hint=hint)
+            hint = f"drop it with --exclude '{names[0].partition('.')[0]}*'"
+            raise Unsupported("files with such names cannot store this entry", tensor=names[0], hint=hint)
         for rank in range(world):
             name = template.format(world=world, rank=rank, set=example.label)
             yield writing.file(name, names, rank)
@@ -78,10 +78,12 @@ class Writing:
                 kinds.setdefault(kind, []).append(name)
         unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.is_of_unknown(name)), None)
         if unknown is not None:
-            message = "it is not certain which parameter this is of, and so not how to spread it"
-            raise Unsupported(message, tensor=unknown, hint="leave the optimizer out with --exclude 'optimizer.*'")
+            message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
+            raise Unsupported(message, tensor=unknown, hint="drop the optimizer with --exclude 'optimizer.*'")
         if MODEL not in kinds:
-            raise Unsupported(f"there is no model under `{MODEL}`", hint=f"put all under it with --under {MODEL}")
+            raise Unsupported(
+                f"there is no model under `{MODEL}`", hint=f"pass --under {MODEL} to put all tensors there"
+            )
         return kinds
 
     def is_of_unknown(self, name: str) -> bool:

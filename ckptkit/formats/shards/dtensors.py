@@ -85,7 +85,7 @@ class Specs:
         try:
             function, _, (_, _, size, *_), state = value.args
             if function != _WRAPPER:
-                raise Unsupported("a DTensor that is made in a way that ckptkit does not know")
+                raise Unsupported("the pickle builds the DTensor in an unknown way")
             attributes = state[-1] if isinstance(state, tuple) else state
             held = as_tensor(attributes["_local_tensor"])
             spec = attributes["_spec"].attributes()
@@ -96,9 +96,9 @@ class Specs:
             strided = any(shard is not None and shard.stride > 1 for shard in placements)
             order = None if strided else read_order(spec.get("shard_order"), placements)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise Unsupported("a DTensor is described in a way that ckptkit does not know") from error
+            raise Unsupported("the pickle describes the DTensor in an unknown way") from error
         if any(shard is not None and shard.dim >= len(shape) for shard in placements):
-            raise Corrupt(f"a tensor of shape {list(shape)} is cut along a dimension that it has not")
+            raise Corrupt(f"a tensor of shape {list(shape)} is cut along a dimension that it does not have")
         return Placed(Spec(held.dtype, shape), mesh, placements, order, held)
 
     def mesh(self, value: Any) -> Mesh:
@@ -126,7 +126,7 @@ def read_placement(value: Record, mesh: Mesh) -> Placement:
     if of.name == "Replicate":
         return None
     if "Partial" in of.name:
-        raise Unsupported(f"it is a partial sum (`{of.name}`): each rank holds a summand, and none the tensor")
+        raise Unsupported(f"this is a partial sum (`{of.name}`): each rank has a summand, and no rank has the tensor")
     if of.name not in ("Shard", "_StridedShard"):
         raise Unsupported(f"a placement of class `{of}`")
     state = attributes_of(value)

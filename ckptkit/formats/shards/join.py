@@ -65,7 +65,7 @@ def join(held: Mapping[int, RankTensor], report: Report, *, may_differ: bool = F
     for rank, other in held.items():
         if other.spec != tensor.spec or type(other.spread) is not type(tensor.spread):
             message = f"rank {rank} has it as {describe(other)}, rank {first} as {describe(tensor)}"
-            raise Corrupt(message, hint="are these files of one run?")
+            raise Corrupt(message, hint="check that all files come from one run")
     if isinstance(tensor.spread, Placed):
         return StoredTensor(tensor.spec, unique(join_placed(held, tensor.spread, report)))
     if isinstance(tensor.spread, ShardedTensor):
@@ -94,11 +94,11 @@ def join_placed(held: Mapping[int, RankTensor], of_first: Placed, report: Report
         there = (of_first.mesh.shape, of_first.placements, of_first.order)
         if here != there:
             message = f"rank {rank} has it on a mesh of {list(here[0])}, rank {min(held)} on one of {list(there[0])}"
-            raise Corrupt(f"{message}, or placed in another way", hint="are these files of one run?")
+            raise Corrupt(f"{message}, or placed in another way", hint="check that all files come from one run")
     missing = [rank for rank in of_first.mesh.ranks if rank not in held]
     if missing:
-        message = f"it lies on {len(of_first.mesh.ranks)} ranks, and rank {missing[0]} has no part of it here"
-        report(Incomplete(message, hint="a file is missing, or of another run", ranks=missing))
+        message = f"it lies on {len(of_first.mesh.ranks)} ranks, and rank {missing[0]} has no part of it"
+        report(Incomplete(message, hint="check that no file is missing or from another run", ranks=missing))
     first = {}
     for rank in (rank for rank in of_first.mesh.ranks if rank in held):
         spread = held[rank].spread
@@ -123,8 +123,8 @@ def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> N
         is_told = None not in (chunk.crc32, again.crc32) and chunk.run is None
         if is_told and chunk.crc32 != again.crc32:
             raise Unsupported(
-                f"ranks {one} and {other} have other numbers under this name, and nothing says how they fit",
-                hint="is it local to each rank, as experts and stages of a pipeline may be?",
+                f"ranks {one} and {other} have other numbers under this name, and no file says how to join them",
+                hint="check whether the tensor is local to each rank, like experts or pipeline stages",
             )
 
 
@@ -135,13 +135,13 @@ def check_same_shards(held: Mapping[int, RankTensor], of_first: ShardedTensor, r
         assert isinstance(spread, ShardedTensor)
         if spread.boxes != of_first.boxes:
             message = f"rank {rank} knows {len(spread.boxes)} shards, rank {min(held)} {len(of_first.boxes)} or others"
-            raise Corrupt(message, hint="are these files of one run?")
+            raise Corrupt(message, hint="check that all files come from one run")
         if not {chunk.box for chunk in other.chunks} <= set(of_first.boxes):
-            raise Corrupt(f"rank {rank} holds a shard that is not in the list of all")
+            raise Corrupt(f"rank {rank} has a shard that the list of all shards does not contain")
     beyond = [rank for rank in of_first.ranks if rank is not None and rank not in held]
     if beyond:
-        message = f"it lies on {len(of_first.ranks)} ranks, and rank {beyond[0]} has no part of it here"
-        report(Incomplete(message, hint="a file is missing, or of another run", ranks=beyond))
+        message = f"it lies on {len(of_first.ranks)} ranks, and rank {beyond[0]} has no part of it"
+        report(Incomplete(message, hint="check that no file is missing or from another run", ranks=beyond))
 
 
 def unique(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

@@ -41,8 +41,8 @@ def find_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
     """Return the rule for a tensor. Raises `Unsupported` where there is none: nothing is guessed."""
     found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
     if found is None:
-        hint = "please report its name; each rank's own file can be opened under another name"
-        raise Unsupported(f"no rule says how it is split over {ranks} ranks", tensor=name, hint=hint)
+        hint = "report the tensor's name; to open one rank's file, rename a copy of it"
+        raise Unsupported(f"there is no rule for how the tensor is split over {ranks} ranks", tensor=name, hint=hint)
     return found
 
 
@@ -56,7 +56,7 @@ def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
         if part.spec.dtype != first.dtype or replace_at(part.spec.shape, rule.axis, 1, ()) != rest:
             raise Corrupt(f"the ranks do not fit together: one has {first}, another {part.spec}")
     if len(first.shape) <= rule.axis:
-        raise Corrupt(f"{first} has no axis {rule.axis} along which ranks could share it")
+        raise Corrupt(f"{first} has no axis {rule.axis} that the ranks could split")
     sections = zip(*(cut_in(part, rule.axis, rule.sections) for part in parts), strict=True)
     joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))

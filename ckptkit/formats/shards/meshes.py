@@ -40,7 +40,7 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
     Raises `Corrupt` if that rank is not in it, `Unsupported` for what is no mesh that is known here.
     """
     if not (isinstance(value, Record) and value.of == DEVICE_MESH):
-        raise Unsupported("a tensor lies on a mesh of a kind that ckptkit does not know")
+        raise Unsupported("a tensor is on an unknown kind of mesh")
     try:
         state = value.attributes()
         layout = state.get("_layout")
@@ -53,7 +53,7 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
         else:
             shape, ranks = spread(layout, tuple(state["_flatten_rank_map"]), rank)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise Unsupported("a mesh is described in a way that ckptkit does not know") from error
+        raise Unsupported("the pickle describes a mesh in an unknown way") from error
     if not all(type(one) is int for one in ranks) or len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
         raise Corrupt(f"a mesh of shape {list(shape)} lists {len(ranks)} ranks, or one of them twice")
     recorded = state.get("_rank")

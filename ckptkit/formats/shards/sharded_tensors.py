@@ -49,7 +49,7 @@ def open_sharded(value: Record) -> ShardedTensor:
         held = tuple(open_shard(attributes_of(shard)) for shard in shards)
         dtype = held[0][1].dtype if held else as_tensor_dtype(value)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise Unsupported("a ShardedTensor is described in a way that ckptkit does not know") from error
+        raise Unsupported("the pickle describes a ShardedTensor in an unknown way") from error
     return ShardedTensor(Spec(dtype, shape), held, tuple(box for box, _ in every), tuple(rank for _, rank in every))
 
 

@@ -98,7 +98,7 @@ def join_item(path: Path, name: str, item: CheckpointItem, report: Report) -> Fl
     if absent:
         for tensor in (".".join(map(str, (name, *key))) for key in item.spread):
             if tensor not in flat.tensors:
-                report(Corrupt("no file of a rank that has it can be read", path=path, tensor=tensor))
+                report(Corrupt("no file of a rank that has this entry can be read", path=path, tensor=tensor))
     return flat
 
 

@@ -71,7 +71,7 @@ def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
         found = grouped(value) if version == "1.0" else value["metadata"]
         return {name: read_item(root, name, item, world) for name, item in found.items()}, world
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Corrupt("the metadata make no sense", path=path) from error
+        raise Corrupt("the metadata is malformed", path=path) from error
     except CkptError as error:
         raise error.blame(path=path) from None
 
@@ -111,7 +111,7 @@ def file_of(root: Path, name: str, rank: int, said: Mapping[str, Any] | None) ->
         (f"{name}_{rank}.pt", TORCH) if said is None else (said["file_path"], said["serialization_format"]["type"])
     )
     if not isinstance(file, str) or Path(file).is_absolute():
-        raise Unsafe(f"the metadata refer to `{file!a}`", path=root)
+        raise Unsafe(f"the metadata refers to `{file!a}`", path=root)
     for part in file.split("/"):
         check_name(part, root)
     if kind not in (TORCH, SAFETENSORS, JSON, RAW):

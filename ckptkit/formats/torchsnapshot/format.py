@@ -62,7 +62,7 @@ class TorchSnapshot(FormatReader):
             for key, found in by_key.items():
                 gathering.add(key, found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Corrupt("the manifest makes no sense", path=path / NAME) from error
+            raise Corrupt("the manifest is malformed", path=path / NAME) from error
         gathering.add_values()
         tensors, blobs, keys = gathering.tensors, gathering.blobs, gathering.keys
         layout = Layout(path, self.name, tensors, blobs, keys, world, (NAME,))
@@ -106,7 +106,7 @@ class _Gathering:
         for entry in (entry for entry in entries if entry not in there):
             own = ".".join(map(str, (OWN, f"rank_{entry.rank}", *key)))
             path = self.root / self.places.chunks(entry)[1][0].path
-            message = "it may not have been what other ranks have"
+            message = "other ranks may have had another value"
             self.places.report(Incomplete(message, path=path, tensor=own, ranks=[entry.rank]))
 
     def add_entry(self, key: KeyPath, entry: ManifestEntry) -> None:
@@ -132,7 +132,7 @@ class _Gathering:
             unique.setdefault(chunk.box, chunk)
         if spec is None:
             if not chunks or len({(chunk.dtype, len(chunk.size)) for chunk in chunks}) > 1:
-                raise Corrupt("its shards have different dtypes or numbers of axes", path=self.root, tensor=name)
+                raise Corrupt("the shards have different dtypes or numbers of axes", path=self.root, tensor=name)
             ends = zip(*(box.stop for box in unique), strict=True)
             spec = Spec(chunks[0].dtype, tuple(max(along) for along in ends))
         self.tensors[name] = StoredTensor(spec, tuple(unique.values()))
@@ -141,7 +141,7 @@ class _Gathering:
         """Return the name at a key path, and keep the path."""
         name = ".".join(map(str, key))
         if name in self.keys:
-            raise Corrupt("two entries of the manifest have this name", path=self.root, tensor=name)
+            raise Corrupt("two entries of the manifest have the same name", path=self.root, tensor=name)
         self.keys[name] = key
         return name
 

@@ -48,8 +48,8 @@ def read_manifest(root: Path) -> tuple[list[ManifestEntry], int]:
     path = root / NAME
     data = read_small(path, _LIMIT)
     if not data.lstrip().startswith(b"{"):
-        hint = "open and save it again with torchsnapshot 0.1"
-        raise Unsupported("the manifest is no JSON, as versions before 0.1 wrote it", path=path, hint=hint)
+        hint = "load the snapshot with torchsnapshot 0.1 and save it again"
+        raise Unsupported("the manifest is not JSON: a torchsnapshot before 0.1 wrote it", path=path, hint=hint)
     try:
         found = parse_json(data, path)
         manifest, world = found["manifest"], found["world_size"]
@@ -59,7 +59,7 @@ def read_manifest(root: Path) -> tuple[list[ManifestEntry], int]:
         numbers = {name: numbers_in(said) for name, said in manifest.items() if said["type"] in _DICTS}
         return [entry_of(name, said, lists, numbers) for name, said in manifest.items()], world
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Corrupt("the manifest makes no sense", path=path) from error
+        raise Corrupt("the manifest is malformed", path=path) from error
 
 
 def numbers_in(said: Mapping[str, Any]) -> frozenset[str]:
@@ -205,7 +205,7 @@ class Places:
                 raise Corrupt("a shard's tensor has another shape than the shard")
             return None if sharded else Spec(dtype_of(said["dtype"]), as_shape(tuple(said["shape"]))), chunks
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Corrupt("the manifest makes no sense", path=self.root / NAME) from error
+            raise Corrupt("the manifest is malformed", path=self.root / NAME) from error
         except CkptError as error:
             raise error.blame(tensor=".".join(map(str, entry.key))) from None
 

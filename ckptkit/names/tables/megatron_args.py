@@ -22,9 +22,9 @@ _COMMON, _ARGS = "common.pt", "args"
 LAYERNORM_1P = "apply_layernorm_1p"
 ZERO_CENTERED = ("gemma",)  # types whose norms lie around zero on the Hub
 _SWITCHES = {
-    "rotary_interleaved": "rotary embeddings turn neighbours, as no such model of the Hub does",
+    "rotary_interleaved": "the rotary embeddings are interleaved, and no model on the Hub has that for this type",
     "attention_output_gate": "queries have gates",
-    "multi_latent_attention": "attention has latent heads",
+    "multi_latent_attention": "the attention has latent heads",
 }
 
 
@@ -33,13 +33,15 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
     args = read_args(checkpoint)
     for name, said, wanted in list_numbers(args, sizes):
         if said != wanted:
-            hint = "is the config.json that of another model?"
-            raise Mismatch(f"Megatron's arguments say {name} {said}, config.json calls for {wanted}", hint=hint)
+            hint = "check that config.json belongs to this model"
+            raise Mismatch(f"Megatron's arguments say {name} {said}, config.json says {wanted}", hint=hint)
     if args.get("swiglu") is False:
-        raise Mismatch(f"Megatron's arguments say swiglu False, and a model of type `{sizes.model_type}` has gates")
+        raise Mismatch(
+            f"Megatron's arguments say swiglu False, but a model of type `{sizes.model_type}` has gated layers"
+        )
     for name, meaning in _SWITCHES.items():
         if args.get(name) is True:
-            raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="--names keep leaves the names")
+            raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="pass --names keep to keep the names")
     check_norms(args.get(LAYERNORM_1P), sizes.model_type)
 
 
@@ -57,11 +59,11 @@ def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, i
 def check_norms(around_zero: object, model: str) -> None:
     """Raise `Unsupported` where one would have to be added to all norms or taken off, or nothing tells that."""
     if model in ZERO_CENTERED and around_zero is not True:
-        message = f"norms of `{model}` lie around zero on the Hub, and no `{LAYERNORM_1P}` says that they do here"
-        raise Unsupported(message, hint="--names keep leaves the names")
+        message = f"the norms of `{model}` are centered at zero on the Hub, but no `{LAYERNORM_1P}` says so here"
+        raise Unsupported(message, hint="pass --names keep to keep the names")
     if around_zero is True and model not in ZERO_CENTERED:
-        message = f"Megatron's arguments say {LAYERNORM_1P}: one would have to be added to all norms of `{model}`"
-        raise Unsupported(message, hint="--names keep leaves the names")
+        message = f"Megatron's arguments say {LAYERNORM_1P}: all norms of `{model}` would need 1 added"
+        raise Unsupported(message, hint="pass --names keep to keep the names")
 
 
 def read_args(checkpoint: Layout) -> Mapping[str, Any]:

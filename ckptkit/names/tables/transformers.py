@@ -123,8 +123,8 @@ def check_shapes(tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape
     """Raise `Mismatch` for a tensor that has another shape than the model's."""
     for name, tensor in tensors.items():
         if name in shapes and tensor.spec.shape != shapes[name]:
-            message = f"the shape is {list(tensor.spec.shape)}, config.json calls for {list(shapes[name])}"
-            raise Mismatch(message, tensor=name, hint="is the config.json that of another model?")
+            message = f"expected shape {list(shapes[name])} (config.json), found {list(tensor.spec.shape)}"
+            raise Mismatch(message, tensor=name, hint="check that config.json belongs to this model")
 
 
 def check_whole(came_from: Mapping[str, tuple[str, ...]], form: Form) -> None:
@@ -132,7 +132,7 @@ def check_whole(came_from: Mapping[str, tuple[str, ...]], form: Form) -> None:
     for name, olds in came_from.items():
         missing = set(form.came_from.get(name, ())) - set(olds)
         if missing:
-            raise Mismatch(f"`{olds[0]}` is there, but not this, which it becomes one with", tensor=min(missing))
+            raise Mismatch(f"missing: `{olds[0]}` is here, and the two become one tensor", tensor=min(missing))
 
 
 def check_all_there(names: Collection[str], form: Form) -> None:
@@ -145,7 +145,7 @@ def check_all_there(names: Collection[str], form: Form) -> None:
         there = [name for name in together if name in names]
         missing = [name for name in together if name not in names]
         if there and missing:
-            raise Mismatch(f"`{there[0]}` is there, but not this, which it becomes one with", tensor=missing[0])
+            raise Mismatch(f"missing: `{there[0]}` is here, and the two become one tensor", tensor=missing[0])
 
 
 def rules_of_experts(sizes: Sizes) -> tuple[Rule, ...]:

@@ -261,7 +261,7 @@ def forged(value: object, **storages: bytes) -> bytes:
 
 @pytest.mark.parametrize("reference", [7, ("module", 1, 2), ("storage",), ("storage", 0, ["key"], "cpu", 1), ()])
 def test_a_reference_to_something_else_is_corrupt(reference: Any, tmp_path: Path) -> None:
-    with pytest.raises(Corrupt, match="something else"):
+    with pytest.raises(Corrupt, match="not a storage"):
         arrange(lying(forged((PersistentId(reference),)), tmp_path / "in"))
 
 

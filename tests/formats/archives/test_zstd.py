@@ -91,7 +91,7 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(room: Path, tmp_path: Path, 
         (chunk,) = made.tensors["w"].chunks
         chunk = chunk._replace(path="f", offset=3, length=len(bomb))
         layout = replace(layout, tensors={"w": replace(made.tensors["w"], chunks=(chunk,))}, blobs={})
-    words = f"gives more than {20 + (1 << 16) if promised == 'tensor' else 1 << 26} bytes"
+    words = f"expected at most {20 + (1 << 16) if promised == 'tensor' else 1 << 26} bytes"
     with pytest.raises(Corrupt, match=words) as raised:
         unpack(layout)
     assert (raised.value.tensor, raised.value.path) == ("w" if promised == "tensor" else "x", tmp_path / "in" / "f")

@@ -99,12 +99,12 @@ FAULTS: list[tuple[str, Damage, str]] = [
     (
         "a tensor of one rank",
         lambda root: change(root, slice(1, 2), lambda state: state.pop("layers.1.attention.wq.weight")),
-        "not in both",
+        "found it in one of them",
     ),
     (
         "an unknown tensor",
         lambda root: change(root, slice(2), lambda state: state.update(x=torch.ones(2))),
-        "no rule says how it is split over 2 ranks",
+        "there is no rule for how the tensor is split over 2 ranks",
     ),
     (
         "another shape",

@@ -108,7 +108,7 @@ def test_files_of_experts_that_were_exchanged_are_told(copy: Callable[[str], Pat
     (root / EXPERT.format(0, 0)).rename(root / "there")
     (root / EXPERT.format(0, 1)).rename(root / EXPERT.format(0, 0))
     (root / "there").rename(root / EXPERT.format(0, 1))
-    assert "not of expert 0" in refused(root).message
+    assert "does not belong to expert 0" in refused(root).message
 
 
 def test_a_layer_in_the_place_of_another_is_told(copy: Callable[[str], Path]) -> None:

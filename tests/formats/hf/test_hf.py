@@ -300,9 +300,9 @@ def test_a_tensor_in_two_files_is_corrupt(tmp_path: Path) -> None:
 def test_an_old_single_file_beside_new_shards_is_ambiguous(tmp_path: Path) -> None:
     sharded(tmp_path)
     save_file({"a": counted(2)}, tmp_path / "model.safetensors")
-    assert_refused(tmp_path, "of different exports")
+    assert_refused(tmp_path, "from different exports")
     (tmp_path / "model.safetensors.index.json").unlink()
-    assert_refused(tmp_path, "of different exports")
+    assert_refused(tmp_path, "from different exports")
 
 
 def test_a_linked_shard_is_unsafe(tmp_path: Path) -> None:

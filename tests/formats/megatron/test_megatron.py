@@ -386,7 +386,7 @@ def rename_tensor(state: dict[str, Any]) -> None:
 
 FAULTS: list[tuple[str, str, Damage, str]] = [
     ("swiglu", "missing rank", lambda root: shutil.rmtree(root / "mp_rank_01"), "1 of 2 ranks are missing: mp_rank_01"),
-    ("swiglu", "missing file", lambda root: (root / "mp_rank_01/model_optim_rng.pt").unlink(), "no `model_optim_rng"),
+    ("swiglu", "missing file", lambda root: (root / "mp_rank_01/model_optim_rng.pt").unlink(), "`model_optim_rng"),
     (
         "swiglu",
         "rank of another job",
@@ -405,7 +405,7 @@ FAULTS: list[tuple[str, str, Damage, str]] = [
         "swiglu",
         "a tensor of one rank",
         of_rank("mp_rank_01", lambda state: state["model"].pop("decoder.final_layernorm.weight")),
-        "not every tensor-parallel rank has it",
+        "some tensor-parallel ranks do not have this tensor",
     ),
     (
         "stages",
@@ -414,7 +414,7 @@ FAULTS: list[tuple[str, str, Damage, str]] = [
         "1 of 2 ranks are missing: mp_rank_00_001",
     ),
     ("stages", "layers", of_rank("mp_rank_00_000", set_args(num_layers=5)), "4 layers, the arguments say 5"),
-    ("swiglu", "no model", of_rank("mp_rank_00", lambda state: state.pop("model")), "no `model` in it"),
+    ("swiglu", "no model", of_rank("mp_rank_00", lambda state: state.pop("model")), "the file has no `model`"),
 ]
 
 
@@ -451,7 +451,7 @@ HOSTILE: list[tuple[str, Damage, str]] = [
         of_rank("mp_rank_00", set_args(tensor_model_parallel_size=2**31, pipeline_model_parallel_size=2**20)),
         "ranks are missing: mp_rank_00_001, mp_rank_00_002",
     ),
-    ("no ranks", of_rank("mp_rank_00", set_args(tensor_model_parallel_size=0)), "impossible numbers of ranks"),
+    ("no ranks", of_rank("mp_rank_00", set_args(tensor_model_parallel_size=0)), "numbers of ranks are impossible"),
     ("a long number", of_rank("mp_rank_00", set_args(pipeline_model_parallel_size=10**500)), "number of ranks is"),
     ("a long iteration", of_rank("mp_rank_00", lambda state: state.update(iteration=10**500)), "its iteration is 3"),
     ("a longer one", of_rank("mp_rank_00", lambda state: state.update(iteration=10**5000)), "pickle opcode"),
@@ -460,7 +460,11 @@ HOSTILE: list[tuple[str, Damage, str]] = [
         lambda root: [of_rank(rank.name, add_layer(10**12))(root) for rank in root.iterdir()],
         "a layer or expert with the number 1000000000000",
     ),
-    ("no dict", lambda root: torch.save([1, 2], root / "mp_rank_00/model_optim_rng.pt"), "it holds no dict"),
+    (
+        "no dict",
+        lambda root: torch.save([1, 2], root / "mp_rank_00/model_optim_rng.pt"),
+        "the file does not contain a dict",
+    ),
     ("no archive", lambda root: (root / "mp_rank_00/model_optim_rng.pt").write_bytes(b"PK"), "too few for an archive"),
 ]
 
@@ -483,9 +487,9 @@ def with_old_layer(state: dict[str, Any]) -> None:
     ("change", "message"),
     [
         (with_old_layer, "checkpoint version 1.0: how the queries"),
-        (rename_tensor, "no rule says how it is split over 2 ranks"),
+        (rename_tensor, "there is no rule for how the tensor is split over 2 ranks"),
         (set_args(group_query_attention=True, num_query_groups=1), "fewer groups of queries"),
-        (set_args(num_experts=4, expert_tensor_parallel_size=1), "experts are split otherwise"),
+        (set_args(num_experts=4, expert_tensor_parallel_size=1), "experts are split over"),
     ],
 )
 def test_no_rule_is_guessed(
@@ -503,7 +507,7 @@ def test_a_rank_of_several_is_no_checkpoint(made: Produced) -> None:
     for path in ("mp_rank_01", "mp_rank_01/model_optim_rng.pt"):
         with pytest.raises(CkptError, match="one of several ranks") as raised:
             ckptkit.open(made.root / "dense" / "legacy" / STEP / path)
-        assert "name the directory above" in str(raised.value.hint)
+        assert "pass the directory above" in str(raised.value.hint)
 
 
 def test_an_optimizer_that_may_be_in_another_order_is_carried_as_it_is(made: Produced, tmp_path: Path) -> None:

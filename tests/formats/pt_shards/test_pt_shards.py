@@ -71,7 +71,7 @@ def test_an_optimizer_beside_a_model_gets_its_names(tmp_path: Path) -> None:
     for i, (name, _) in enumerate(network.named_parameters()):
         for moment, value in saved["state"][i].items():
             assert torch.equal(opened[f"optimizer.state.{name}.{moment}"].torch(), value)
-    assert any("has names for its 4 parameters" in note for note in done.notes)
+    assert any("got names for its 4 parameters" in note for note in done.notes)
 
 
 def change(root: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -84,12 +84,12 @@ FIRST, SECOND = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-0000
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file is missing": (lambda root: (root / SECOND).unlink(), "the file is missing"),
     "a file is cut": (lambda root: (root / SECOND).write_bytes((root / SECOND).read_bytes()[:99]), "end is missing"),
-    "a name that is not there": (lambda root: change(root, lambda p: p.update(more=FIRST)), "not in the file"),
-    "a name too few": (lambda root: change(root, lambda p: p.pop("3.weight")), "does not say so"),
-    "a name elsewhere": (lambda root: change(root, lambda p: p.update({"3.weight": FIRST})), "not in the file"),
+    "a name that is not there": (lambda root: change(root, lambda p: p.update(more=FIRST)), "does not have it"),
+    "a name too few": (lambda root: change(root, lambda p: p.pop("3.weight")), "does not list it"),
+    "a name elsewhere": (lambda root: change(root, lambda p: p.update({"3.weight": FIRST})), "does not have it"),
     "a name outside": (lambda root: change(root, lambda p: p.update(more="../x.bin")), "plain file name"),
     "two indices": (lambda root: (root / "other.bin.index.json").write_text("{}"), "2 indices"),
-    "no index": (lambda root: (root / INDEX).write_text("[]"), "has no `weight_map`"),
+    "no index": (lambda root: (root / INDEX).write_text("[]"), "does not have `weight_map`"),
 }
 
 

@@ -81,9 +81,9 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a name that is called": (lambda m: m.update(version=Path("x")), "names"),
     "another kind": (lambda m: first_group(m).update(type="Other"), "Other"),
     "a partial sum": (lambda m: first_group(m)["data"].update(placements=[{"type": "Partial"}]), "Partial"),
-    "no such axis": (lambda m: first_group(m)["data"].update(placements=[{"type": "Shard", "dim": 7}]), "no sense"),
-    "a mesh of one": (lambda m: first_group(m)["data"]["mesh_spec"].update(mesh_data=(0,)), "no sense"),
-    "no items": (lambda m: m.update(metadata=None), "no sense"),
+    "no such axis": (lambda m: first_group(m)["data"].update(placements=[{"type": "Shard", "dim": 7}]), "malformed"),
+    "a mesh of one": (lambda m: first_group(m)["data"]["mesh_spec"].update(mesh_data=(0,)), "malformed"),
+    "no items": (lambda m: m.update(metadata=None), "malformed"),
 }
 
 

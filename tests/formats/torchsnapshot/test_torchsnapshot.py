@@ -85,13 +85,13 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a gap": (lambda m: shard(m).update(offsets=[9, 0]), "gap|cover"),
     "an overlap": (lambda m: shard(m).update(offsets=[1, 0]), "overlap"),
     "other sizes": (lambda m: shard(m).update(sizes=[1, 1]), "another shape"),
-    "a negative shape": (lambda m: shard(m)["tensor"].update(shape=[-1, 6]), "no sense"),
+    "a negative shape": (lambda m: shard(m)["tensor"].update(shape=[-1, 6]), "malformed"),
     "an unknown format": (lambda m: shard(m)["tensor"].update(serializer="zip"), "zip"),
     "an unknown dtype": (lambda m: shard(m)["tensor"].update(dtype="torch.int3"), "int3"),
     "an unknown kind": (lambda m: m["manifest"]["0/progress/step"].update(type="complex"), "complex"),
-    "a dict without its keys": (lambda m: m["manifest"]["0/progress"].pop("keys"), "no sense"),
-    "a float of three bytes": (lambda m: m["manifest"]["0/progress/lr"].update(serialized_value="AAAA"), "no sense"),
-    "no manifest": (lambda m: m.pop("manifest"), "no sense"),
+    "a dict without its keys": (lambda m: m["manifest"]["0/progress"].pop("keys"), "malformed"),
+    "a float of three bytes": (lambda m: m["manifest"]["0/progress/lr"].update(serialized_value="AAAA"), "malformed"),
+    "no manifest": (lambda m: m.pop("manifest"), "malformed"),
 }
 
 
@@ -109,5 +109,5 @@ def test_refuses_a_manifest_that_does_not_fit(good: Path, spoil: str) -> None:
 
 def test_a_manifest_in_yaml_is_refused(good: Path) -> None:
     (good / ".snapshot_metadata").write_text("version: 0.0.1\nworld_size: 2\nmanifest: {}\n")
-    with pytest.raises(CkptError, match="no JSON"):
+    with pytest.raises(CkptError, match="not JSON"):
         open_layout(good)

@@ -59,7 +59,7 @@ def logits_of(place: Path, tokens: Tensor) -> Tensor:
 def test_the_same_logits(base: Path, tmp_path: Path) -> None:
     model = train(Widths(), tmp_path / "ckpt.pt")
     done = ckptkit.consolidate(tmp_path / "ckpt.pt", tmp_path / "out", base=base)
-    assert any("left out 2" in note and "attn.bias" in note for note in done.notes)
+    assert any("dropped 2" in note and "attn.bias" in note for note in done.notes)
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert torch.allclose(logits_of(tmp_path / "out", tokens), model(tokens), atol=1e-5)
@@ -80,11 +80,11 @@ def test_padded_rows(tmp_path: Path) -> None:
     """A vocabulary of 48 rows, where GPT-2 has 41: an error, and with --vocab-size the first 41."""
     config(vocab_size=VOCABULARY).save_pretrained(tmp_path / "base")
     model = train(Widths(), tmp_path / "ckpt.pt")
-    with pytest.raises(Mismatch, match=r"it has 48 rows, config\.json has a vocabulary of 41"):
+    with pytest.raises(Mismatch, match=r"expected 41 rows \(vocab_size in config\.json\), found 48"):
         ckptkit.consolidate(tmp_path / "ckpt.pt", tmp_path / "out", base=tmp_path / "base")
     options: dict[str, Any] = {"base": tmp_path / "base", "vocab_size": VOCABULARY}
     done = ckptkit.consolidate(tmp_path / "ckpt.pt", tmp_path / "out", **options)
-    assert any("the last 7 are left out" in note for note in done.notes)
+    assert any("dropped the last 7" in note for note in done.notes)
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         wanted = model(tokens)[..., :VOCABULARY]
@@ -93,7 +93,7 @@ def test_padded_rows(tmp_path: Path) -> None:
 
 def test_no_biases(base: Path, tmp_path: Path) -> None:
     train(Widths(bias=False), tmp_path / "ckpt.pt")
-    with pytest.raises(Mismatch, match="every `gpt2` has it") as caught:
+    with pytest.raises(Mismatch, match="every `gpt2` has this tensor") as caught:
         ckptkit.consolidate(tmp_path / "ckpt.pt", tmp_path / "out", base=base)
     assert caught.value.tensor == "transformer.h.0.attn.c_attn.bias"
 
@@ -137,7 +137,7 @@ def test_llmc(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model_00000010.bin", tensors)
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 8, "n_positions": 6, "vocab_size": 11}
     config(**sizes, bos_token_id=10, eos_token_id=10).save_pretrained(tmp_path / "base")
-    with pytest.raises(Mismatch, match=r"it has 16 rows, config\.json has a vocabulary of 11"):
+    with pytest.raises(Mismatch, match=r"expected 11 rows \(vocab_size in config\.json\), found 16"):
         ckptkit.consolidate(path, tmp_path / "out", base=tmp_path / "base")
     ckptkit.consolidate(path, tmp_path / "out", base=tmp_path / "base", vocab_size=11)
     tokens = torch.arange(10).view(2, 5)

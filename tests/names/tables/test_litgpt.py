@@ -94,7 +94,7 @@ def test_a_padded_vocabulary_is_not_passed_on_in_silence(tmp_path: Path) -> None
         name: torch.cat([own[name], torch.ones(8, HIDDEN)]) for name in ("transformer.wte.weight", "lm_head.weight")
     }
     torch.save({"model": own | padded}, tmp_path / "lit_model.pth")
-    with pytest.raises(Mismatch, match=r"it has 48 rows, config\.json has a vocabulary of 40") as caught:
+    with pytest.raises(Mismatch, match=r"expected 40 rows \(vocab_size in config\.json\), found 48") as caught:
         ckptkit.consolidate(tmp_path / "lit_model.pth", tmp_path / "out", base=tmp_path / "hub")
     assert "--vocab-size 40" in str(caught.value.hint)
     ckptkit.consolidate(tmp_path / "lit_model.pth", tmp_path / "out", base=tmp_path / "hub", vocab_size=40)

@@ -115,7 +115,7 @@ def test_fsdp_dtensor(made: Produced, tmp_path: Path, model_type: str, grouped: 
 
 def test_rows_that_pad_the_vocabulary_are_left_out_and_said(made: Produced, tmp_path: Path) -> None:
     done = ckptkit.consolidate(made.root / "llama" / "tensor", tmp_path / "out", base=str(made.root / "llama"))
-    left = f"left out the last {PADDED - VOCABULARY} of the {PADDED} rows of"
+    left = f"dropped the last {PADDED - VOCABULARY} of the {PADDED} rows of"
     assert sum(note.startswith(left) for note in done.notes) == 2
     expected = modules(made, "llama")["embedding.word_embeddings.weight"][:VOCABULARY]
     assert torch.equal(ckptkit.open(tmp_path / "out")["model.embed_tokens.weight"].torch(), expected)
@@ -133,7 +133,8 @@ def test_states_of_layers_are_left_out_and_said(made: Produced, tmp_path: Path) 
     source = save(tmp_path / STEP, state)
     done = ckptkit.consolidate(source, tmp_path / "out", base=str(made.root / "llama"))
     assert any(
-        note.startswith("left out 1 that the Hub has not, such as `decoder.layers.0.self") for note in done.notes
+        note.startswith("dropped 1 tensor that the Hub does not have, such as `decoder.layers.0.self")
+        for note in done.notes
     )
 
 
@@ -149,7 +150,7 @@ def test_moments_follow_their_weights(made: Produced, tmp_path: Path, model_type
     assert_same({name: found[weight.format(name)].torch() for name in expected}, expected)
     assert_same({name: found[moment.format(name)].torch() / 2 for name in expected}, expected)
     assert not [name for name in ckptkit.inspect(done.output).layout.names if "decoder" in name]
-    assert any(note.startswith("left out") and "_extra_state" in note for note in done.notes)
+    assert any(note.startswith("dropped") and "_extra_state" in note for note in done.notes)
     assert_same(to_hub(done.output, tmp_path / "again", base), expected)
 
 
@@ -157,7 +158,7 @@ def test_moments_follow_their_weights(made: Produced, tmp_path: Path, model_type
 
 
 def test_without_a_config_it_asks_for_one(made: Produced, tmp_path: Path) -> None:
-    with pytest.raises(Mismatch, match="names of megatron and of the Hub") as raised:
+    with pytest.raises(Mismatch, match="the names of megatron to the Hub's") as raised:
         ckptkit.consolidate(made.root / "llama" / "tensor", tmp_path / "out")
     assert raised.value.exit_code == 3
     assert "--base MODEL" in str(raised.value.hint)
@@ -178,29 +179,29 @@ def grow(name: str) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
 
 
 BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dict[str, Any]], object]]] = {
-    "type": ("llama", Unsupported, "a model of type `bert` are not known", change_config(model_type="bert")),
+    "type": ("llama", Unsupported, "a model of type `bert`", change_config(model_type="bert")),
     "groups": (
         "llama",
         Mismatch,
-        "160 rows, where config.json calls for 2 groups of 4",
+        "expected 2 groups of 4",
         change_config(num_key_value_heads=2),
     ),
-    "heads": ("llama", Mismatch, "which they do not divide", change_config(num_key_value_heads=3)),
+    "heads": ("llama", Mismatch, "which do not divide", change_config(num_key_value_heads=3)),
     "inner": (
         "llama",
         Mismatch,
-        "it has 48 along axis 0, where config.json calls for 40",
+        "expected 40 (config.json), found 48 along axis 0",
         change_config(intermediate_size=20),
     ),
-    "experts": ("mixtral", Mismatch, "config.json calls for 8, 6 are here", change_config(num_local_experts=8)),
-    "fewer experts": ("mixtral", Mismatch, "config.json calls for 5 of them only", change_config(num_local_experts=5)),
-    "expert size": ("qwen3_moe", Mismatch, "calls for 44", change_config(moe_intermediate_size=22)),
-    "layers": ("mixtral", Mismatch, "config.json calls for 3, 2 are here", change_config(num_hidden_layers=3)),
-    "fewer layers": ("qwen3_moe", Mismatch, "config.json calls for 1 of them only", change_config(num_hidden_layers=1)),
+    "experts": ("mixtral", Mismatch, "expected 8 of them (config.json), found 6", change_config(num_local_experts=8)),
+    "fewer experts": ("mixtral", Mismatch, "expected only 5 of them", change_config(num_local_experts=5)),
+    "expert size": ("qwen3_moe", Mismatch, "expected 44", change_config(moe_intermediate_size=22)),
+    "layers": ("mixtral", Mismatch, "expected 3 of them (config.json), found 2", change_config(num_hidden_layers=3)),
+    "fewer layers": ("qwen3_moe", Mismatch, "expected only 1 of them", change_config(num_hidden_layers=1)),
     "vocabulary": (
         "llama",
         Mismatch,
-        "48 rows, config.json has a vocabulary of 49",
+        "expected 49 rows (vocab_size in config.json), found 48",
         change_config(vocab_size=49),
     ),
     "a router's bias": (
@@ -212,25 +213,25 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
     "no experts": (
         "llama",
         Mismatch,
-        "config.json calls for 6 experts, and none are here",
+        "expected 6 experts (config.json), found none",
         change_config(**hub_config("mixtral")),
     ),
     "less in a layer": (
         "mixtral",
         Mismatch,
-        "missing, while layer 0 has it and all else that layer 1 has",
+        "layer 0 has this tensor, and otherwise the same tensors as layer 1",
         lambda state, _: state.pop("decoder.layers.1.self_attention.linear_proj.weight"),
     ),
     "no end of layers": (
         "mixtral",
         Mismatch,
-        "is of no model",
+        "no known model has",
         lambda state, _: state.update({"decoder.layers.mlp.router.weight": torch.empty(1 << 40, 0, 32)}),
     ),
     "half a gate": (
         "llama",
         Mismatch,
-        "weight_w` is there, but not this",
+        "weight_w` is here and needs this tensor too",
         lambda state, _: state.update(
             {"decoder.layers.0.mlp.linear_fc1.weight_w": state.pop("decoder.layers.0.mlp.linear_fc1.weight")[:24]}
         ),
@@ -246,20 +247,20 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
     "fewer groups, by its arguments": (
         "llama",
         Mismatch,
-        "Megatron's arguments say num_query_groups 2, config.json calls for 4",
+        "Megatron's arguments say num_query_groups 2, config.json says 4",
         change_args(group_query_attention=True, num_query_groups=2),
     ),
     "no groups": (
         "llama",
         Mismatch,
-        "num_attention_heads 8, config.json calls for 4",
+        "num_attention_heads 8, config.json says 4",
         change_args(group_query_attention=False, num_attention_heads=8),
     ),
-    "width": ("llama", Mismatch, "kv_channels 4, config.json calls for 10", change_args(kv_channels=4)),
+    "width": ("llama", Mismatch, "kv_channels 4, config.json says 10", change_args(kv_channels=4)),
     "no gates": ("llama", Mismatch, "swiglu False", change_args(swiglu=False)),
     "in pairs": ("llama", Unsupported, "rotary_interleaved", change_args(rotary_interleaved=True)),
     "zero-centred": ("llama", Unsupported, "apply_layernorm_1p", change_args(apply_layernorm_1p=True)),
-    "gemma": ("llama", Unsupported, "norms of `gemma` lie around zero", change_config(model_type="gemma")),
+    "gemma": ("llama", Unsupported, "norms of `gemma` are centered at zero", change_config(model_type="gemma")),
 }
 
 

@@ -93,7 +93,7 @@ def test_a_release_of_two_ranks_has_the_same_logits(tmp_path: Path) -> None:
     config_of("llama", rope_theta=Widths().theta).save_pretrained(tmp_path / "base")
     done = ckptkit.consolidate(tmp_path / "release", tmp_path / "out", base=tmp_path / "base")
     assert any("as meta calls them" in note for note in done.notes)
-    assert any("left out 1" in note and "rope.freqs" in note for note in done.notes)
+    assert any("dropped 1" in note and "rope.freqs" in note for note in done.notes)
     with torch.no_grad():
         made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(TOKENS).logits
         assert torch.allclose(made, model(TOKENS), atol=1e-5)
@@ -155,8 +155,8 @@ def test_params_of_another_model(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "alone" / name).unlink()
     (tmp_path / "alone" / "params.json").write_text(json.dumps(PARAMS | {"dim": 48}))
-    with pytest.raises(Mismatch, match=r"16 rows, where .* calls for 2 heads of 12"):
+    with pytest.raises(Mismatch, match=r"expected 2 heads of 12 .*, found 16 rows"):
         ckptkit.consolidate(tmp_path / "alone", tmp_path / "out")
     (tmp_path / "alone" / "params.json").unlink()
-    with pytest.raises(Mismatch, match=r"config\.json says, and none is here"):
+    with pytest.raises(Mismatch, match=r"needs config\.json; none was found"):
         ckptkit.consolidate(tmp_path / "alone", tmp_path / "out")

@@ -81,4 +81,4 @@ def test_other_models_are_refused() -> None:
     config: dict[str, Any] = {"model_type": "mamba"}
     with pytest.raises(Unsupported, match="`mamba`") as caught:
         to_the_hub("torchtune", {"layers.0.attn.q_proj.weight": torch.zeros(2, 2)}, config)
-    assert "known are llama" in str(caught.value.hint)
+    assert "ckptkit knows llama" in str(caught.value.hint)
