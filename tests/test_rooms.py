@@ -105,6 +105,7 @@ TORCH_WHEN_USED = (
     "tensors.arrays",
     "conversion.torchrun",
     "ops.open",
+    "integrations.lazy_state_dict",
     "models.transformers_model",
     *("tensors.dtypes", "conversion.options", "estimates.estimate"),  # for types alone
 )
@@ -150,6 +151,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "ops.merge": {"peft"},
     "quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},
+    "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 

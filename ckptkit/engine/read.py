@@ -44,9 +44,9 @@ def read(
     """Return the elements of `box` of a tensor: row-major, in its dtype; made by a `recipe` of tensors of all layouts.
 
     Reads their bytes only, with `jobs` threads. A chunk that is read whole is compared with the CRC-32 recorded for it,
-    and so is every chunk where all of the tensor is read; `Corrupt` names one that differs. A run of
-    several tensors is compared once reads of all of them, with the same `shared`, have read it whole. Raises `Usage` for a layout that
-    has not been located.
+    and so is every chunk where all of the tensor is read; `Corrupt` names one that differs. A run of several tensors is
+    compared once reads of all of them, with the same `shared`, have read it whole. Raises `Usage` for a layout that has
+    not been located.
     """
     spec = layout.tensors[name].spec
     wanted = Chunk(box, "", 0, box.numel * spec.dtype.itemsize, spec.dtype)

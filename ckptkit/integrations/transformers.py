@@ -48,25 +48,18 @@ def load(source: Source, *, base: str | Path | None = None, **options: Any) -> A
 
     Raises a `CkptError`: `Mismatch` without a config.json, and for tensors that the model needs and that are missing,
     which transformers would initialize at random; `Unsupported` for a type of models that transformers does not have;
-    `Corrupt` for a damaged tensor. With `output_loading_info=True` missing tensors are no error, but in the second
-    value that is returned, as of `from_pretrained`.
+    `Corrupt` for a damaged tensor.
     """
     state = lazy_state_dict(source, base=base)
     model, found = from_lazy_state_dict(state, options)
-    if options.get("output_loading_info"):
-        return model, found
-    if missing := sorted(found["missing_keys"]):
-        message = f"missing: {len(missing)} tensors that `{type(model).__name__}` needs: {', '.join(missing[:4])}"
-        hint = "pass the config.json of this model with base=MODEL, or output_loading_info=True to get them at random"
-        raise Mismatch(message + and_more(len(missing) - 4), path=state.model.path, tensor=missing[0], hint=hint)
-    return model
+    return (model, found) if options.get("output_loading_info") else model
 
 
 def from_lazy_state_dict(state: LazyStateDict, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the model of a state dict, and what transformers says of the tensors in it."""
     opened = state.model
     if is_deepspeed_zero3_enabled():
-        hint = "run `ckptkit consolidate SRC OUT` and call from_pretrained(OUT), or load before DeepSpeed's config is set"
+        hint = "run `ckptkit consolidate SRC OUT` and load OUT with from_pretrained"
         raise Unsupported("ZeRO-3 partitions models from whole tensors only", path=opened.path, hint=hint)
     for remark in opened.remarks:
         if isinstance(remark, Caution):
@@ -84,6 +77,10 @@ def from_lazy_state_dict(state: LazyStateDict, options: Mapping[str, Any]) -> tu
         raise
     if state.error is not None:
         raise state.error
+    if missing := sorted(found["missing_keys"]):
+        message = f"missing: `{type(model).__name__}` needs {', '.join(missing[:4])}{and_more(len(missing) - 4)}"
+        hint = "pass base=MODEL, a directory or Hub id with the config.json of this model"
+        raise Mismatch(message, path=opened.path, tensor=missing[0], hint=hint)
     model.name_or_path = model.config.name_or_path = str(opened.path)
     return model, found
 

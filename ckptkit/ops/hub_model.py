@@ -15,7 +15,6 @@ from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate, unpack
-from ckptkit.layout import Layout
 from ckptkit.models.companions import CONFIG
 from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.ops.convert import choose_models, take_steps

@@ -43,7 +43,7 @@ Made = TypeVar("Made")
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     """The tensors of a checkpoint by name, of all its parts; `layout` says where they lie.
 
-    A tensor with one of the `recipes` is computed when it is read, of tensors of the `sources`, which have been located.
+    A tensor with one of the `recipes` is computed when it is read, from tensors of the `sources`, which are located.
     Holds no file open, so that there is nothing to close, and any number of threads may read at once.
     """
 
