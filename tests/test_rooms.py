@@ -108,6 +108,7 @@ TORCH_WHEN_USED = (
     "integrations.lazy_state_dict",
     "models.transformers_model",
     *("tensors.dtypes", "conversion.options", "estimates.estimate"),  # for types alone
+    *("integrations.read_ahead", "integrations.sglang", "integrations.vllm_loader"),
 )
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})
@@ -152,6 +153,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
+    "integrations.vllm_loader": {"vllm"},
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 

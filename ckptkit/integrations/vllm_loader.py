@@ -36,7 +36,8 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
     """vLLM's own loader, with weights from a checkpoint of any format, family and place.
 
     `path` in the extra config is the checkpoint, by default it is the model that vLLM was started with. `base` is the
-    model that has its config.json, by default the one that vLLM was started with where none lies by the checkpoint.
+    model that has its config.json: by default the one that vLLM was started with, if `path` is given or the checkpoint
+    has no config.json.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -69,18 +70,22 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
                     _logger.warning("%s", remark)
             yield from read_ahead(opened.tensors, skip)
         except CkptError as error:
-            _logger.error("ckptkit: %s", error)
+            _logger.log(logging.ERROR, "ckptkit: %s", error)  # in one line: the traceback is vLLM's
             raise
 
     def open(self, model_config: Any) -> HubModel:
         """Open the checkpoint that a model of vLLM is to get its weights from.
 
-        The model that is loaded first may get those of `path`. vLLM has another name for one that it reloads, or that
-        drafts tokens.
+        The model that vLLM was started with gets those of `path`, until another is loaded in its place. A model that
+        drafts tokens has another name, and its own weights.
         """
-        first = self.extra.setdefault(_FIRST, model_config.model)
-        source = self.extra.get(PATH) if model_config.model == first else None
-        config_from = getattr(model_config, "hf_config_path", None) or first
-        checkpoint = Checkpoint.open(to_model_path(str(source or model_config.model)))
+        name = model_config.model
+        first = self.extra.setdefault(_FIRST, name)
+        if name != first and getattr(model_config, "runner_type", None) != "draft":
+            self.extra.pop(PATH, None)
+        source = self.extra.get(PATH) if name == first else None
+        checkpoint = Checkpoint.open(to_model_path(str(source or name)))
+        _logger.info("ckptkit loads %s", checkpoint.path)
         has_config = source is None and checkpoint.companions.config is not None
-        return HubModel.open(checkpoint, base=self.extra.get(BASE) or (None if has_config else config_from))
+        config_from = None if has_config else getattr(model_config, "hf_config_path", None) or first
+        return HubModel.open(checkpoint, base=self.extra.get(BASE) or config_from)

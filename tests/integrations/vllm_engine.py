@@ -28,7 +28,7 @@ def main() -> None:
     for path in paths:
         engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
         tokens.append(generate())
-    print(json.dumps(tokens))
+    sys.stdout.write(f"{json.dumps(tokens)}\n")
 
 
 if __name__ == "__main__":
