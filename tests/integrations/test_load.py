@@ -303,6 +303,17 @@ def test_what_only_transformers_misses_is_an_error_too(llama: Path) -> None:
     assert raised.value.tensor == "model.norm.weight"
 
 
+def test_zero_3_is_refused(llama: Path) -> None:
+    """While DeepSpeed's config is set, transformers would partition the model, from tensors that are in memory."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    with pytest.raises(Unsupported, match="ZeRO-3 partitions models from whole tensors only"):
+        load(llama)
+    del config
+    assert load(llama)
+
+
 def test_what_transformers_says_of_the_tensors_comes_along(llama: Path) -> None:
     model, found = load(llama, output_loading_info=True)
     assert type(model).__name__ == "LlamaForCausalLM"
