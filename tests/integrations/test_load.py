@@ -111,6 +111,10 @@ def test_an_adapter_is_merged_into_its_base(produce: Produce, tmp_path: Path) ->
         model = load(made.root / run, base=made.root / "base")
         assert_same(model, consolidated(made.root / run, tmp_path / run, merge=True, base=made.root / "base"))
         assert all(torch.equal(tensor, made.truth[name]) for name, tensor in model.state_dict().items())
+    for name, part in lazy_state_dict(made.root / "run", base=made.root / "base").items():
+        whole = made.truth[name]
+        assert torch.equal(part[1:5], whole[1:5]), name
+        assert torch.equal(part[..., 2:7], whole[..., 2:7]), name
 
 
 def test_from_a_store_no_more_is_read_than_the_model(
