@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckptkit.integrations.vllm import register
 from ckptkit.ops.consolidate import consolidate
@@ -121,7 +122,7 @@ from vllm.plugins import load_general_plugins
 from vllm.model_executor.model_loader import get_model_loader
 load_general_plugins()
 loader = get_model_loader(LoadConfig(load_format="ckptkit", model_loader_extra_config=json.loads(sys.argv[2])))
-loader.local_expert_ids = {0, 2}
+loader.local_expert_ids = set(json.loads(sys.argv[3]))
 config = SimpleNamespace(model=sys.argv[1], hf_config_path=None)
 print([name for name, _ in loader.get_all_weights(config, SimpleNamespace())])
 """
@@ -130,23 +131,22 @@ print([name for name, _ in loader.get_all_weights(config, SimpleNamespace())])
 @needs_vllm
 def test_experts_of_other_ranks_are_not_read(produce: Produce, tmp_path: Path) -> None:
     """One of them is damaged, and nobody meets it."""
-    made = produce(sharded_models)
-    shutil.copytree(made.root / "mixtral" / SHARDS, tmp_path / SHARDS)
-    experts = made.truth["mixtral:model.layers.1.mlp.experts.down_proj"]
-    for shard in (tmp_path / SHARDS).glob("*.distcp"):
-        content = bytearray(shard.read_bytes())
-        at = content.find(experts[3].numpy().tobytes())
-        if at >= 0:
-            content[at] ^= 1
-            shard.write_bytes(content)
-    done = run("-c", _WEIGHTS, tmp_path / SHARDS, "{}")
+    consolidate(produce(sharded_models).root / "mixtral", tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    damaged = next(found for name, found in load_file(path).items() if ".experts.3." in name)
+    content = bytearray(path.read_bytes())
+    content[content.index(damaged.numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    done = run("-c", _WEIGHTS, tmp_path / "out", "{}", "[0, 2]")
     assert done.returncode == 0, done.stderr
     for number in range(4):
         assert (f".experts.{number}." in done.stdout) is (number in (0, 2))
     assert "lm_head.weight" in done.stdout
-    done = run("-c", _WEIGHTS, tmp_path / "none", "{}")
+    done = run("-c", _WEIGHTS, tmp_path / "out", "{}", "[3]")
+    assert "are damaged: their CRC-32 is" in done.stderr
+    done = run("-c", _WEIGHTS, tmp_path / "none", "{}", "[0]")
     assert f"ckptkit: {tmp_path / 'none'}: no such file or directory" in done.stdout + done.stderr
-    done = run("-c", _WEIGHTS, tmp_path / SHARDS, '{"pth": "mistyped"}')
+    done = run("-c", _WEIGHTS, tmp_path / "out", '{"pth": "mistyped"}', "[0]")
     assert "Unexpected extra config keys for load format ckptkit: {'pth'}" in done.stderr
 
 
