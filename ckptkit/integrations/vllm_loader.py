@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PATH, BASE = "path", "base"
 _FIRST = "ckptkit_first_model"
-_logger = logging.getLogger(__name__)
+_logger = init_logger("vllm.plugins.ckptkit")  # a name whose lines vLLM shows
 
 
 def register_loader(load_format: str) -> None:
