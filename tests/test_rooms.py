@@ -105,8 +105,10 @@ TORCH_WHEN_USED = (
     "tensors.arrays",
     "conversion.torchrun",
     "ops.open",
+    "integrations.lazy_state_dict",
     "models.transformers_model",
     *("tensors.dtypes", "conversion.options", "estimates.estimate"),  # for types alone
+    *("integrations.read_ahead", "integrations.sglang", "integrations.vllm_loader"),
 )
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})
@@ -151,6 +153,8 @@ WRITTEN_BY: dict[str, set[str]] = {
     "ops.merge": {"peft"},
     "quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},
+    "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
+    "integrations.vllm_loader": {"vllm"},
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 

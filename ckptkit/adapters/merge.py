@@ -42,15 +42,12 @@ def draft_merge(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     `remarks` are what there is to say already. Raises `Mismatch` for an adapter that does not fit its base,
     `Unsupported` for one that cannot be merged.
     """
-    *before, last = parts
-    adapters = [the_adapter(part, options) for part in (*before[1:], last)]
-    base = Model.of(before[0], options.base) if before else base_of(adapters[0], output, options)
-    merged = merge_all(base.say(*remarks), adapters, options)
-    check_globs(merged, adapters, options)
-    model = finish(merged, options)
-    paths = dict.fromkeys((base.part.path, *(one.path for one in adapters)))
+    model, base, adapters = merge(parts, remarks, options)
+    if options.base is not None and len(parts) == 1 and base.path != adapters[0].path:
+        check_apart(Checkpoint.open(to_model_path(options.base)), output, options.writer)
+    paths = dict.fromkeys((base.path, *(one.path for one in adapters)))
     conversion = draft_of_model(model, [Origin.of(path) for path in paths], output, options)
-    tokenizer = next((found for one in adapters if (found := tokenizer_of(one, base.part))), {})
+    tokenizer = next((found for one in adapters if (found := tokenizer_of(one, base))), {})
     if not (tokenizer and options.writer.is_model_only):
         return conversion
     return replace(
@@ -59,6 +56,18 @@ def draft_merge(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
         carried=tokenizer,
         notes=[*conversion.notes, f"the tokenizer is the adapter's: {', '.join(tokenizer)}"],
     )
+
+
+def merge(
+    parts: Sequence[Part], remarks: Sequence[str], options: ConvertOptions
+) -> tuple[Model, Part, Sequence[Fitted]]:
+    """Return the model of a base and adapters, the part with the base, and the adapters; see `draft_merge`."""
+    *before, last = parts
+    adapters = [the_adapter(part, options) for part in (*before[1:], last)]
+    base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
+    merged = merge_all(base.say(*remarks), adapters, options)
+    check_globs(merged, adapters, options)
+    return finish(merged, options), base.part, adapters
 
 
 def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
@@ -94,7 +103,7 @@ def the_adapter(part: Part, options: ConvertOptions) -> Fitted:
     return opened.fitted(adapters[0], options.adapter_config)
 
 
-def base_of(adapter: Fitted, output: Path, options: ConvertOptions) -> Model:
+def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
     """Return the base that lies beside an adapter, or else the one that you name. Raises `Usage` without any."""
     opened, config = adapter.opened, adapter.config
     if opened.adapted.base:
@@ -108,7 +117,6 @@ def base_of(adapter: Fitted, output: Path, options: ConvertOptions) -> Model:
         hint = f"pass --base {name}, or a directory that has it"
         raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
     found = Checkpoint.open(to_model_path(options.base))
-    check_apart(found, output, options.writer)
     return Model.of(found.model_part, options.base if Path(options.base).is_dir() else None)
 
 

@@ -2,37 +2,72 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 from ckptkit.engine.blocks import Block
-from ckptkit.engine.copy import scrub
+from ckptkit.engine.copy import apply_recipe, scrub
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker, visit
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.layout.plan import Plan, join
+from ckptkit.layout.plan import Plan, Recipe, join
 from ckptkit.tensors.box import Box, whole
 
 
-def read(layout: Layout, name: str, box: Box, *, jobs: int | None = None) -> bytearray:
-    """Return the elements of `box` of a tensor: row-major, in its dtype.
+class SharedRuns:
+    """What several reads got of runs that none of them read whole, such as one chunk with many experts.
+
+    A run that they read whole together is compared with its CRC-32 then. Any number of threads may read.
+    """
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+        self._lock = Lock()
+
+    def add(self, sources: Sources) -> None:
+        """Take the pieces of unfinished runs. Raises `Corrupt` for a run that is whole now and differs."""
+        with self._lock:
+            sources.hand_over(self._ledger)
+
+
+def read(
+    layout: Layout,
+    name: str,
+    box: Box,
+    *,
+    others: tuple[Layout, ...] = (),
+    recipe: Recipe | None = None,
+    shared: SharedRuns | None = None,
+    jobs: int | None = None,
+) -> bytearray:
+    """Return the elements of `box` of a tensor: row-major, in its dtype; made by a `recipe` of tensors of all layouts.
 
     Reads their bytes only, with `jobs` threads. A chunk that is read whole is compared with the CRC-32 recorded for it,
-    and so is every chunk where all of the tensor is read; `Corrupt` names one that differs. Raises `Usage` for a layout
-    that has not been located.
+    and so is every chunk where all of the tensor is read; `Corrupt` names one that differs. A run of several tensors is
+    compared once reads of all of them, with the same `shared`, have read it whole. Raises `Usage` for a layout that has
+    not been located.
     """
     spec = layout.tensors[name].spec
     wanted = Chunk(box, "", 0, box.numel * spec.dtype.itemsize, spec.dtype)
-    plan = Plan(layout, layout, tuple(join(name, StoredTensor(spec, (wanted,)), (layout,))))
+    read_from = (layout, *others) if recipe else (layout,)
+    plan = Plan(layout, layout, tuple(join(name, StoredTensor(spec, (wanted,)), read_from, recipe)), read_from[1:])
     sources = Sources(plan, Ledger())
     data = bytearray(wanted.length)
     out = memoryview(data)
 
     def look(worker: Worker, block: Block) -> None:
         start = block.target.chunk.offset + block.start
-        worker.read(block, out=out[start : start + block.nbytes])
+        target = out[start : start + block.nbytes]
+        if recipe is None:
+            worker.read(block, out=target)
+        else:
+            target[:] = apply_recipe(recipe, worker, block)[0]
 
     jobs = 1 if len(data) <= BLOCK_BYTES else jobs
     visit(plan, look, lambda _block, _seen, pieces: sources.note(pieces), jobs)
     if box == whole(spec.shape):
         scrub(sources, jobs)
+        if shared is not None:
+            shared.add(sources)
     return data

@@ -67,10 +67,24 @@ class Sources:
                     self._read.add(place, start, piece.length, piece.crc)
                     self._compare_if_whole(place)
 
-    def _compare_if_whole(self, place: SourcePlace) -> None:
+    def hand_over(self, shared: Ledger) -> None:
+        """Enter what was read of runs with more chunks into a ledger of several reads, and compare those whole there.
+
+        Raises `Corrupt` for one that differs.
+        """
+        unfinished = [place for place, (_, chunk) in self._waiting.items() if chunk.run is not None]
+        for place, *piece in self._read:
+            if place in unfinished:
+                shared.read.add(place, *piece)
+        for place in unfinished:
+            self._compare_if_whole(place, shared)
+            if place not in self._waiting:
+                shared.read.forget(place)
+
+    def _compare_if_whole(self, place: SourcePlace, ledger: Ledger | None = None) -> None:
         name, chunk = self._waiting[place]
         offset, length = chunk.bytes
-        found = self._read.whole(place, length)
+        found = (self._read if ledger is None else ledger.read).whole(place, length)
         if found is None:
             return
         if found != chunk.crc32:

@@ -26,7 +26,7 @@ _STARTS = "DCP_SHARDING_INFO"
 _START = "saved_offsets"
 
 # in the order in which the safetensors library lays them out: largest alignment first
-_SPELLINGS: dict[str, str] = {
+SPELLINGS: dict[str, str] = {
     "uint64": "U64",
     "int64": "I64",
     "float64": "F64",
@@ -48,8 +48,8 @@ _SPELLINGS: dict[str, str] = {
     "float4_e2m1fn_x2": "F4",
     "bool": "BOOL",
 }
-_DTYPES = {spelling: DTYPES[name] for name, spelling in _SPELLINGS.items()}
-_RANK = {name: rank for rank, name in enumerate(_SPELLINGS)}
+_DTYPES = {spelling: DTYPES[name] for name, spelling in SPELLINGS.items()}
+_RANK = {name: rank for rank, name in enumerate(SPELLINGS)}
 _PACKED = "float4_e2m1fn_x2"  # two numbers in an element of torch's; the header counts numbers
 
 
@@ -160,9 +160,9 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
 
 def check_writable(name: str, spec: Spec) -> None:
     """Raise `Unsupported` for a tensor that safetensors has no spelling for, or none yet in the version installed."""
-    if spec.dtype.name not in _SPELLINGS:
+    if spec.dtype.name not in SPELLINGS:
         raise Unsupported(f"safetensors cannot hold dtype {spec.dtype}", tensor=name, hint="drop it with --exclude")
-    if not is_known(_SPELLINGS[spec.dtype.name]):
+    if not is_known(SPELLINGS[spec.dtype.name]):
         hint = "install a newer version, or drop the tensor with --exclude"
         raise Unsupported(f"the safetensors library here does not know dtype {spec.dtype}", tensor=name, hint=hint)
     if spec.dtype.name == _PACKED and not spec.shape:
@@ -202,7 +202,7 @@ def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:
     except (SafetensorError, OSError) as error:
         raise Corrupt(f"the safetensors library cannot read what was written: {error}", path=path) from error
     specs = {name: Spec(chunk.dtype, chunk.size) for name, chunk in chunks.items()}
-    meant = {name: (_SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
+    meant = {name: (SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
     wrong = min((name for name in found.keys() | meant.keys() if found.get(name) != meant.get(name)), default=None)
     if wrong is not None:
         message = f"the safetensors library sees {found.get(wrong)} where {meant.get(wrong)} was written"
@@ -218,7 +218,7 @@ def make_header(specs: Mapping[str, Spec]) -> bytes:
     for name in sorted(specs, key=lambda name: (_RANK[specs[name].dtype.name], name.encode("utf-8", "surrogatepass"))):
         spec = specs[name]
         header[name] = {
-            "dtype": _SPELLINGS[spec.dtype.name],
+            "dtype": SPELLINGS[spec.dtype.name],
             "shape": list(pack_shape(spec)),
             "data_offsets": [at, at + spec.nbytes],
         }

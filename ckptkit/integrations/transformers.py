@@ -1,5 +1,6 @@
-"""Handle each checkpoint that transformers' Trainer saves, beside the training: manifest, verification, consolidation.
+"""Load a model of transformers from any checkpoint without converting it; handle what transformers' Trainer saves.
 
+model = load("run/ckpt-500", dtype="bfloat16")
 Trainer(..., callbacks=[CkptkitCallback()])
 """
 
@@ -12,15 +13,87 @@ import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import TrainerCallback
+import transformers
+from transformers import AutoConfig, GenerationConfig, TrainerCallback
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported, and_more
+from ckptkit.integrations.lazy_state_dict import LazyStateDict, lazy_state_dict
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.transformers_model import class_of
+from ckptkit.ops.hub_model import HubModel
+
+__all__ = ["CkptkitCallback", "lazy_state_dict", "load"]
 
 LOG = "ckptkit.log"
 SHARDS = "pytorch_model_fsdp_0"  # the directory in a checkpoint that FSDP's shards are in
 COMMANDS = ("manifest {ckpt} --overwrite", "verify {ckpt}", "consolidate {ckpt} {out}")
+_GENERATION = "generation_config.json"
 _logger = logging.getLogger(__name__)
+
+
+def load(source: Source, *, base: str | Path | None = None, **options: Any) -> Any:
+    """Return the model in a checkpoint, or in the latest of a run, as `from_pretrained` loads its consolidated form.
+
+    The class is the one that config.json names. Tensors are read from the checkpoint itself, of any format and family,
+    local or remote: nothing is converted or copied first, and under tensor parallelism and FSDP a rank reads its own
+    slices only. `base` is a directory, a URL or a Hub id with the config.json, if the checkpoint does not have one; an
+    adapter is merged into it. `options` are those of `from_pretrained`, such as `dtype`, `device_map` and
+    `distributed_config`.
+
+    Raises a `CkptError`: `Mismatch` without a config.json, and for tensors that the model needs and that are missing,
+    which transformers would initialize at random; `Unsupported` for a type of models that transformers does not have;
+    `Corrupt` for a damaged tensor.
+    """
+    state = lazy_state_dict(source, base=base)
+    model, found = from_lazy_state_dict(state, options)
+    return (model, found) if options.get("output_loading_info") else model
+
+
+def from_lazy_state_dict(state: LazyStateDict, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a state dict, and what transformers says of the tensors in it."""
+    opened = state.model
+    if is_deepspeed_zero3_enabled():
+        hint = "run `ckptkit consolidate SRC OUT` and load OUT with from_pretrained"
+        raise Unsupported("ZeRO-3 partitions models from whole tensors only", path=opened.path, hint=hint)
+    for remark in opened.remarks:
+        if isinstance(remark, Caution):
+            _logger.warning("%s", remark)
+    try:
+        model_class = class_of(transformers, opened.config)
+        config, generation = read_configs(opened)
+        asked = {"generation_config": generation, **options, "output_loading_info": True}
+        model, found = model_class.from_pretrained(None, config=config, state_dict=state, **asked)
+    except CkptError as error:
+        raise error.blame(path=opened.path) from error.__cause__
+    except Exception as error:
+        if state.error is not None:  # transformers collects errors of tensors, and raises another one
+            raise state.error from error
+        raise
+    if state.error is not None:
+        raise state.error
+    if missing := sorted(found["missing_keys"]):
+        message = f"missing: `{type(model).__name__}` needs {', '.join(missing[:4])}{and_more(len(missing) - 4)}"
+        hint = "pass base=MODEL, a directory or Hub id with the config.json of this model"
+        raise Mismatch(message, path=opened.path, tensor=missing[0], hint=hint)
+    model.name_or_path = model.config.name_or_path = str(opened.path)
+    return model, found
+
+
+def read_configs(model: HubModel) -> tuple[Any, Any]:
+    """Return the config of a model, and of its text generation, as transformers reads them from files."""
+    with TemporaryDirectory() as folder:
+        for name in (CONFIG, _GENERATION):
+            if name in model.files:
+                Path(folder, name).write_bytes(model.files[name])
+        config = AutoConfig.from_pretrained(folder)
+        more = {} if _GENERATION in model.files else {"config_file_name": CONFIG, "_from_model_config": True}
+        return config, GenerationConfig.from_pretrained(folder, **more)
 
 
 class CkptkitCallback(TrainerCallback):  # type: ignore[misc]

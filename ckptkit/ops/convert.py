@@ -236,13 +236,16 @@ def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Part,
 
 def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, options: ConvertOptions) -> Conversion:
     """Draft the weights in a part of a checkpoint, or the mean of those in several."""
-    models = [take(NAMING, open_model(part, options), options) for part in parts]
-    if len(models) > 1:
-        models = [align(models)]
-    model = take(STEPS, models[0], options)
+    model = take_steps(parts, options)
     origins = [Origin.of(part.path) for part in parts]
     conversion = draft_of_model(replace(model, remarks=(*remarks, *model.remarks)), origins, dst, options)
     return replace(conversion, also_read=[origin_of_base(dst, options)]) if options.from_base else conversion
+
+
+def take_steps(parts: Sequence[Part], options: ConvertOptions) -> Model:
+    """Return the weights in a part of a checkpoint, or the mean of those in several, as they will be written."""
+    models = [take(NAMING, open_model(part, options), options) for part in parts]
+    return take(STEPS, models[0] if len(models) == 1 else align(models), options)
 
 
 def origin_of_base(dst: Path, options: ConvertOptions) -> Origin:

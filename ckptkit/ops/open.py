@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
-from ckptkit.engine.read import read
+from ckptkit.engine.read import SharedRuns, read
 from ckptkit.errors import CkptError
 from ckptkit.formats import locate
 from ckptkit.inspection.notebook import describe, html_of
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.edits import select
+from ckptkit.layout.plan import Recipe
+from ckptkit.tensors.box import Box
 from ckptkit.tensors.views import Index, View
 
 if TYPE_CHECKING:
@@ -41,11 +43,15 @@ Made = TypeVar("Made")
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     """The tensors of a checkpoint by name, of all its parts; `layout` says where they lie.
 
+    A tensor with one of the `recipes` is computed when it is read, from tensors of the `sources`, which are located.
     Holds no file open, so that there is nothing to close, and any number of threads may read at once.
     """
 
     layout: Layout
+    sources: tuple[Layout, ...] = ()
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
     _located: dict[str, Layout] = field(default_factory=dict, init=False)
+    _shared: SharedRuns = field(default_factory=SharedRuns, init=False)
 
     @property
     def path(self) -> Path:
@@ -64,7 +70,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
 
     def select(self, glob: str) -> LazyCheckpoint:
         """Return those of the tensors whose names match, such as `model.layers.*.weight`."""
-        return LazyCheckpoint(select(self.layout, lambda name: fnmatchcase(name, glob)))
+        return replace(self, layout=select(self.layout, lambda name: fnmatchcase(name, glob)))
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self.layout.tensors:
@@ -85,10 +91,18 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     def _repr_html_(self) -> str:
         return html_of(self.layout)
 
+    def read(self, name: str, box: Box) -> bytearray:
+        """Return the elements of a box of one tensor: row-major, in its dtype."""
+        located, recipe = self.located(name), self.recipes.get(name)
+        return read(located, name, box, others=self.sources[1:], recipe=recipe, shared=self._shared)
+
     def located(self, name: str) -> Layout:
-        """Return the layout of one tensor, its bytes found; that is done once."""
+        """Return the layout of one tensor, and of what it is computed of, their bytes found; that is done once."""
         if name not in self._located:
-            self._located[name] = locate(select(replace(self.layout, blobs={}), lambda other: other == name))
+            needed, recipe = {name: self.layout.tensors[name]}, self.recipes.get(name)
+            if recipe is not None:
+                needed |= {one.name: self.sources[0].tensors[one.name] for one in recipe.operands if one.source == 0}
+            self._located[name] = locate(replace(self.layout, tensors=needed, blobs={}, keys={}, twins={}))
         return self._located[name]
 
 
@@ -154,7 +168,7 @@ class LazyTensor:
 
     def _as(self, made: Callable[..., Made]) -> Made:
         try:
-            data = read(self.checkpoint.located(self.name), self.name, self.view.box)
+            data = self.checkpoint.read(self.name, self.view.box)
             return made(data, self.spec.dtype, self.spec.shape)
         except CkptError as error:
             raise error.blame(tensor=self.name) from None

@@ -19,7 +19,7 @@ from torch import Tensor
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.hf.format import HuggingFace
-from ckptkit.formats.safetensors_headers import _SPELLINGS, is_known
+from ckptkit.formats.safetensors_headers import SPELLINGS, is_known
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.ops.convert import convert
 from ckptkit.tensors.box import whole
@@ -137,7 +137,7 @@ def test_the_library_cannot_read_it(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_the_library_does_not_know_is_refused_before_anything_is_written() -> None:
-    assert all(map(is_known, _SPELLINGS.values()))
+    assert all(map(is_known, SPELLINGS.values()))
     assert not is_known("F6_E0M5")
 
 
