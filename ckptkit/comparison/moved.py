@@ -60,7 +60,8 @@ class Moved(Summarized):
 
     def summary(self) -> Iterator[str]:
         whole, kinds = self.whole, self.by_kind
-        yield f"{self.a} to {self.b}: {count(whole.tensors, 'tensor')} as one: change {whole.change:.3g}, {per_cent(whole.equal)} equal"
+        how_far = f"change {whole.change:.3g}, {per_cent(whole.equal)} equal"
+        yield f"{self.a} to {self.b}: {count(whole.tensors, 'tensor')} as one: {how_far}"
         yield from first_few((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
 
     @property
