@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from ckptkit.estimates.estimate import Estimated, estimate
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
+    from ckptkit.ops.apply import apply
     from ckptkit.ops.average import average
     from ckptkit.ops.consolidate import consolidate
     from ckptkit.ops.convert import convert
     from ckptkit.ops.cp import CopiedFiles, cp
+    from ckptkit.ops.delta import WrittenDelta, delta
     from ckptkit.ops.diff import diff
     from ckptkit.ops.doctor import Diagnosis, doctor
     from ckptkit.ops.explain import explain
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
+    from ckptkit.ops.inspect_delta import InspectedDelta, inspect_delta
     from ckptkit.ops.ls import Listing, ls
     from ckptkit.ops.ls import list_run as list_run
     from ckptkit.ops.manifest import make_manifest
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.reshard import reshard
     from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.verify import Verified, verify
+    from ckptkit.ops.verify_delta import verify_delta
     from ckptkit.proving.prove import Proved, prove
     from ckptkit.reports.report import Reported, report
     from ckptkit.training.saving.run import Run
@@ -56,6 +60,7 @@ __all__ = [
     "Estimated",
     "Finding",
     "Inspected",
+    "InspectedDelta",
     "LazyCheckpoint",
     "LazyTensor",
     "Listing",
@@ -69,17 +74,21 @@ __all__ = [
     "Stats",
     "Verified",
     "Watched",
+    "WrittenDelta",
     "__version__",
+    "apply",
     "average",
     "consolidate",
     "convert",
     "cp",
+    "delta",
     "diff",
     "doctor",
     "estimate",
     "explain",
     "finalize",
     "inspect",
+    "inspect_delta",
     "ls",
     "make_manifest",
     "merge",
@@ -97,6 +106,7 @@ __all__ = [
     "train",
     "unpin",
     "verify",
+    "verify_delta",
     "watch",
 ]
 
@@ -111,6 +121,7 @@ _HOMES = {
     "Estimated": "ckptkit.estimates.estimate",
     "Finding": "ckptkit.diagnosis.finding",
     "Inspected": "ckptkit.ops.inspect",
+    "InspectedDelta": "ckptkit.ops.inspect_delta",
     "LazyCheckpoint": "ckptkit.ops.open",
     "LazyTensor": "ckptkit.ops.open",
     "Listing": "ckptkit.ops.ls",
@@ -124,16 +135,20 @@ _HOMES = {
     "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
     "Watched": "ckptkit.watching.watch",
+    "WrittenDelta": "ckptkit.ops.delta",
+    "apply": "ckptkit.ops.apply",
     "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
     "cp": "ckptkit.ops.cp",
+    "delta": "ckptkit.ops.delta",
     "diff": "ckptkit.ops.diff",
     "doctor": "ckptkit.ops.doctor",
     "estimate": "ckptkit.estimates.estimate",
     "explain": "ckptkit.ops.explain",
     "finalize": "ckptkit.ops.finalize",
     "inspect": "ckptkit.ops.inspect",
+    "inspect_delta": "ckptkit.ops.inspect_delta",
     "list_run": "ckptkit.ops.ls",
     "ls": "ckptkit.ops.ls",
     "make_manifest": "ckptkit.ops.manifest",
@@ -153,6 +168,7 @@ _HOMES = {
     "train": "ckptkit.training.train",
     "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",
+    "verify_delta": "ckptkit.ops.verify_delta",
     "watch": "ckptkit.watching.watch",
 }
 

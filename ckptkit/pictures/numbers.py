@@ -36,7 +36,9 @@ def format_count(number: int) -> str:
 
 def per_cent(part: float) -> str:
     """Return a part of a whole as `99.03%`, never rounded to all or nothing."""
-    return f"{part:.0%}" if part in (0, 1) else f"{min(max(part, 0.0001), 0.9999):.2%}"
+    if part in (0, 1):
+        return f"{part:.0%}"
+    return f"{part if part > 1 else min(max(part, 0.0001), 0.9999):.2%}"
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
