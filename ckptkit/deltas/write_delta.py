@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,22 +20,28 @@ from ckptkit.formats.safetensors_headers import check_readable, check_writable, 
 from ckptkit.layout import FileOffset, Layout, NewFile, Spec, StoredTensor
 from ckptkit.layout.plan import make_plan
 
+Fill = Callable[[Layout, Mapping[str, str]], dict[FileOffset, int]]
+
 _FILE_BYTES = 5 * 10**9  # of tensors in a file, unless a single one is larger
 
 
 @dataclass(frozen=True, slots=True)
 class FoundChanges:
-    """What a delta is made of: the model after, its sums before and after, and the elements that changed."""
+    """What a delta is made of: the tensors, their sums before and after, and the elements that changed.
 
-    after: Layout
+    `fill` fills tensors of a layout, which the delta holds whole, and returns the CRC-32 of each; it gets their names.
+    """
+
+    specs: Mapping[str, Spec]
     sums_before: Mapping[str, int]
     sums_after: Mapping[str, int]
     spool: Spool
+    fill: Fill
 
     @property
     def payload(self) -> dict[str, dict[str, Spec]]:
         """Return what the delta will hold of each tensor that changed."""
-        specs, changed = self.after.specs, self.spool.changed
+        specs, changed = self.specs, self.spool.changed
         return {name: payload_specs(name, specs[name], changed[name]) for name in specs if changed[name]}
 
     @property
@@ -45,7 +51,7 @@ class FoundChanges:
 
     def record(self, files: Mapping[str, str]) -> DeltaRecord:
         """Return what the delta says of itself, with its tensors in these files."""
-        specs = self.after.specs
+        specs = self.specs
         tensors = {
             name: DeltaTensor(
                 specs[name], self.spool.changed[name], file, self.sums_before[name], self.sums_after[name]
@@ -58,13 +64,11 @@ class FoundChanges:
             tensors=tensors,
             unchanged=len(specs) - len(tensors),
             elements=sum(spec.numel for spec in specs.values()),
-            nbytes=self.after.nbytes,
+            nbytes=sum(spec.nbytes for spec in specs.values()),
         )
 
 
-def write_delta(
-    root: Path, difference: FoundChanges, source: Mapping[str, str] | None = None, jobs: int | None = None
-) -> DeltaRecord:
+def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] | None = None) -> DeltaRecord:
     """Write a delta into the directory `root`, which is there, and return what it says of itself."""
     held = difference.payload
     for specs in held.values():
@@ -74,7 +78,7 @@ def write_delta(
     check_room(root, difference.payload_bytes)
     create_files(root, [new_file(file, [held[name] for name in names]) for file, names in files.items()], anew=True)
     made = read_files(root, files)
-    sums = write_changes(made, difference) | copy_whole(made, difference, jobs)
+    sums = write_changes(made, difference) | fill_whole(made, difference.fill)
     for file in files:
         check_readable(root / file, {key: t.chunks[0] for key, t in made.tensors.items() if t.chunks[0].path == file})
     record = difference.record({name: file for file, names in files.items() for name in names})
@@ -113,7 +117,7 @@ def read_files(root: Path, files: Iterable[str]) -> Layout:
 def write_changes(made: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
     """Write positions and values of the tensors that are not held whole, and return the CRC-32 of each."""
     found: dict[FileOffset, int] = {}
-    specs, spool = difference.after.specs, difference.spool
+    specs, spool = difference.specs, difference.spool
     with OpenFiles(made.root, writable=True) as files:
         for name in difference.payload:
             if is_whole(specs[name], spool.changed[name]):
@@ -128,13 +132,20 @@ def write_changes(made: Layout, difference: FoundChanges) -> dict[FileOffset, in
     return found
 
 
-def copy_whole(made: Layout, difference: FoundChanges, jobs: int | None) -> dict[FileOffset, int]:
-    """Copy the tensors that are held whole, and return the CRC-32 of each."""
+def fill_whole(made: Layout, fill: Fill) -> dict[FileOffset, int]:
+    """Fill the tensors that are held whole, and return the CRC-32 of each."""
     names = {key: key.removesuffix(WHOLE) for key in made.tensors if key.endswith(WHOLE)}
     if not names:
         return {}
-    after = difference.after
-    source = replace(after, tensors={key: after.tensors[name] for key, name in names.items()}, blobs={}, keys={})
-    wanted = replace(made, tensors={key: made.tensors[key] for key in names})
-    plan = make_plan(locate(source), wanted)
-    return dict(check_complete(plan, copy(plan, jobs=jobs), jobs=jobs).checksums)
+    return fill(replace(made, tensors={key: made.tensors[key] for key in names}), names)
+
+
+def copying_from(after: Layout, jobs: int | None) -> Fill:
+    """Return what fills tensors with those of a layout."""
+
+    def fill(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
+        source = replace(after, tensors={key: after.tensors[name] for key, name in names.items()}, blobs={}, keys={})
+        plan = make_plan(locate(source), wanted)
+        return dict(check_complete(plan, copy(plan, jobs=jobs), jobs=jobs).checksums)
+
+    return fill

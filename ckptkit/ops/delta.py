@@ -129,7 +129,7 @@ class ComparedPair:
                 made = self.report(output, found, checked)
                 if not force:
                     require_small(made)
-                record = write_delta(stage.path, found, source_of(found.after), self.jobs)
+                record = write_delta(stage.path, found, source_of(self.sides[1].layout))
             for origin in origins:
                 origin.check()
             files = {name: file_size(stage.path / name) for name in sorted(names_in(stage.path)) if "." in name[1:]}
@@ -142,11 +142,12 @@ class ComparedPair:
     def find(self, spool: Spool) -> tuple[FoundChanges, int]:
         """Compare all elements and keep what changed. Return also how many bytes had a CRC-32."""
         from ckptkit.deltas.changes import find_changes
-        from ckptkit.deltas.write_delta import FoundChanges
+        from ckptkit.deltas.write_delta import FoundChanges, copying_from
 
         before, after = (side.layout for side in self.sides)
         sums = find_changes(before, after, spool.add, jobs=self.jobs, progress=self.told)
-        return FoundChanges(after, sums.before, sums.after, spool), sums.checked_bytes
+        found = FoundChanges(after.specs, sums.before, sums.after, spool, copying_from(after, self.jobs))
+        return found, sums.checked_bytes
 
     def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
         """Return what would be written of what was found."""

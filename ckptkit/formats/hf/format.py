@@ -16,7 +16,7 @@ from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Un
 from ckptkit.files.file import names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.indices import make_index, read_index
-from ckptkit.formats.protocols import FormatWriter
+from ckptkit.formats.protocols import JOURNAL, FormatWriter
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_cover
 
@@ -148,6 +148,9 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
             raise Unsupported("the file is the shard of one rank", path=path, hint="name the directory of all of them")
         return IndexedFiles(path.parent, [path.name])
     present = set(names_in(path))
+    if JOURNAL in present:
+        hint = "run the same `ckptkit apply ... --in-place` again: it completes the change"
+        report(Incomplete("a change of this model was interrupted", path=path / JOURNAL, hint=hint))
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
         return find_shards(path, shards, present)
