@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync
-from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_table, progress_bar, say
+from ckptkit.errors import Usage
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes, per_cent
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ckptkit.ops.delta import WrittenDelta
     from ckptkit.ops.inspect_delta import InspectedDelta
 
+DeltaFormat = Literal["ckptkit-delta", "disk-delta"]
+Encoding = Literal["xor", "overwrite"]
 Base = Annotated[
     Path,
     typer.Argument(parser=to_path, metavar="BASE", help="The checkpoint before, or a run: then its latest."),
@@ -31,6 +34,16 @@ def delta(
     dtype: Annotated[
         list[str] | None,
         typer.Option(metavar="DTYPE", help="Cast both first, as consolidate does; by default to the dtypes of BASE."),
+    ] = None,
+    to: Annotated[
+        DeltaFormat,
+        typer.Option("--format", help="ckptkit-delta; or disk-delta: OUT/weight_v000001 and on, for slime and miles."),
+    ] = "ckptkit-delta",
+    encoding: Annotated[
+        Encoding | None, typer.Option(help="Of a disk-delta: xor, or overwrite, which may be applied twice. [xor]")
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of a disk-delta: the number of the first version.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write a delta larger than 60 % of the model too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
@@ -51,6 +64,26 @@ def delta(
     Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, the two are not of one model, or too much changed; 4 an I/O
     failure; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
+    if to == "disk-delta":
+        if dry_run or jobs is not None:
+            raise Usage("--format disk-delta does not take --dry-run or --jobs", hint="leave them out")
+        with progress_bar("comparing") as progress:
+            more = {"encoding": encoding} if encoding else {}
+            write_version(
+                base,
+                new,
+                out,
+                json=json,
+                version=version,
+                dtype=dtype or (),
+                force=force,
+                sync=not no_sync,
+                progress=progress,
+                **more,
+            )
+        return
+    if encoding is not None or version is not None:
+        raise Usage("--encoding and --version are for --format disk-delta", hint="add it, or leave them out")
     from ckptkit.ops.delta import delta as run
 
     with progress_bar("comparing") as progress:
@@ -69,6 +102,22 @@ def delta(
         print_json(to_json(done))
     else:
         report(done)
+
+
+def write_version(base: Path, new: Path, root: Path, *, json: bool, **options: Any) -> None:
+    """Write a version for engines, and print what was written."""
+    from ckptkit.ops.delta_version import delta_version
+
+    done = delta_version(base, new, root, **options)
+    if json:
+        names = ("base", "new", "output", "version", "encoding", "checksum", "tensors", "changed_bytes", "nbytes")
+        print_json(pick(done, *names, "whole_nbytes", "seconds"))
+        return
+    first, *others = done.summary()
+    say(first)
+    print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
+    for line in others:
+        say(line)
 
 
 def to_json(done: WrittenDelta) -> dict[str, Any]:
@@ -99,14 +148,20 @@ def report(done: WrittenDelta) -> None:
         note(f"note: {text}")
 
 
-def show_delta(found: InspectedDelta, *, tensors: bool, json: bool) -> None:
+def show_delta(path: Path, *, tensors: bool, json: bool) -> None:
     """Print what a delta is, for `ckptkit inspect`."""
+    from ckptkit.ops.inspect_delta import InspectedByteDelta, inspect_delta
+
+    found = inspect_delta(path)
     if json:
-        print_json(delta_json(found))
+        print_json(plain(found) if isinstance(found, InspectedByteDelta) else delta_json(found))
         return
     for line in found.summary():
         say(line)
-    if tensors:
+    if tensors and isinstance(found, InspectedByteDelta):
+        print_table([(name,) for name in found.tensors], ("tensor",))
+    elif tensors:
+        assert not isinstance(found, InspectedByteDelta)
         rows = [
             (f"{tensor.changed:,}", per_cent(tensor.changed / tensor.spec.numel), str(tensor.spec), name)
             for name, tensor in found.record.tensors.items()

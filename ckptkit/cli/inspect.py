@@ -51,15 +51,14 @@ def inspect(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.deltas.record import is_delta
+    from ckptkit.deltas.open_bytes import is_any_delta as is_delta
     from ckptkit.ops.inspect import inspect as look
 
     path = with_others(path, also)
     if is_delta(path):
         from ckptkit.cli.delta import show_delta
-        from ckptkit.ops.inspect_delta import inspect_delta
 
-        show_delta(inspect_delta(path), tensors=tensors, json=json)
+        show_delta(path, tensors=tensors, json=json)
         return
     found = look(path, with_places=chunks)
     if svg is not None:

@@ -63,7 +63,7 @@ def verify(
 
     Exit codes: 0 nothing found; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.deltas.record import is_delta
+    from ckptkit.deltas.open_bytes import is_any_delta as is_delta
     from ckptkit.ops.verify import verify as check
     from ckptkit.ops.verify_delta import verify_delta as check_delta
 

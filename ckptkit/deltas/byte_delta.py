@@ -172,3 +172,14 @@ def blaming(delta: ByteDelta, name: str, step: ByteStep, start: int, block: byte
             step.change(start, block)
     except CkptError as error:
         raise error.blame(path=delta.path / delta.tensors[name].chunk.path, tensor=name) from None
+
+
+def check_frames(delta: ByteDelta) -> None:
+    """Read all that a delta holds. Raises `Corrupt` for what is no zstd frame."""
+    for name, tensor in delta.tensors.items():
+        path = delta.path / tensor.chunk.path
+        with opening(path) as file:
+            try:
+                Decompressed(file, tensor.chunk.offset, tensor.chunk.length).drain()
+            except CkptError as error:
+                raise error.blame(path=path, tensor=name) from None

@@ -71,8 +71,9 @@ def clear(local: Path) -> None:
 def change(
     local: Path, base: Layout, sums: Mapping[str, int], successor: Successor, after: bytes | None = None
 ) -> DeltaRecord:
-    """Write the journal of what the model is to become. `after` is the content of a
-    file of it that is to change with it.
+    """Write the journal of what the model is to become.
+
+    `after` is the content of a file of it that is to change with it.
     """
     made = local / _NEW
     try:

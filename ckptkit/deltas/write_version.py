@@ -1,4 +1,4 @@
-"""Write a version of a policy as a delta for engines: the bytes that changed, compressed, with digests of the result."""
+"""Write a version of a policy for engines: the bytes that changed, compressed, with digests of the result."""
 
 from __future__ import annotations
 

@@ -64,6 +64,14 @@ class Decompressed:
             raise Corrupt(f"expected {length} more bytes in the zstd frame, found {length - left}")
         return b"".join(parts)
 
+    def drain(self) -> None:
+        """Read all of it. Raises `Corrupt` for what is no frame."""
+        try:
+            while self._stream.read(_READ):
+                pass
+        except self._error as error:
+            raise Corrupt(f"expected a zstd frame, found another ({error})") from error
+
     def require_end(self) -> None:
         """Raise `Corrupt` if there is more to read."""
         try:
