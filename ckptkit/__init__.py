@@ -20,17 +20,19 @@ if TYPE_CHECKING:
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
     from ckptkit.ops.apply import apply
+    from ckptkit.ops.apply_in_place import ChangedInPlace, apply_in_place
     from ckptkit.ops.average import average
     from ckptkit.ops.consolidate import consolidate
     from ckptkit.ops.convert import convert
     from ckptkit.ops.cp import CopiedFiles, cp
     from ckptkit.ops.delta import WrittenDelta, delta
+    from ckptkit.ops.delta_version import WrittenVersion, delta_version
     from ckptkit.ops.diff import diff
     from ckptkit.ops.doctor import Diagnosis, doctor
     from ckptkit.ops.explain import explain
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
-    from ckptkit.ops.inspect_delta import InspectedDelta, inspect_delta
+    from ckptkit.ops.inspect_delta import InspectedByteDelta, InspectedDelta, inspect_delta
     from ckptkit.ops.ls import Listing, ls
     from ckptkit.ops.ls import list_run as list_run
     from ckptkit.ops.manifest import make_manifest
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from ckptkit.watching.watch import Watched, watch
 
 __all__ = [
+    "ChangedInPlace",
     "Checkpoint",
     "CkptError",
     "ConvertOptions",
@@ -60,6 +63,7 @@ __all__ = [
     "Estimated",
     "Finding",
     "Inspected",
+    "InspectedByteDelta",
     "InspectedDelta",
     "LazyCheckpoint",
     "LazyTensor",
@@ -75,13 +79,16 @@ __all__ = [
     "Verified",
     "Watched",
     "WrittenDelta",
+    "WrittenVersion",
     "__version__",
     "apply",
+    "apply_in_place",
     "average",
     "consolidate",
     "convert",
     "cp",
     "delta",
+    "delta_version",
     "diff",
     "doctor",
     "estimate",
@@ -111,6 +118,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ChangedInPlace": "ckptkit.ops.apply_in_place",
     "Checkpoint": "ckptkit.checkpoints.checkpoint",
     "CkptError": "ckptkit.errors",
     "ConvertOptions": "ckptkit.conversion.options",
@@ -121,6 +129,7 @@ _HOMES = {
     "Estimated": "ckptkit.estimates.estimate",
     "Finding": "ckptkit.diagnosis.finding",
     "Inspected": "ckptkit.ops.inspect",
+    "InspectedByteDelta": "ckptkit.ops.inspect_delta",
     "InspectedDelta": "ckptkit.ops.inspect_delta",
     "LazyCheckpoint": "ckptkit.ops.open",
     "LazyTensor": "ckptkit.ops.open",
@@ -136,12 +145,15 @@ _HOMES = {
     "Verified": "ckptkit.ops.verify",
     "Watched": "ckptkit.watching.watch",
     "WrittenDelta": "ckptkit.ops.delta",
+    "WrittenVersion": "ckptkit.ops.delta_version",
     "apply": "ckptkit.ops.apply",
+    "apply_in_place": "ckptkit.ops.apply_in_place",
     "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
     "cp": "ckptkit.ops.cp",
     "delta": "ckptkit.ops.delta",
+    "delta_version": "ckptkit.ops.delta_version",
     "diff": "ckptkit.ops.diff",
     "doctor": "ckptkit.ops.doctor",
     "estimate": "ckptkit.estimates.estimate",

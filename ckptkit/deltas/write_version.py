@@ -61,7 +61,7 @@ def encode_tensor(before: Layout, after: Layout, name: str, terms: VersionTerms,
         raise Unsupported(f"{OVERWRITE} reaches {_LARGEST} bytes of a tensor, found {nbytes}", tensor=name, hint=hint)
     offset, changed = spool.seek(0, 2), 0
     old_digest, new_digest_ = new_digest(terms.algorithm), new_digest(terms.algorithm)
-    frame = compressing(_LEVEL)
+    frame = compressing(_LEVEL, nbytes)
     places: list[bytes] = []
     values: list[bytes] = []
     at = 0
@@ -83,8 +83,10 @@ def encode_tensor(before: Layout, after: Layout, name: str, terms: VersionTerms,
         message = f"expected {terms.algorithm} {expected} as in the newest version, found {found}"
         hint = "pass the checkpoint that the newest version was made from as BASE"
         raise Mismatch(message, path=before.root, tensor=name, hint=hint)
-    for piece in (changed.to_bytes(4, "little"), *places, *values) if terms.encoding == OVERWRITE else ():
-        spool.write(frame.compress(piece))
+    if terms.encoding == OVERWRITE:
+        frame = compressing(_LEVEL, 4 + 5 * changed)
+        for piece in (changed.to_bytes(4, "little"), *places, *values):
+            spool.write(frame.compress(piece))
     spool.write(frame.flush())
     if not changed:
         spool.seek(offset)

@@ -82,6 +82,6 @@ class Decompressed:
             raise Corrupt("the zstd frame has more bytes than the tensor")
 
 
-def compressing(level: int) -> zstandard.ZstdCompressionObj:
-    """Return what compresses bytes that come one after another into one frame."""
-    return library().ZstdCompressor(level=level).compressobj()
+def compressing(level: int, nbytes: int) -> zstandard.ZstdCompressionObj:
+    """Return what compresses so many bytes, which come one after another, into one frame that says their number."""
+    return library().ZstdCompressor(level=level).compressobj(size=nbytes)
