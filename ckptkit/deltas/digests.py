@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, cast
 
 from ckptkit.errors import Unsupported
 
+_PACKAGES = {"xxh3-128": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}
 ADLER, XXH3, BLAKE3, SHA256 = "adler32", "xxh3-128", "blake3", "sha256"
 
 
@@ -46,17 +48,12 @@ def new_digest(algorithm: str) -> Digest:
         return Adler32()
     if algorithm == SHA256:
         return hashlib.sha256()
-    try:
-        if algorithm == XXH3:
-            import xxhash
-
-            return xxhash.xxh3_128()
-        if algorithm == BLAKE3:
-            import blake3
-
-            return blake3.blake3()
-    except ImportError as error:
-        hint = f"run `pip install {error.name}`"
-        raise Unsupported(f"digests of `{algorithm}` need the package `{error.name}`", hint=hint) from error
+    if algorithm in _PACKAGES:
+        module, name = _PACKAGES[algorithm]
+        try:
+            return cast(Digest, getattr(import_module(module), name)())
+        except ImportError as error:
+            hint = f"run `pip install {module}`"
+            raise Unsupported(f"digests of `{algorithm}` need the package `{module}`", hint=hint) from error
     hint = f"ckptkit knows {ADLER}, {XXH3}, {BLAKE3} and {SHA256}"
     raise Unsupported(f"no digest is known as `{algorithm}`", hint=hint)

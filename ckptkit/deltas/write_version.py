@@ -42,19 +42,17 @@ class VersionTerms:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """What changed in a tensor: where its frame lies in the spool, the digest afterwards, and how many bytes differ."""
+    """What changed in a tensor: where its frame lies in the spool, its digests, and how many bytes differ."""
 
     offset: int
     length: int
+    before: str
     digest: str
     changed: int
 
 
 def encode_tensor(before: Layout, after: Layout, name: str, terms: VersionTerms, spool: IO[bytes]) -> EncodedTensor:
-    """Compare a tensor and append what changed to the spool.
-
-    Raises `Mismatch` if the one before does not have the digest that the chain gives it.
-    """
+    """Compare a tensor and append what changed to the spool."""
     nbytes = before.tensors[name].spec.nbytes
     if terms.encoding == OVERWRITE and nbytes >= _LARGEST:
         hint = f"pass --encoding {XOR}"
@@ -77,12 +75,6 @@ def encode_tensor(before: Layout, after: Layout, name: str, terms: VersionTerms,
             places.append((where + at).astype("<u4").tobytes())
             values.append(np.frombuffer(new, np.uint8)[where].tobytes())
         at += len(new)
-    expected = terms.base_digests.get(name)
-    if expected is not None and old_digest.hexdigest() != expected:
-        found = old_digest.hexdigest()
-        message = f"expected {terms.algorithm} {expected} as in the newest version, found {found}"
-        hint = "pass the checkpoint that the newest version was made from as BASE"
-        raise Mismatch(message, path=before.root, tensor=name, hint=hint)
     if terms.encoding == OVERWRITE:
         frame = compressing(_LEVEL, 4 + 5 * changed)
         for piece in (changed.to_bytes(4, "little"), *places, *values):
@@ -91,23 +83,36 @@ def encode_tensor(before: Layout, after: Layout, name: str, terms: VersionTerms,
     if not changed:
         spool.seek(offset)
         spool.truncate()
-    return EncodedTensor(offset, spool.tell() - offset, new_digest_.hexdigest(), changed)
+    return EncodedTensor(offset, spool.tell() - offset, old_digest.hexdigest(), new_digest_.hexdigest(), changed)
 
 
 def encode(
     before: Layout, after: Layout, terms: VersionTerms, spool: IO[bytes], told: Told | None
 ) -> dict[str, EncodedTensor]:
-    """Compare all tensors, and append what changed to the spool. Return those that changed."""
+    """Compare all tensors, and append what changed to the spool."""
     found: dict[str, EncodedTensor] = {}
     for name, spec in before.specs.items():
-        if not spec.numel:
-            continue
-        one = encode_tensor(before, after, name, terms, spool)
-        if one.changed:
-            found[name] = one
+        if spec.numel:
+            found[name] = encode_tensor(before, after, name, terms, spool)
         if told:
             told(2 * spec.nbytes)
     return found
+
+
+def is_written(found: Mapping[str, EncodedTensor], terms: VersionTerms) -> bool:
+    """Return whether the newest version is what the checkpoint after is, and the one before is not.
+
+    Raises `Mismatch` if it is neither.
+    """
+    known = {name: digest for name, digest in terms.base_digests.items() if name in found}
+    wrong = [name for name, digest in known.items() if found[name].before != digest]
+    if not wrong:
+        return False
+    if all(found[name].digest == digest for name, digest in known.items()):
+        return True
+    expected, name = known[wrong[0]], wrong[0]
+    message = f"expected {terms.algorithm} {expected} as in the newest version, found {found[name].before}"
+    raise Mismatch(message, tensor=name, hint="pass the checkpoint that the newest version was made from as BASE")
 
 
 def write_version(root: Path, found: Mapping[str, EncodedTensor], terms: VersionTerms, spool: IO[bytes]) -> list[str]:

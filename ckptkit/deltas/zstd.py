@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.files.file import File
@@ -15,7 +16,7 @@ _READ = 1 << 20  # bytes of a file at once
 _WINDOW = 1 << 27  # bytes of memory that a frame may ask for
 
 
-def library() -> zstandard:  # type: ignore[valid-type]
+def library() -> ModuleType:
     """Return the package that compresses. Raises `Unsupported` without it."""
     try:
         import zstandard
@@ -84,4 +85,4 @@ class Decompressed:
 
 def compressing(level: int, nbytes: int) -> zstandard.ZstdCompressionObj:
     """Return what compresses so many bytes, which come one after another, into one frame that says their number."""
-    return library().ZstdCompressor(level=level).compressobj(size=nbytes)
+    return cast("zstandard.ZstdCompressionObj", library().ZstdCompressor(level=level).compressobj(size=nbytes))

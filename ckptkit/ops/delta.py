@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptkit.deltas.spool import Spool
     from ckptkit.deltas.write_delta import FoundChanges
 
-_LARGEST = 0.6  # of the model, unless it is forced
+LARGEST = 0.6  # of the model, unless it is forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def require_absent(output: Path) -> None:
 
 def require_small(made: WrittenDelta) -> None:
     """Raise `Unsupported` for a delta that is not much smaller than the model."""
-    if made.share > _LARGEST:
+    if made.share > LARGEST:
         message = (
             f"the delta would have {format_bytes(made.nbytes)}, {per_cent(made.share)} of the model: "
             f"{per_cent(made.density)} of the elements changed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source
@@ -12,26 +12,26 @@ from ckptkit.conversion.directories import check_apart
 from ckptkit.deltas import disk_delta
 from ckptkit.deltas.byte_delta import OVERWRITE, XOR
 from ckptkit.deltas.digests import best_algorithm, new_digest
-from ckptkit.deltas.write_version import VersionTerms, encode, write_version
+from ckptkit.deltas.write_version import EncodedTensor, VersionTerms, encode, is_written, write_version
 from ckptkit.destinations.allocation import make_folder
 from ckptkit.destinations.staging import Stage
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.files.file import file_size
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_local
-from ckptkit.ops.as_consolidated import both_consolidated
+from ckptkit.ops.as_consolidated import Consolidated, both_consolidated
+from ckptkit.ops.delta import LARGEST
 from ckptkit.pictures.numbers import format_bytes, per_cent
 from ckptkit.pictures.words import count
-from ckptkit.progress import Progress, telling
+from ckptkit.progress import Progress, Told, telling
 from ckptkit.summary import Summarized
-
-_LARGEST = 0.6  # of the model, unless it is forced
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenVersion(Summarized):
     """A version that was written to `output`, from checkpoint `base` to `new`, or would be.
 
+    `is_new` is false if the newest version was this one already, and nothing was written.
     `changed_bytes` of the model's `whole_nbytes` differ, in `tensors` tensors; `nbytes` are those of the delta.
     """
 
@@ -47,6 +47,7 @@ class WrittenVersion(Summarized):
     whole_nbytes: int
     files: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    is_new: bool = True
 
     @property
     def share(self) -> float:
@@ -54,7 +55,8 @@ class WrittenVersion(Summarized):
         return self.nbytes / self.whole_nbytes if self.whole_nbytes else 0.0
 
     def summary(self) -> Iterator[str]:
-        yield f"wrote {self.output}: what changed from {self.base} to {self.new}"
+        verb = "wrote" if self.is_new else "was there already:"
+        yield f"{verb} {self.output}: what changed from {self.base} to {self.new}"
         density = per_cent(self.changed_bytes / self.whole_nbytes) if self.whole_nbytes else "none"
         yield f"{density} of the bytes changed, in {count(self.tensors, 'tensor')}; {self.encoding}, {self.checksum}"
         yield f"{format_bytes(self.nbytes)}, {per_cent(self.share)} of the model's {format_bytes(self.whole_nbytes)}"
@@ -83,25 +85,38 @@ def delta_version(
         raise Usage(f"--encoding: expected {XOR} or {OVERWRITE}, found `{encoding}`")
     place = to_local(root)
     number, algorithm, digests = next_version(place, version)
-    output = place / disk_delta.name_of(number)
-    one, two = both_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
-    for side in (one, two):
-        check_apart(side.checkpoint, output, side.draft.writer)
     new_digest(algorithm)
-    terms = VersionTerms(number, encoding, algorithm, digests)
-    origins = [Origin.of(side.path) for side in (one, two)]
-    stage = Stage(output, sync=sync)
+    output = place / disk_delta.name_of(number)
+    sides = both_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
+    for side in sides:
+        check_apart(side.checkpoint, output, side.draft.writer)
+    told = telling(progress, 2 * sides[0].layout.nbytes)
+    made = write_staged(
+        Stage(output, sync=sync), sides, VersionTerms(number, encoding, algorithm, digests), told, force
+    )
+    return replace(made, seconds=time.perf_counter() - began)
+
+
+def write_staged(
+    stage: Stage, sides: tuple[Consolidated, Consolidated], terms: VersionTerms, told: Told | None, *, force: bool
+) -> WrittenVersion:
+    """Write a version on a stage, unless an earlier call wrote it already. It appears whole or not at all."""
+    origins = [Origin.of(side.path) for side in sides]
+    before, after = (side.layout for side in sides)
     try:
         stage.open()
         make_folder(stage.work)
         with (stage.work / "changes").open("w+b") as spool:
-            found = encode(one.layout, two.layout, terms, spool, telling(progress, 2 * one.layout.nbytes))
-            nbytes = sum(tensor.length for tensor in found.values())
-            if nbytes > _LARGEST * one.layout.nbytes and not force:
-                share = per_cent(nbytes / one.layout.nbytes)
-                message = f"the delta would have {format_bytes(nbytes)}, {share} of the model"
-                raise Unsupported(message, path=output, hint="copy the checkpoint instead, or pass --force")
-            files = write_version(stage.path, found, terms, spool)
+            encoded = encode(before, after, terms, spool, told)
+            made = describe(sides, stage.dst, terms, encoded)
+            if is_written_by(encoded, terms, made.base):
+                stage.discard()
+                older = stage.dst.with_name(disk_delta.name_of(terms.version - 1))
+                return replace(made, output=older, version=terms.version - 1, is_new=False)
+            if not force:
+                require_small(made)
+            changed = {name: tensor for name, tensor in encoded.items() if tensor.changed}
+            files = write_version(stage.path, changed, terms, spool)
         for origin in origins:
             origin.check()
         sizes = {name: file_size(stage.path / name) for name in files}
@@ -109,20 +124,41 @@ def delta_version(
     except BaseException:
         stage.discard()
         raise
+    return replace(made, files=sizes)
+
+
+def describe(
+    sides: tuple[Consolidated, Consolidated], output: Path, terms: VersionTerms, encoded: Mapping[str, EncodedTensor]
+) -> WrittenVersion:
+    """Return what would be written."""
+    changed = [tensor for tensor in encoded.values() if tensor.changed]
     return WrittenVersion(
-        base=one.path,
-        new=two.path,
+        base=sides[0].path,
+        new=sides[1].path,
         output=output,
-        version=number,
-        encoding=encoding,
-        checksum=algorithm,
-        tensors=len(found),
-        changed_bytes=sum(tensor.changed for tensor in found.values()),
-        nbytes=nbytes,
-        whole_nbytes=one.layout.nbytes,
-        files=sizes,
-        seconds=time.perf_counter() - began,
+        version=terms.version,
+        encoding=terms.encoding,
+        checksum=terms.algorithm,
+        tensors=len(changed),
+        changed_bytes=sum(tensor.changed for tensor in changed),
+        nbytes=sum(tensor.length for tensor in changed),
+        whole_nbytes=sides[0].layout.nbytes,
     )
+
+
+def require_small(made: WrittenVersion) -> None:
+    """Raise `Unsupported` for a delta that is not much smaller than the model."""
+    if made.share > LARGEST:
+        message = f"the delta would have {format_bytes(made.nbytes)}, {per_cent(made.share)} of the model"
+        raise Unsupported(message, path=made.output, hint="copy the checkpoint instead, or pass --force")
+
+
+def is_written_by(encoded: Mapping[str, EncodedTensor], terms: VersionTerms, base: Path) -> bool:
+    """Return whether the newest version is NEW: an earlier call wrote it. Raises `Mismatch` for another base."""
+    try:
+        return is_written(encoded, terms)
+    except Mismatch as error:
+        raise error.blame(path=base) from None
 
 
 def next_version(root: Path, asked: int | None) -> tuple[int, str, dict[str, str]]:

@@ -111,7 +111,7 @@ def publish(root: Path, version: int, before: Mapping[str, bytes], after: Mappin
         digests[name] = adler(new.tobytes())
     place = root / f"weight_v{version:06d}"
     place.mkdir(parents=True)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     names = sorted(frames)
     for i, share in enumerate((names[::2], names[1::2])):
         file = f"model-{i:05d}-of-00002.safetensors"

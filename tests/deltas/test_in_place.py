@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_a_crash_at_every_write(tmp_path: Path, has_manifest: bool) -> None:
         if has_manifest:
             ckptkit.make_manifest(local)
         names = {path.name for path in local.iterdir()}
-        died = dies_at(number, lambda local=local: apply_in_place(local, root))
+        died = dies_at(number, partial(apply_in_place, local, root))
         try:
             ckptkit.inspect(local)
         except Incomplete as error:
@@ -153,7 +154,7 @@ def test_the_journal_needs_nothing_else(tmp_path: Path, states: list[State]) -> 
     root = published(tmp_path, states)
     for number in range(1, 400):
         local = as_hf(tmp_path / f"local-{number}", states[0])
-        assert dies_at(number, lambda local=local: apply_in_place(local, root))
+        assert dies_at(number, partial(apply_in_place, local, root))
         if (local / ".ckptkit-delta").exists():
             break
     root.rename(tmp_path / "gone")

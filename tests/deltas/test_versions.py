@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,9 @@ def test_manifests(tmp_path: Path, states: list[State]) -> None:
     with pytest.raises(Mismatch, match="expected a delta of version 1, found one of version 2"):
         ckptkit.apply(base, [deltas[0], deltas[2]], tmp_path / "gap")
     manifest = json.loads((deltas[0] / "manifest.json").read_text())
-    for change in ({"tensors": [{}]}, {"version": "x"}, {"tensors": [{**manifest["tensors"][0], "payload_key": "y"}]}):
+    other = {**manifest["tensors"][0], "payload_key": "y"}
+    changes: tuple[dict[str, object], ...] = ({"tensors": [{}]}, {"version": "x"}, {"tensors": [other]})
+    for change in changes:
         (deltas[0] / "manifest.json").write_text(json.dumps(manifest | change))
         with pytest.raises(Corrupt):
             ckptkit.apply(base, deltas[0], tmp_path / "bad")
@@ -100,8 +103,7 @@ def test_a_whole_version_begins_anew(tmp_path: Path, states: list[State]) -> Non
     done = apply_in_place(local, root)
     assert [path.name for path in done.deltas] == ["weight_v000002", "weight_v000003"]
     assert contents(local) == known[3]
-    done = delta_version(local, as_hf(tmp_path / "next", states[1]), root, force=True)
-    assert done.version == 4
+    assert delta_version(local, as_hf(tmp_path / "next", states[1]), root, force=True).version == 4
 
 
 def test_a_crash_at_every_write(tmp_path: Path, states: list[State]) -> None:
@@ -111,7 +113,7 @@ def test_a_crash_at_every_write(tmp_path: Path, states: list[State]) -> None:
         publish(tmp_path / "root", number, known[number - 1], known[number], "xor")
     for number in range(1, 400):
         local = as_hf(tmp_path / f"local-{number}", states[0])
-        died = dies_at(number, lambda local=local: apply_in_place(local, tmp_path / "root"))
+        died = dies_at(number, partial(apply_in_place, local, tmp_path / "root"))
         apply_in_place(local, tmp_path / "root")
         assert contents(local) == known[2]
         assert json.loads((local / ".weight_sync" / "state.json").read_text()) == {"version": "000002"}
@@ -124,8 +126,10 @@ def test_a_chain_goes_on_from_its_own_state_only(tmp_path: Path, states: list[St
     root = tmp_path / "root"
     saved = [as_hf(tmp_path / f"policy-{i}", state) for i, state in enumerate(states)]
     delta_version(saved[0], saved[1], root, force=True)
-    with pytest.raises(Mismatch, match="expected adler32 .* as in the newest version, found"):  # noqa: RUF043
+    with pytest.raises(Mismatch, match=r"expected adler32 .* as in the newest version, found"):
         delta_version(saved[0], saved[2], root, force=True)
+    again = delta_version(saved[0], saved[1], root, force=True)
+    assert (again.is_new, again.version, again.output.name) == (False, 1, "weight_v000001")
     assert [path.name for path in root.iterdir()] == ["weight_v000001"]
     with pytest.raises(Mismatch, match="--version: expected 2, which follows the newest version, found 5"):
         delta_version(saved[1], saved[2], root, version=5, force=True)
@@ -141,7 +145,7 @@ def test_another_base_and_gaps_are_found_before_anything_is_written(tmp_path: Pa
     other = as_hf(tmp_path / "other", policy(seed=6))
     before = files(other)
     for act in (lambda: ckptkit.apply(other, versions[0], tmp_path / "out"), lambda: apply_in_place(other, root)):
-        with pytest.raises(Mismatch, match="expected adler32 .* after the change, found"):  # noqa: RUF043
+        with pytest.raises(Mismatch, match=r"expected adler32 .* after the change, found"):
             act()
     assert files(other) == before
     assert {path.name for path in other.iterdir()} == {"model.safetensors"}
