@@ -91,9 +91,8 @@ def delta_version(
     for side in sides:
         check_apart(side.checkpoint, output, side.draft.writer)
     told = telling(progress, 2 * sides[0].layout.nbytes)
-    made = write_staged(
-        Stage(output, sync=sync), sides, VersionTerms(number, encoding, algorithm, digests), told, force
-    )
+    terms = VersionTerms(number, encoding, algorithm, digests)
+    made = write_staged(Stage(output, sync=sync), sides, terms, told, force=force)
     return replace(made, seconds=time.perf_counter() - began)
 
 
