@@ -17,13 +17,13 @@ _SHOWN = 12  # digits of an identity in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class DeltaChain:
     """Deltas in the order in which they are applied."""
 
     deltas: tuple[Delta, ...]
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta]) -> Chain:
+    def of(cls, deltas: Sequence[Delta]) -> DeltaChain:
         """Return the chain of deltas. Raises `Mismatch` where one does not follow the one before it."""
         for one, two in pairwise(deltas):
             if two.record.base != one.record.new:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from ckptkit.deltas.chain import Chain
+from ckptkit.deltas.chain import DeltaChain
 from ckptkit.deltas.patched_blocks import put_into
 from ckptkit.deltas.payload import WHOLE
 from ckptkit.engine.gather import BLOCK_BYTES
@@ -46,7 +46,7 @@ def blocks_of(layout: Layout, name: str) -> Iterator[tuple[int, bytearray]]:
 class ChainSuccessor:
     """What a chain of deltas makes of a base."""
 
-    def __init__(self, base: Layout, chain: Chain) -> None:
+    def __init__(self, base: Layout, chain: DeltaChain) -> None:
         self._base, self._chain = base, chain
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckptkit.deltas.chain import Chain
+from ckptkit.deltas.chain import DeltaChain
 from ckptkit.deltas.changes import Array, Changes
 from ckptkit.layout.plan import Operand
 from ckptkit.tensors.blocks import span_of
@@ -20,7 +20,7 @@ _KEPT = 4  # tensors whose changes are in memory: threads work at neighbors
 class LoadedChanges:
     """The changes of a chain by tensor, loaded when they are first asked for; the last few are kept."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: DeltaChain) -> None:
         self._chain = chain
         self._lock = threading.Lock()
         self._kept: dict[str, Changes | None] = {}

@@ -22,12 +22,12 @@ from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path
 from ckptkit.layout import Layout, WriterOptions
 from ckptkit.layout.plan import Operand
-from ckptkit.ops.as_consolidated import Consolidated, as_consolidated
+from ckptkit.ops.as_consolidated import ConsolidatedView, as_consolidated
 from ckptkit.ops.convert import with_left_behind
 from ckptkit.progress import Progress
 
 if TYPE_CHECKING:
-    from ckptkit.deltas.chain import Chain
+    from ckptkit.deltas.chain import DeltaChain
     from ckptkit.deltas.patched_blocks import Patched
 
 
@@ -78,7 +78,7 @@ def is_own(path: Path) -> bool:
     return is_delta(path) or not is_any_byte_delta(path)
 
 
-def as_own_delta(base: Consolidated, deltas: Sequence[Path], jobs: int | None, stack: ExitStack) -> Path:
+def as_own_delta(base: ConsolidatedView, deltas: Sequence[Path], jobs: int | None, stack: ExitStack) -> Path:
     """Return what deltas of bytes make of a base, written as a delta of ckptkit's own, which goes with the stack."""
     from ckptkit.deltas.byte_delta import ByteSuccessor, check_versions
     from ckptkit.deltas.identity import sums_of
@@ -92,15 +92,15 @@ def as_own_delta(base: Consolidated, deltas: Sequence[Path], jobs: int | None, s
     return room
 
 
-def draft_apply(base: Consolidated, deltas: Sequence[Path], jobs: int | None) -> Conversion:
+def draft_apply(base: ConsolidatedView, deltas: Sequence[Path], jobs: int | None) -> Conversion:
     """Draft the result of deltas, each of which is read whole and checked, on a base, which must be theirs."""
-    from ckptkit.deltas.chain import Chain
+    from ckptkit.deltas.chain import DeltaChain
     from ckptkit.deltas.check_delta import check_delta
     from ckptkit.deltas.identity import sums_of
     from ckptkit.deltas.open_delta import open_delta
 
     opened = [open_delta(path) for path in deltas]
-    chain = Chain.of(opened)
+    chain = DeltaChain.of(opened)
     chain.check_specs(base.layout)
     for delta in opened:
         check_delta(delta)
@@ -114,7 +114,7 @@ def draft_apply(base: Consolidated, deltas: Sequence[Path], jobs: int | None) ->
     return with_left_behind(conversion, [base.checkpoint])
 
 
-def draft_changed(base: Consolidated, chain: Chain, sums: Mapping[str, int]) -> Draft:
+def draft_changed(base: ConsolidatedView, chain: DeltaChain, sums: Mapping[str, int]) -> Draft:
     """Return the draft of a base with what a chain changes, in the base's shards."""
     draft = base.draft
     options = WriterOptions(base.conversion.options.max_shard_size, places=shards_of(base))
@@ -129,7 +129,7 @@ def draft_changed(base: Consolidated, chain: Chain, sums: Mapping[str, int]) -> 
     )
 
 
-def shards_of(base: Consolidated) -> Mapping[str, str] | None:
+def shards_of(base: ConsolidatedView) -> Mapping[str, str] | None:
     """Return the file of each tensor in a base that is a Hugging Face model; None for any other."""
     layout = base.draft.wanted
     if layout.format != base.draft.writer.name or layout.world_size is not None or not base.path.is_dir():
@@ -140,7 +140,7 @@ def shards_of(base: Consolidated) -> Mapping[str, str] | None:
     return places if len(files) > 1 or files <= ours else None
 
 
-def recipes_of(chain: Chain, base: Layout) -> dict[str, Patched]:
+def recipes_of(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
     """Return the recipe of each tensor that a chain changes: of the base's own, or of one that a delta holds whole."""
     from ckptkit.deltas.patched_blocks import LoadedChanges, Patched
     from ckptkit.deltas.payload import WHOLE

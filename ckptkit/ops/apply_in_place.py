@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.deltas import disk_delta, in_place, manifest_delta
 from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_versions
-from ckptkit.deltas.chain import Chain, short
+from ckptkit.deltas.chain import DeltaChain, short
 from ckptkit.deltas.check_delta import check_delta
 from ckptkit.deltas.identity import identify, sums_of
 from ckptkit.deltas.new_blocks import ChainSuccessor, Successor
@@ -131,7 +131,7 @@ def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], 
     at = identify(model.specs, sums)
     if at not in by_base and all(delta.record.new != at for delta in deltas):
         if len(deltas) == 1:
-            Chain.of(deltas).check_base(model, sums)
+            DeltaChain.of(deltas).check_base(model, sums)
         message = f"expected a delta of base {short(at)}, found {count(len(deltas), 'delta')} of others"
         raise Mismatch(message, path=root, hint="a delta is missing, or this model was made otherwise")
     chain: list[Delta] = []
@@ -139,7 +139,7 @@ def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], 
         chain.append(by_base[at])
         at = chain[-1].record.new
         check_delta(chain[-1])
-    whole = Chain.of(chain)
+    whole = DeltaChain.of(chain)
     whole.check_specs(model)
     return Update(tuple(delta.path for delta in chain), ChainSuccessor(model, whole))
 

@@ -23,7 +23,7 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Consolidated:
+class ConsolidatedView:
     """A checkpoint as `consolidate` would write it: its draft, and the tensors, located, by their final names."""
 
     checkpoint: Checkpoint
@@ -44,7 +44,7 @@ class Consolidated:
 
 
 @collector_paused()
-def as_consolidated(source: Source, options: Keywords, dst: Path) -> Consolidated:
+def as_consolidated(source: Source, options: Keywords, dst: Path) -> ConsolidatedView:
     """Open a checkpoint as `consolidate` would write it with these options to `dst`.
 
     Raises `Unsupported` for an adapter, and for weights that would be computed.
@@ -61,10 +61,12 @@ def as_consolidated(source: Source, options: Keywords, dst: Path) -> Consolidate
         hint = f"run `ckptkit consolidate {checkpoint.path} OUT` first, and pass OUT"
         raise Unsupported("the weights have to be computed first", path=checkpoint.path, tensor=name, hint=hint)
     layout = replace(locate(draft.wanted), blobs={}, twins={}, keys={})
-    return Consolidated(checkpoint, conversion, layout)
+    return ConsolidatedView(checkpoint, conversion, layout)
 
 
-def both_consolidated(base: Source, new: Source, dtype: Sequence[str], dst: Path) -> tuple[Consolidated, Consolidated]:
+def both_consolidated(
+    base: Source, new: Source, dtype: Sequence[str], dst: Path
+) -> tuple[ConsolidatedView, ConsolidatedView]:
     """Open two checkpoints of one model as `consolidate` would write both, in the dtypes of the first.
 
     One that has no config.json is named by that of the other. With `dtype` both are first cast so. Raises `Mismatch`
@@ -97,7 +99,7 @@ def in_order_of(layout: Layout, other: Layout) -> Layout:
     return replace(layout, tensors={name: layout.tensors[name] for name in other.tensors})
 
 
-def check_alike(one: Consolidated, two: Consolidated) -> None:
+def check_alike(one: ConsolidatedView, two: ConsolidatedView) -> None:
     """Raise `Mismatch` unless two checkpoints have the same names, shapes and dtypes."""
     before, after = one.layout.specs, two.layout.specs
     for path, other, names in (

@@ -18,7 +18,7 @@ from ckptkit.errors import Occupied, Unsupported, translate_os_errors
 from ckptkit.files.file import file_size, names_in
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_local
-from ckptkit.ops.as_consolidated import Consolidated, both_consolidated
+from ckptkit.ops.as_consolidated import ConsolidatedView, both_consolidated
 from ckptkit.pictures.numbers import format_bytes, per_cent
 from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, Told, telling
@@ -103,7 +103,7 @@ def delta(
 class ComparedPair:
     """Two checkpoints of one model that are compared, to write what changed."""
 
-    sides: tuple[Consolidated, Consolidated]
+    sides: tuple[ConsolidatedView, ConsolidatedView]
     jobs: int | None
     told: Told | None
 

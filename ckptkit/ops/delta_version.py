@@ -19,7 +19,7 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.files.file import file_size
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_local
-from ckptkit.ops.as_consolidated import Consolidated, both_consolidated
+from ckptkit.ops.as_consolidated import ConsolidatedView, both_consolidated
 from ckptkit.ops.delta import LARGEST
 from ckptkit.pictures.numbers import format_bytes, per_cent
 from ckptkit.pictures.words import count
@@ -97,7 +97,12 @@ def delta_version(
 
 
 def write_staged(
-    stage: Stage, sides: tuple[Consolidated, Consolidated], terms: VersionTerms, told: Told | None, *, force: bool
+    stage: Stage,
+    sides: tuple[ConsolidatedView, ConsolidatedView],
+    terms: VersionTerms,
+    told: Told | None,
+    *,
+    force: bool,
 ) -> WrittenVersion:
     """Write a version on a stage, unless an earlier call wrote it already. It appears whole or not at all."""
     origins = [Origin.of(side.path) for side in sides]
@@ -127,7 +132,10 @@ def write_staged(
 
 
 def describe(
-    sides: tuple[Consolidated, Consolidated], output: Path, terms: VersionTerms, encoded: Mapping[str, EncodedTensor]
+    sides: tuple[ConsolidatedView, ConsolidatedView],
+    output: Path,
+    terms: VersionTerms,
+    encoded: Mapping[str, EncodedTensor],
 ) -> WrittenVersion:
     """Return what would be written."""
     changed = [tensor for tensor in encoded.values() if tensor.changed]

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_frames
-from ckptkit.deltas.chain import Chain
+from ckptkit.deltas.chain import DeltaChain
 from ckptkit.deltas.check_delta import check_delta
 from ckptkit.deltas.identity import sums_of
 from ckptkit.deltas.nan import say_nan
@@ -45,7 +45,7 @@ def verify_delta(
         found = look_into(delta, problems)
         if base is not None:
             opened = as_consolidated(base, {"dtype": dtype} if dtype else {}, root)
-            Chain.of([delta]).check_base(opened.layout, sums_of(opened.layout, jobs=jobs))
+            DeltaChain.of([delta]).check_base(opened.layout, sums_of(opened.layout, jobs=jobs))
     except CkptError as error:
         problems.add(error.blame(path=root))
     return replace(found, problems=problems.list())

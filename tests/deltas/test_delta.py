@@ -249,3 +249,41 @@ def test_quantized_pairs_go_by_their_bytes(tmp_path: Path) -> None:
     assert made.record.tensors.keys() == {"up.weight", "up.weight_scale_inv"}
     ckptkit.apply(base, tmp_path / "delta", tmp_path / "out")
     assert files(tmp_path / "out") == files(new)
+
+
+def test_positions_beyond_31_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As though tensors of 100 elements and more were so large."""
+    monkeypatch.setattr("ckptkit.deltas.payload._SMALL", 100)
+    before, after = policy(torch.float64), step(policy(torch.float64))
+    base, new = as_hf(tmp_path / "base", before), as_hf(tmp_path / "new", after)
+    ckptkit.delta(base, new, tmp_path / "delta")
+    with safe_open(tmp_path / "delta" / "delta-00001-of-00001.safetensors", "np") as file:
+        assert file.get_tensor("embed.weight.indices").dtype == np.int64
+    assert ckptkit.verify_delta(tmp_path / "delta", base=base).is_ok
+    ckptkit.apply(base, tmp_path / "delta", tmp_path / "out")
+    assert files(tmp_path / "out") == files(new)
+
+
+def test_to_a_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of `apply` may be an S3 prefix, and base and deltas may lie there."""
+    from s3fs import S3FileSystem
+
+    from tests.s3 import forget, serve_moto
+
+    before, after = policy(), step(policy())
+    base, new = as_hf(tmp_path / "base", before), as_hf(tmp_path / "new", after)
+    ckptkit.delta(base, new, tmp_path / "delta")
+    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        forget()
+        store = S3FileSystem(endpoint_url=server.env["AWS_ENDPOINT_URL"], skip_instance_cache=True)
+        store.mkdir("policies")
+        store.put(f"{base}/", "policies/base", recursive=True)
+        store.put(f"{tmp_path / 'delta'}/", "policies/delta", recursive=True)
+        ckptkit.apply("s3://policies/base", "s3://policies/delta", "s3://policies/out")
+        store.invalidate_cache()
+        assert store.cat_file("policies/out/model.safetensors") == (new / "model.safetensors").read_bytes()
+        ckptkit.delta("s3://policies/base", "s3://policies/out", tmp_path / "again")
+        assert files(tmp_path / "again") == files(tmp_path / "delta")
+        forget()
