@@ -14,7 +14,6 @@ from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.files.path import to_model_path
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec, edits
-from ckptkit.models.companions import CONFIG
 from ckptkit.ops.convert import draft_of
 from ckptkit.tensors.dtypes import DType
 
@@ -37,10 +36,6 @@ class ConsolidatedView:
     @property
     def draft(self) -> Draft:
         return self.conversion.drafts[0]
-
-    @property
-    def has_config(self) -> bool:
-        return CONFIG in self.conversion.made
 
 
 @collector_paused()
@@ -72,17 +67,22 @@ def both_consolidated(
     One that has no config.json is named by that of the other. With `dtype` both are first cast so. Raises `Mismatch`
     unless they have the same names, shapes and dtypes.
     """
-    asked: Keywords = {"dtype": dtype} if dtype else {}
-    sides = [as_consolidated(source, asked, dst) for source in (base, new)]
-    for number, (source, side) in enumerate(zip((base, new), sides, strict=True)):
-        other = sides[1 - number]
-        found_in = other.checkpoint.companions.found_in if other.has_config else None
-        if not side.has_config and found_in is not None:
-            sides[number] = as_consolidated(source, {**asked, "base": str(found_in)}, dst)
+    opened = [one if isinstance(one, Checkpoint) else Checkpoint.open(to_model_path(one)) for one in (base, new)]
+    found_in = [one.companions.found_in for one in opened]
+    sides = [
+        as_consolidated(one, asked_of(dtype, None if own else other), dst)
+        for one, own, other in zip(opened, found_in, found_in[::-1], strict=True)
+    ]
     one, two = sides
     two = replace(two, layout=locate(cast_to(two.layout, one.layout.specs)))
     check_alike(one, two)
     return one, replace(two, layout=in_order_of(two.layout, one.layout))
+
+
+def asked_of(dtype: Sequence[str], base: Path | None) -> Keywords:
+    """Return the options of `consolidate` with these dtypes, and with the config.json in `base`."""
+    asked: Keywords = {"dtype": dtype} if dtype else {}
+    return {**asked, "base": str(base)} if base is not None else asked
 
 
 def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:

@@ -287,3 +287,28 @@ def test_to_a_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, mo
         ckptkit.delta("s3://policies/base", "s3://policies/out", tmp_path / "again")
         assert files(tmp_path / "again") == files(tmp_path / "delta")
         forget()
+
+
+def test_sixteen_ranks_under_other_names_against_the_hubs_copy(tmp_path: Path) -> None:
+    """Tied weights once, names of the Hub by the config.json of the base, which the other does not have."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=50, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[3] += 1
+    model.save_pretrained(tmp_path / "new")
+    ckptkit.convert(tmp_path / "new", tmp_path / "sixteen", to="dcp", world_size=16, names="torchtitan")
+    for path in tmp_path.joinpath("sixteen").rglob("config.json"):
+        path.unlink()
+    assert "tok_embeddings.weight" in str(ckptkit.open_layout(tmp_path / "sixteen").names)
+    made = ckptkit.delta(tmp_path / "base", tmp_path / "sixteen", tmp_path / "delta")
+    assert made.record.changed == len(list(model.parameters()))
+    ckptkit.apply(tmp_path / "base", tmp_path / "delta", tmp_path / "out")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert {n: raw(t) for n, t in again.state_dict().items()} == {n: raw(t) for n, t in model.state_dict().items()}
+    back = ckptkit.delta(tmp_path / "sixteen", tmp_path / "base", tmp_path / "back")
+    assert (back.record.base, back.record.new) == (made.record.new, made.record.base)
