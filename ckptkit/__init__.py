@@ -19,15 +19,20 @@ if TYPE_CHECKING:
     from ckptkit.estimates.estimate import Estimated, estimate
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
+    from ckptkit.ops.apply import apply
+    from ckptkit.ops.apply_in_place import ChangedInPlace, apply_in_place
     from ckptkit.ops.average import average
     from ckptkit.ops.consolidate import consolidate
     from ckptkit.ops.convert import convert
     from ckptkit.ops.cp import CopiedFiles, cp
+    from ckptkit.ops.delta import WrittenDelta, delta
+    from ckptkit.ops.delta_version import WrittenVersion, delta_version
     from ckptkit.ops.diff import diff
     from ckptkit.ops.doctor import Diagnosis, doctor
     from ckptkit.ops.explain import explain
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
+    from ckptkit.ops.inspect_delta import InspectedByteDelta, InspectedDelta, inspect_delta
     from ckptkit.ops.ls import Listing, ls
     from ckptkit.ops.ls import list_run as list_run
     from ckptkit.ops.manifest import make_manifest
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
     from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.uploads import PrunedUploads, prune_uploads
     from ckptkit.ops.verify import Verified, verify
+    from ckptkit.ops.verify_delta import verify_delta
     from ckptkit.proving.prove import Proved, prove
     from ckptkit.reports.report import Reported, report
     from ckptkit.training.saving.run import Run
@@ -47,6 +53,7 @@ if TYPE_CHECKING:
     from ckptkit.watching.watch import Watched, watch
 
 __all__ = [
+    "ChangedInPlace",
     "Checkpoint",
     "CkptError",
     "ConvertOptions",
@@ -57,6 +64,8 @@ __all__ = [
     "Estimated",
     "Finding",
     "Inspected",
+    "InspectedByteDelta",
+    "InspectedDelta",
     "LazyCheckpoint",
     "LazyTensor",
     "Listing",
@@ -71,17 +80,24 @@ __all__ = [
     "Stats",
     "Verified",
     "Watched",
+    "WrittenDelta",
+    "WrittenVersion",
     "__version__",
+    "apply",
+    "apply_in_place",
     "average",
     "consolidate",
     "convert",
     "cp",
+    "delta",
+    "delta_version",
     "diff",
     "doctor",
     "estimate",
     "explain",
     "finalize",
     "inspect",
+    "inspect_delta",
     "ls",
     "make_manifest",
     "merge",
@@ -100,10 +116,12 @@ __all__ = [
     "train",
     "unpin",
     "verify",
+    "verify_delta",
     "watch",
 ]
 
 _HOMES = {
+    "ChangedInPlace": "ckptkit.ops.apply_in_place",
     "Checkpoint": "ckptkit.checkpoints.checkpoint",
     "CkptError": "ckptkit.errors",
     "ConvertOptions": "ckptkit.conversion.options",
@@ -114,6 +132,8 @@ _HOMES = {
     "Estimated": "ckptkit.estimates.estimate",
     "Finding": "ckptkit.diagnosis.finding",
     "Inspected": "ckptkit.ops.inspect",
+    "InspectedByteDelta": "ckptkit.ops.inspect_delta",
+    "InspectedDelta": "ckptkit.ops.inspect_delta",
     "LazyCheckpoint": "ckptkit.ops.open",
     "LazyTensor": "ckptkit.ops.open",
     "Listing": "ckptkit.ops.ls",
@@ -128,16 +148,23 @@ _HOMES = {
     "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
     "Watched": "ckptkit.watching.watch",
+    "WrittenDelta": "ckptkit.ops.delta",
+    "WrittenVersion": "ckptkit.ops.delta_version",
+    "apply": "ckptkit.ops.apply",
+    "apply_in_place": "ckptkit.ops.apply_in_place",
     "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
     "cp": "ckptkit.ops.cp",
+    "delta": "ckptkit.ops.delta",
+    "delta_version": "ckptkit.ops.delta_version",
     "diff": "ckptkit.ops.diff",
     "doctor": "ckptkit.ops.doctor",
     "estimate": "ckptkit.estimates.estimate",
     "explain": "ckptkit.ops.explain",
     "finalize": "ckptkit.ops.finalize",
     "inspect": "ckptkit.ops.inspect",
+    "inspect_delta": "ckptkit.ops.inspect_delta",
     "list_run": "ckptkit.ops.ls",
     "ls": "ckptkit.ops.ls",
     "make_manifest": "ckptkit.ops.manifest",
@@ -158,6 +185,7 @@ _HOMES = {
     "train": "ckptkit.training.train",
     "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",
+    "verify_delta": "ckptkit.ops.verify_delta",
     "watch": "ckptkit.watching.watch",
 }
 

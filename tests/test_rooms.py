@@ -67,11 +67,13 @@ FLOORS = (
     ("adapters", "adapters.*"),
     ("comparison", "comparison.*"),
     ("salvaging", "salvaging.*"),
+    ("deltas", "deltas.*"),
     ("pictures", "pictures.*"),
     ("inspection", "inspection.*"),
     ("diagnosis", "diagnosis.*"),
     # verbs that look, and the one that every conversion is a preset of; the presets and verify; what uses both
     tuple(f"ops.{name}" for name in ("convert", "diff", "inspect", "ls", "open", "own_files", "pin", "stats")),
+    ("ops.as_consolidated",),
     tuple(f"ops.{name}" for name in ("average", "consolidate", "finalize", "merge", "reshard", "verify")),
     tuple(f"ops.{name}" for name in ("demote", "dry_run_fix", "manifest")),
     ("ops", "ops.*"),
@@ -151,6 +153,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
     "ops.merge": {"peft"},
+    "deltas.nan": {"vllm"},  # which refuses it
     "quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded

@@ -28,6 +28,7 @@ GROUPS = {
     "Check and fix": {"verify": "verify", "manifest": "verify", "doctor": "doctor", "prove": "prove"},
     "Manage runs": {"ls": "ls", "pin": "pin", "unpin": "pin", "prune": "prune", "watch": "watch"},
     "Train": {"estimate": "estimate", "train": "train", "smoke": "train"},
+    "Ship what changed": {"delta": "delta", "apply": "apply"},
     "Share": {"cp": "cp", "push": "push", "pull": "pull"},
 }
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}

@@ -45,15 +45,21 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is, and what it holds.
 
-    Its metadata says that: nothing is loaded, no code of its runs.
+    Its metadata says that: nothing is loaded, no code of its runs. A delta may be given too.
 
     Example: ckptkit inspect run/ckpt-500 --tree
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
     """
+    from ckptkit.deltas.open_bytes import is_any_delta as is_delta
     from ckptkit.ops.inspect import inspect as look
 
     path = with_others(path, also)
+    if is_delta(path):
+        from ckptkit.cli.delta import show_delta
+
+        show_delta(path, tensors=tensors, json=json)
+        return
     found = look(path, with_places=chunks)
     if svg is not None:
         from ckptkit.reports.shard_map import write_shard_map

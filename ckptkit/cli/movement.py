@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.cli.diff import times
 from ckptkit.cli.output import note, pick, print_json, print_table, progress_bar, say
+from ckptkit.pictures.numbers import per_cent
 from ckptkit.pictures.words import count
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     kinds = found.by_kind
     print_table(
         [row_of(movement) for movement in kinds[:top]],
-        ("change", "max", "cosine", "most", "parameter"),
+        ("change", "max", "cosine", "equal", "most", "parameter"),
     )
     if len(kinds) > top:
         say(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
     whole = found.whole
     angle = f", cosine {cosine(whole)}" if cosine(whole) else ""
-    say(f"{count(whole.tensors, 'tensor')} as one: change {whole.change:.3g}{angle}")
+    say(f"{count(whole.tensors, 'tensor')} as one: change {whole.change:.3g}{angle}, {per_cent(whole.equal)} equal")
 
 
 def row_of(movement: Movement) -> tuple[str, ...]:
@@ -45,6 +46,7 @@ def row_of(movement: Movement) -> tuple[str, ...]:
         f"{movement.change:.3g}",
         f"{distance.max_abs:.3g}" + (f", {distance.strange:,} NaN/Inf" if distance.strange else ""),
         cosine(movement),
+        per_cent(movement.equal),
         layers if movement.tensors > 1 else "",
         times(movement.name, movement.tensors),
     )
@@ -58,7 +60,7 @@ def cosine(movement: Movement) -> str:
 def to_json(found: Moved) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     moved = [
-        pick(movement, "name", "change") | pick(movement.distance, "max_abs", "cosine", "strange")
+        pick(movement, "name", "change", "equal") | pick(movement.distance, "max_abs", "cosine", "strange")
         for movement in found.tensors
     ]
-    return {"moved": moved, **pick(found, "a", "b", "notes")}
+    return {"moved": moved, "equal": found.whole.equal, **pick(found, "a", "b", "notes")}

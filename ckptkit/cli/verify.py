@@ -43,6 +43,10 @@ def verify(
     allow_cast: Annotated[
         bool, typer.Option("--allow-cast", help="With --against: another dtype is converted, and no problem.")
     ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(parser=to_path, metavar="BASE", help="Of a delta: check also that BASE is what it was made from."),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Also look for NaN, Inf, denormals, and tensors all zero or constant.")
     ] = False,
@@ -53,20 +57,34 @@ def verify(
 ) -> None:
     """Check that a checkpoint is whole and undamaged.
 
-    That is its structure, and every byte that a checksum is recorded of.
+    That is its structure, and every byte that a checksum is recorded of. A delta may be given too.
 
     Example: ckptkit verify run/ckpt-500
 
     Exit codes: 0 nothing found; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
+    from ckptkit.deltas.open_bytes import is_any_delta as is_delta
     from ckptkit.ops.verify import verify as check
+    from ckptkit.ops.verify_delta import verify_delta as check_delta
 
     if also and len(paths) > 1:
         raise Usage("--also is for one checkpoint", hint="verify them one by one")
     paths = [with_others(path, also) for path in paths]
+    deltas = [path for path in paths if is_delta(path)]
+    if base and len(deltas) < len(paths):
+        raise Usage("--base is for deltas", hint="leave it out, or use --against")
+    if deltas and (fast or against or stats):
+        raise Usage("--fast, --against and --stats are for checkpoints", hint="leave them out, or verify deltas alone")
+    found = [check_delta(path, base=base, jobs=jobs) for path in deltas]
     with progress_bar("verify") as progress:
-        found = check(
-            *paths, fast=fast, against=against, allow_cast=allow_cast, stats=stats, jobs=jobs, progress=progress
+        found += check(
+            *(path for path in paths if path not in deltas),
+            fast=fast,
+            against=against,
+            allow_cast=allow_cast,
+            stats=stats,
+            jobs=jobs,
+            progress=progress,
         )
     is_ok = all(part.is_ok for part in found)
     numbers = [tensor for part in found for tensor in part.stats]

@@ -46,9 +46,9 @@ def watch(
 ) -> None:
     """Run commands on each checkpoint as it becomes complete.
 
-    In the commands {ckpt} becomes the path of the checkpoint, {name} its name, {step} its step, and {out} a path for
-    what is made of it. They run one after the other, each in a process of its own and without a shell; they also find
-    these in the environment, as CKPTKIT_CKPT and so on.
+    In the commands {ckpt} becomes the path of the checkpoint, {name} its name, {step} its step, {out} a path for what
+    is made of it, and {prev} the checkpoint before it that was handled. They run one after the other, each in a process
+    of its own and without a shell; they also find these in the environment, as CKPTKIT_CKPT and so on.
 
     One counts when it is complete and has not changed for --every seconds; it is not pruned while it is handled. What
     fails is tried again after growing pauses, and so is a command that ran longer than --timeout and was ended with its

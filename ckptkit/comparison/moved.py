@@ -15,6 +15,7 @@ from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
 from ckptkit.layout import Spec
 from ckptkit.names.renames import fold
+from ckptkit.pictures.numbers import per_cent
 from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, telling
 from ckptkit.summary import Summarized, first_few
@@ -35,6 +36,11 @@ class Movement:
         """Return ||b - a|| / ||a||."""
         return self.distance.rel_l2
 
+    @property
+    def equal(self) -> float:
+        """Return the fraction of elements that are bit-equal; where the dtypes differ, the same number."""
+        return self.distance.equal
+
     def merge(self, other: Movement) -> Movement:
         """Return both together, of which the other changed less; under a name without the number of their layer."""
         return Movement(fold(self.name), self.distance.merge(other.distance), self.tensors + other.tensors, self.peak)
@@ -54,7 +60,8 @@ class Moved(Summarized):
 
     def summary(self) -> Iterator[str]:
         whole, kinds = self.whole, self.by_kind
-        yield f"{self.a} to {self.b}: {count(whole.tensors, 'tensor')} as one: change {whole.change:.3g}"
+        how_far = f"change {whole.change:.3g}, {per_cent(whole.equal)} equal"
+        yield f"{self.a} to {self.b}: {count(whole.tensors, 'tensor')} as one: {how_far}"
         yield from first_few((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
 
     @property

@@ -55,6 +55,7 @@ class Draft:
     remarks: tuple[str, ...] = ()
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     given: Layout | None = None
+    sums: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(

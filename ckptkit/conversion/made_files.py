@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import FileSum
-from ckptkit.checkpoints.seal import create_files, extents_of, read_made, sum_files, write_manifest
+from ckptkit.checkpoints.seal import create_files, extents_of, read_made, sum_files, sums_of_tensors, write_manifest
 from ckptkit.checkpoints.seal import seal as seal_files
 from ckptkit.collector import collector_paused
 from ckptkit.conversion.draft import Conversion, Draft
@@ -15,7 +15,7 @@ from ckptkit.destinations.allocation import create_file, make_folder, write_file
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow
 from ckptkit.engine.sources import place_of
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.files.file import file_size, opening, read_at
 from ckptkit.formats import locate
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout
@@ -108,6 +108,7 @@ def seal(
     """
     found: dict[str, FileSum] = {}
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
+        require_sums(draft, plan.dst, done.checksums)
         seal_files(draft.writer, plan.dst, done.checksums)
         own = [file.name for file in draft.files]
         if conversion.is_file:
@@ -121,6 +122,15 @@ def seal(
         made = write_manifest(plan.dst, done.checksums, names, anew=False, entries=known, source=draft.made_of)
         found |= {str(Path(draft.place, name)): one for name, one in made.files.items()}
     return found
+
+
+def require_sums(draft: Draft, made: Layout, checksums: Mapping[FileOffset, int]) -> None:
+    """Raise `Corrupt` if a tensor did not become what it was known to become."""
+    found = sums_of_tensors(made, checksums) if draft.sums else {}
+    for name, crc in found.items():
+        if (expected := draft.sums.get(name, crc)) != crc:
+            message = f"expected CRC-32 {expected:08x} in the output, found {crc:08x}"
+            raise Corrupt(message, path=draft.wanted.root, tensor=name)
 
 
 def copy_file(src: Path, dst: Path) -> None:

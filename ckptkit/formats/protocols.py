@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse, translate_os_errors
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
+JOURNAL = ".ckptkit-delta"  # in a directory whose files are being changed in place, or were when that was interrupted
+
 
 class FormatReader(Protocol):
     """A format that can be read.

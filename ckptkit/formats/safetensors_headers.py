@@ -211,9 +211,9 @@ def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:
         raise Corrupt("the safetensors library sees the tensors in another order than they were written", path=path)
 
 
-def make_header(specs: Mapping[str, Spec]) -> bytes:
+def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return length and JSON of a file's header, in the library's order and padding: equal tensors give equal bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     at = 0
     for name in sorted(specs, key=lambda name: (_RANK[specs[name].dtype.name], name.encode("utf-8", "surrogatepass"))):
         spec = specs[name]

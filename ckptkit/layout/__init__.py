@@ -260,13 +260,14 @@ class NewFile:
 class WriterOptions:
     """The options of a writer: the most bytes in a file, and how many ranks will load the checkpoint.
 
-    `file` is the name of the single file to write, if loaders look for that name. A writer ignores options that its
-    format does not have.
+    `file` is the name of the single file to write, if loaders look for that name. `places` has the file of each tensor,
+    if they are to be shared out as in another checkpoint. A writer ignores options that its format does not have.
     """
 
     max_shard_size: int
     world_size: int = 1
     file: str | None = None
+    places: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,13 @@ def format_count(number: int) -> str:
     return f"{number:,}"
 
 
+def per_cent(part: float) -> str:
+    """Return a part of a whole as `99.03%`, never rounded to all or nothing."""
+    if part in (0, 1):
+        return f"{part:.0%}"
+    return f"{part if part > 1 else min(max(part, 0.0001), 0.9999):.2%}"
+
+
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return about `count` round numbers between two others."""
     span = high - low

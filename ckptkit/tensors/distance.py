@@ -50,6 +50,11 @@ class Distance:
         )
 
     @property
+    def equal(self) -> float:
+        """Return the fraction of the elements that are not different; 1 if there are none."""
+        return 1 - self.different / self.elements if self.elements else 1.0
+
+    @property
     def rel_l2(self) -> float:
         """Return ||a - b|| / ||a||: 0 where there is no gap, infinite where there is one and all of `a` is zero."""
         if not self.gap:

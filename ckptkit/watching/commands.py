@@ -18,7 +18,13 @@ from typing import Self
 
 from ckptkit.errors import Usage
 
-PLACES = ("ckpt", "name", "step", "out")  # what is filled in, and by CKPTKIT_CKPT and so on what a command may look up
+PLACES = (
+    "ckpt",
+    "name",
+    "step",
+    "out",
+    "prev",
+)  # what is filled in, and by CKPTKIT_CKPT and so on what a command may look up
 _PLACE = re.compile(r"(?<!\$)\{([a-z]+)\}")  # but not a shell's ${name}
 _OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 _GRACE = 30.0  # seconds that a command has to end when it is asked to
@@ -48,7 +54,7 @@ class WatchCommand:
         if unknown:
             hint = f"there are {', '.join(f'{{{place}}}' for place in PLACES)}"
             raise Usage(f"`{{{unknown[0]}}}` in `{made}` is nothing that can be filled in", hint=hint)
-        if is_ours and not made.places:
+        if is_ours and not made.places - {"prev"}:
             hint = "write the command with {ckpt}, as in 'consolidate {ckpt} {out}'"
             raise Usage(f"`{made}` does not name the checkpoint", hint=hint)
         if not is_ours and not _PLACE.search(words[0]) and shutil.which(words[0]) is None:

@@ -21,6 +21,7 @@ from ckptkit.files.trees import make_directories
 from ckptkit.pictures.words import count
 from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, run_of
 from ckptkit.summary import Summarized
+from ckptkit.trainers import ONE_FILE, step_of
 from ckptkit.watching.commands import WatchCommand
 from ckptkit.watching.journal import Fate, WatchJournal
 from ckptkit.watching.looks import Look, Patience
@@ -90,7 +91,8 @@ def watch(
     `do` are commands of ckptkit and `exec` other programs, one or several, each a line that is split as a shell splits
     it, or a list of words. They run one after the other, in processes of their own and without a shell. The
     placeholders `{ckpt}`, `{name}`, `{step}` and `{out}` become the checkpoint's path, its name, its step, and a path
-    for the output: the checkpoint's name in directory `out`, or in `exported` of the run.
+    for the output: the checkpoint's name in directory `out`, or in `exported` of the run. `{prev}` becomes the path of
+    the checkpoint before it that was handled; for the first, which has none, commands with `{prev}` are skipped.
 
     A checkpoint counts when it is complete and nothing of it has changed for `every` seconds; the watch looks at the
     run as often. No prune and no `Run` deletes a checkpoint while it is handled. A command that runs longer than
@@ -271,14 +273,18 @@ class Watcher:
         """Run the commands that are left for a checkpoint. Return what failed, None if nothing did."""
         name = one.path.stem if one.path.is_file() else one.name
         out = self.terms.place / name
+        prev = self.previous(one)
         values = {"ckpt": str(one.path), "name": name, "step": str(one.own_step), "out": str(out)}
+        values["prev"] = "" if prev is None else str(prev)
         entry = self.journal.entries.get(one.name)
         if entry is None or saved_ns != entry.saved_ns:
             entry = Fate("waiting", saved_ns)
         for number, command in enumerate(self.terms.commands):
             if number < entry.commands_done:
                 continue
-            if not self.was_made(command, entry, out):
+            if "prev" in command.places and prev is None:
+                self._tell(Event(one.path, None, f"skipped, no checkpoint was handled before: {command}"))
+            elif not self.was_made(command, entry, out):
                 entry = Fate("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
                 if "out" in command.places and not isinstance(out, RemotePath):
@@ -292,6 +298,13 @@ class Watcher:
             entry = Fate("done" if is_last else "waiting", saved_ns, number + 1)
             self.note(one.name, entry)
         return None
+
+    def previous(self, one: Checkpoint) -> Path | None:
+        """Return the last checkpoint before this one that was handled, there or deleted by now; None if none was."""
+        handled = (self.root / name for name, entry in self.journal.entries.items() if entry.state == "done")
+        steps = {path: step for path in handled if (step := step_in(path)) is not None}
+        before = [path for path, step in steps.items() if one.own_step is not None and step < one.own_step]
+        return max(before, key=lambda path: steps[path], default=None)
 
     def note(self, name: str, entry: Fate) -> None:
         """Write to the journal, unless the run has been moved: a new run is never made in its place."""
@@ -330,6 +343,13 @@ class Watcher:
         self._waiting.discard(name)
         self._outcomes[name] = Event(self.root / name, outcome, message)
         self._tell(self._outcomes[name])
+
+
+def step_in(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint, be it there or not."""
+    return (
+        int(path.name) if path.name.isdecimal() else step_of(Path(path.stem if path.suffix in ONE_FILE else path.name))
+    )
 
 
 def identity(path: Path) -> tuple[int, int] | None:

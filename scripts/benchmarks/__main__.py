@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from scripts.benchmarks.consolidate import consolidate, inspect, large
+from scripts.benchmarks.delta import delta
 from scripts.benchmarks.manage import manage
 from scripts.benchmarks.merge import merge
 from scripts.benchmarks.names import names
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "save": Benchmark(save, {"size_gb": 1.6, "runs": 3}),
     "store": Benchmark(store, {"size_gb": 1.6, "runs": 3}),
     "verify": Benchmark(verify, {"size_gb": 1.6, "runs": 5}),
+    "delta": Benchmark(delta, {"size_gb": 1.6, "runs": 3}),
     "manage": Benchmark(manage, {"size_gb": 1.6, "runs": 3}),
     "inspect": Benchmark(inspect, {"runs": 5}),
     "plan": Benchmark(plan, {"runs": 5}),

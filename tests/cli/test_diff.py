@@ -131,8 +131,10 @@ def test_what_moved_most(pair: tuple[Path, Path], tmp_path: Path) -> None:
     done = ckptkit("stats", *pair)
     assert done.returncode == 0
     assert done.stdout.splitlines()[1].split()[:2] == ["0.129", "0.3"]
-    assert done.stdout.splitlines()[1].split()[3:] == ["29", "layers.*.w", "x30"]
-    found = json.loads(ckptkit("stats", *pair, "--json").stdout)["moved"]
+    assert done.stdout.splitlines()[1].split()[3:] == ["50.00%", "29", "layers.*.w", "x30"]
+    result = json.loads(ckptkit("stats", *pair, "--json").stdout)
+    assert result["equal"] == 0.5
+    found = result["moved"]
     assert [one["name"] for one in found[:2]] == ["layers.29.w", "layers.27.w"]
     assert found[0]["change"] == pytest.approx(0.3, rel=1e-6)
     assert len(found) == 30

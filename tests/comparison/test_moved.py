@@ -75,3 +75,15 @@ def test_nothing_in_common(tmp_path: Path) -> None:
     with pytest.raises(Mismatch) as raised:
         moved(tmp_path / "a.pt", tmp_path / "b.pt")
     assert "ckptkit diff" in (raised.value.hint or "")
+
+
+def test_the_fraction_that_is_bit_equal(tmp_path: Path) -> None:
+    before = {"a": torch.zeros(10, 10), "b": torch.zeros(50), "none": torch.zeros(0, 3)}
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    after["a"].view(-1)[:3] = -0.0  # the same number, other bits
+    after["b"][7] = float("nan")
+    torch.save(before, tmp_path / "a.pt")
+    torch.save(after, tmp_path / "b.pt")
+    found = moved(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert {movement.name: movement.equal for movement in found.tensors} == {"a": 0.97, "b": 0.98, "none": 1.0}
+    assert found.whole.equal == 1 - 4 / 150

@@ -63,6 +63,26 @@ def test_each_is_handled_once_the_oldest_first(run: Path, tmp_path: Path) -> Non
     assert (done.handled, len(done.before)) == ((run / "ckpt-12",), 2)
 
 
+def test_the_one_before(run: Path, tmp_path: Path) -> None:
+    """`{prev}` is the last that was handled, in this watch or an earlier one; the first has none."""
+    told: list[str] = []
+    root, log = tmp_path / "root", tmp_path / "log"
+    do = f"delta {{prev}} {{ckpt}} {root} --format disk-delta --force --quiet"
+    say = [shell(f'echo "$CKPTKIT_NAME $(basename "$CKPTKIT_PREV")" >> "{log}"')]
+
+    def tell(event: Event) -> None:
+        told.append(event.message)
+
+    save(run, 10, 2.0)
+    assert watch(run, do=do, exec=say, every=SOON, once=True, tell=tell).is_ok
+    assert sum("skipped, no checkpoint was handled before: delta {prev}" in message for message in told) == 1
+    assert {path.name for path in root.iterdir()} == {"weight_v000001"}
+    save(run, 12, 3.0)
+    assert watch(run, do=do, exec=say, every=SOON, once=True).is_ok
+    assert {path.name for path in root.iterdir()} == {"weight_v000001", "weight_v000002"}
+    assert log.read_text() == "ckpt-9 \nckpt-10 ckpt-9\nckpt-12 ckpt-10\n"
+
+
 def test_commands_of_ours_make_an_output_for_each(run: Path) -> None:
     done = watch(run, do="consolidate {ckpt} {out} --quiet", every=SOON, once=True)
     assert done.is_ok

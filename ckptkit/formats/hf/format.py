@@ -16,7 +16,7 @@ from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Un
 from ckptkit.files.file import names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.indices import make_index, read_index
-from ckptkit.formats.protocols import FormatWriter
+from ckptkit.formats.protocols import JOURNAL, FormatWriter
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_cover
 
@@ -25,6 +25,8 @@ INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _NUMBERED = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
+_DELTA = re.compile(r"delta-[0-9]{5}-of-[0-9]{5}\.safetensors")  # what changed, and no model
+_ENCODING = "delta_encoding"  # in the index of tensors that hold what changed
 _HEAD = 1 << 16  # bytes; most headers are shorter
 
 
@@ -98,14 +100,10 @@ class HuggingFace(FormatWriter):
             check_writable(name, spec)
         if options.file is not None:
             return (new_file(options.file, specs),)
-        shards = split(specs, options.max_shard_size)
-        names = shard_names(len(shards))
-        files = [
-            new_file(file, {name: specs[name] for name in members}) for file, members in zip(names, shards, strict=True)
-        ]
-        if len(shards) > 1:
-            places = {name: file for file, members in zip(names, shards, strict=True) for name in members}
-            index = make_index(specs, places)
+        shares = share_out(specs, options)
+        files = [new_file(file, {name: specs[name] for name in members}) for file, members in shares.items()]
+        if len(files) > 1:
+            index = make_index(specs, {name: file for file, members in shares.items() for name in members})
             files.append(NewFile(INDEX, len(index), ((0, index),)))
         return tuple(files)
 
@@ -144,17 +142,24 @@ class IndexedFiles:
 def find_files(path: Path, report: Report) -> IndexedFiles:
     """Return the files that make the checkpoint at `path`; report missing ones. Two possible meanings are refused."""
     if not path.is_dir():
+        if _DELTA.fullmatch(path.name):
+            raise of_delta(path.parent)
         if _SHARD.fullmatch(path.name):
             raise Unsupported(
                 "this file is the shard of one rank", path=path, hint="pass the directory that has all shards"
             )
         return IndexedFiles(path.parent, [path.name])
     present = set(names_in(path))
+    if JOURNAL in present:
+        hint = "run the same `ckptkit apply ... --in-place` again: it completes the change"
+        report(Incomplete("a change of this model was interrupted", path=path / JOURNAL, hint=hint))
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
         return find_shards(path, shards, present)
     if INDEX in present:
         return find_indexed(path, present, report)
+    if any(map(_DELTA.fullmatch, present)):
+        raise of_delta(path)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
         return find_numbered(path, numbered, present, report)
@@ -219,9 +224,17 @@ def of_two_exports(path: Path, other: str) -> Corrupt:
     )
 
 
+def of_delta(path: Path) -> Unsupported:
+    """Return the error for files that hold what changed in a model."""
+    hint = f"run `ckptkit apply BASE {path} OUT` with the checkpoint that it was made from"
+    return Unsupported("expected a checkpoint, found a delta", path=path, hint=hint)
+
+
 def find_indexed(path: Path, present: set[str], report: Report) -> IndexedFiles:
     """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
-    index, _ = read_index(path / INDEX)
+    index, metadata = read_index(path / INDEX)
+    if _ENCODING in metadata:
+        raise of_delta(path)
     names = sorted(set(index.values()))
     if SINGLE in present and SINGLE not in names:
         raise of_two_exports(path, INDEX)
@@ -298,6 +311,17 @@ def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
         shards[-1].append(name)
         filled += nbytes
     return shards
+
+
+def share_out(specs: Mapping[str, Spec], options: WriterOptions) -> dict[str, list[str]]:
+    """Return the names of the tensors in each file: as they are shared out elsewhere, or by size."""
+    if options.places is None:
+        shards = split(specs, options.max_shard_size)
+        return dict(zip(shard_names(len(shards)), shards, strict=True))
+    shares: dict[str, list[str]] = {}
+    for name in specs:
+        shares.setdefault(options.places[name], []).append(name)
+    return dict(sorted(shares.items()))
 
 
 def shard_names(count: int) -> list[str]:

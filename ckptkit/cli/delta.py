@@ -1,0 +1,183 @@
+"""Run `ckptkit delta`, and show a delta for `ckptkit inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ckptkit.cli.conversion import Jobs, NoSync
+from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_table, progress_bar, say
+from ckptkit.errors import Usage
+from ckptkit.files.path import to_local, to_path
+from ckptkit.pictures.numbers import format_bytes, per_cent
+
+if TYPE_CHECKING:
+    from ckptkit.ops.delta import WrittenDelta
+    from ckptkit.ops.inspect_delta import InspectedDelta
+
+DeltaFormat = Literal["ckptkit-delta", "disk-delta"]
+Encoding = Literal["xor", "overwrite"]
+Base = Annotated[
+    Path,
+    typer.Argument(parser=to_path, metavar="BASE", help="The checkpoint before, or a run: then its latest."),
+]
+
+
+def delta(
+    base: Base,
+    new: Annotated[
+        Path, typer.Argument(parser=to_path, metavar="NEW", help="The checkpoint after, of the same model.")
+    ],
+    out: Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The directory to make.")],
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="Cast both first, as consolidate does; by default to the dtypes of BASE."),
+    ] = None,
+    to: Annotated[
+        DeltaFormat,
+        typer.Option("--format", help="ckptkit-delta; or disk-delta: OUT/weight_v000001 and on, for slime and miles."),
+    ] = "ckptkit-delta",
+    encoding: Annotated[
+        Encoding | None, typer.Option(help="Of a disk-delta: xor, or overwrite, which may be applied twice. [xor]")
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of a disk-delta: the number of the first version.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write a delta larger than 60 % of the model too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
+    jobs: Jobs = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Write what changed between two policies.
+
+    Both may be of any format and world size. ckptkit compares them, by their bits, as consolidate would write them.
+
+    Example: ckptkit delta policy-100 run/ckpt-110 delta-110
+
+    `ckptkit apply BASE DELTA OUT` makes a model of it again. Updates are sparse in reinforcement learning, where the
+    learning rate is small: in other trainings most elements change, and ckptkit refuses to write a delta.
+
+    Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, the two are not of one model, or too much changed; 4 an I/O
+    failure; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    """
+    if to == "disk-delta":
+        if dry_run or jobs is not None:
+            raise Usage("--format disk-delta does not take --dry-run or --jobs", hint="leave them out")
+        with progress_bar("comparing") as progress:
+            more = {"encoding": encoding} if encoding else {}
+            write_version(
+                base,
+                new,
+                out,
+                json=json,
+                version=version,
+                dtype=dtype or (),
+                force=force,
+                sync=not no_sync,
+                progress=progress,
+                **more,
+            )
+        return
+    if encoding is not None or version is not None:
+        raise Usage("--encoding and --version are for --format disk-delta", hint="add it, or leave them out")
+    from ckptkit.ops.delta import delta as run
+
+    with progress_bar("comparing") as progress:
+        done = run(
+            base,
+            new,
+            out,
+            dtype=dtype or (),
+            force=force,
+            dry_run=dry_run,
+            jobs=jobs,
+            sync=not no_sync,
+            progress=progress,
+        )
+    if json:
+        print_json(to_json(done))
+    else:
+        report(done)
+
+
+def write_version(base: Path, new: Path, root: Path, *, json: bool, **options: Any) -> None:
+    """Write a version for engines, and print what was written."""
+    from ckptkit.ops.delta_version import delta_version
+
+    done = delta_version(base, new, root, **options)
+    if json:
+        names = ("base", "new", "output", "version", "encoding", "checksum", "tensors", "changed_bytes", "nbytes")
+        print_json(pick(done, *names, "whole_nbytes", "seconds"))
+        return
+    first, *others = done.summary()
+    say(first)
+    print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
+    for line in others:
+        say(line)
+
+
+def to_json(done: WrittenDelta) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    names = ("base", "new", "output", "density", "nbytes", "checked_bytes", "seconds", "notes")
+    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+    record = done.record
+    return {
+        **pick(done, *names),
+        "base_id": record.base,
+        "new_id": record.new,
+        "whole_nbytes": record.nbytes,
+        "changed": len(record.tensors),
+        "unchanged": record.unchanged,
+        "files": files,
+        "dry_run": done.dry_run,
+    }
+
+
+def report(done: WrittenDelta) -> None:
+    """Print the result for a reader."""
+    first, *others = done.summary()
+    say(first)
+    print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
+    for line in others:
+        say(line)
+    for text in done.notes:
+        note(f"note: {text}")
+
+
+def show_delta(path: Path, *, tensors: bool, json: bool) -> None:
+    """Print what a delta is, for `ckptkit inspect`."""
+    from ckptkit.ops.inspect_delta import InspectedByteDelta, inspect_delta
+
+    found = inspect_delta(path)
+    if json:
+        print_json(plain(found) if isinstance(found, InspectedByteDelta) else delta_json(found))
+        return
+    for line in found.summary():
+        say(line)
+    if tensors and isinstance(found, InspectedByteDelta):
+        print_table([(name,) for name in found.tensors], ("tensor",))
+    elif tensors:
+        assert not isinstance(found, InspectedByteDelta)
+        rows = [
+            (f"{tensor.changed:,}", per_cent(tensor.changed / tensor.spec.numel), str(tensor.spec), name)
+            for name, tensor in found.record.tensors.items()
+        ]
+        print_table(rows, ("changed", "", "dtype and shape", "tensor"))
+
+
+def delta_json(found: InspectedDelta) -> dict[str, Any]:
+    record = found.record
+    tensors = [
+        {"name": name, "dtype": tensor.spec.dtype.name, **pick(tensor.spec, "shape"), "changed": tensor.changed}
+        for name, tensor in record.tensors.items()
+    ]
+    return {
+        **pick(found, "path", "format", "nbytes"),
+        **pick(record, "base", "new", "density", "unchanged"),
+        "whole_nbytes": record.nbytes,
+        "tensors": tensors,
+    }

@@ -1,0 +1,92 @@
+"""Put deltas together that follow each other: each has the result of the one before as its base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckptkit.deltas.changes import Changes
+from ckptkit.deltas.identity import identify
+from ckptkit.deltas.open_delta import Delta
+from ckptkit.deltas.patch import load_changes, merge_changes
+from ckptkit.errors import Mismatch
+from ckptkit.layout import Layout, Spec
+
+_SHOWN = 12  # digits of an identity in a message
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChain:
+    """Deltas in the order in which they are applied."""
+
+    deltas: tuple[Delta, ...]
+
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> DeltaChain:
+        """Return the chain of deltas. Raises `Mismatch` where one does not follow the one before it."""
+        for one, two in pairwise(deltas):
+            if two.record.base != one.record.new:
+                message = f"expected a delta of base {short(one.record.new)}, found one of {short(two.record.base)}"
+                hint = f"a delta is missing between {one.path} and this one, or they are in another order"
+                raise Mismatch(message, path=two.path, hint=hint)
+        return cls(tuple(deltas))
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """Return the CRC-32 that each tensor has in the end, of the tensors that change."""
+        return {name: tensor.crc32_new for delta in self.deltas for name, tensor in delta.record.tensors.items()}
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Return dtype and shape of the tensors that change."""
+        return {name: tensor.spec for delta in self.deltas for name, tensor in delta.record.tensors.items()}
+
+    def last_whole(self, name: str) -> int | None:
+        """Return the number of the last delta that holds a tensor whole; None if none does."""
+        return max((i for i, delta in enumerate(self.deltas) if delta.holds_whole(name)), default=None)
+
+    def load(self, name: str) -> Changes | None:
+        """Return what changes in a tensor after the last delta that holds it whole; None if nothing does."""
+        last = self.last_whole(name)
+        later = self.deltas[0 if last is None else last + 1 :]
+        found = [load_changes(delta, name) for delta in later if name in delta.record.tensors]
+        return merge_changes(found) if found else None
+
+    def check_base(self, base: Layout, sums: Mapping[str, int]) -> None:
+        """Raise `Mismatch` unless a model with these sums is the base of the first delta."""
+        self.check_specs(base)
+        first, found = self.deltas[0].record, identify(base.specs, sums)
+        if found == first.base:
+            return
+        message = f"expected base {short(first.base)}, found {short(found)}{self._why(sums)}"
+        hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
+        if found == self.deltas[-1].record.new:
+            message, hint = "the delta is applied already: this is its result", "pass its base"
+        raise Mismatch(message, path=base.root, hint=hint)
+
+    def _why(self, sums: Mapping[str, int]) -> str:
+        tensors = self.deltas[0].record.tensors
+        other = [name for name, tensor in tensors.items() if sums.get(name) != tensor.crc32_base]
+        if not other:
+            return ": a tensor that the delta does not change differs"
+        return f": {len(other)} of {len(tensors)} tensors that it changes differ, such as `{other[0]}`"
+
+    def check_specs(self, base: Layout) -> None:
+        """Raise `Mismatch` unless a model has the tensors that change, in the same dtypes and shapes."""
+        for name, spec in self.specs.items():
+            found = base.tensors.get(name)
+            if found is None:
+                raise Mismatch("the delta changes this tensor, but the base lacks it", path=base.root, tensor=name)
+            if found.spec != spec:
+                hint = (
+                    f"`ckptkit apply --dtype {spec.dtype}` casts the base first"
+                    if found.spec.dtype.can_become(spec.dtype)
+                    else None
+                )
+                message = f"expected {spec} as in the delta, found {found.spec}"
+                raise Mismatch(message, path=base.root, tensor=name, hint=hint)
+
+
+def short(identity: str) -> str:
+    return identity[:_SHOWN]

@@ -1,0 +1,106 @@
+"""Find the elements that differ between two checkpoints, by their bits, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.engine.blocks import Block
+from ckptkit.engine.compare import are_equal
+from ckptkit.engine.copy import scrub
+from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.sources import Sources
+from ckptkit.engine.visit import Pieces, Worker, visit
+from ckptkit.files.crc32 import Checksums, crc32
+from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.layout.plan import Plan, Target, join
+from ckptkit.progress import Told
+from ckptkit.tensors.box import whole
+
+Array = NDArray[Any]
+
+
+class Changes(NamedTuple):
+    """Elements of a tensor: their positions in row-major order, increasing, and their new values as stored."""
+
+    positions: Array
+    values: Array
+
+    @property
+    def number(self) -> int:
+        return len(self.positions)
+
+
+Take = Callable[[str, int, Changes], None]  # the tensor, the first element of a block, and what changed in it
+
+
+@dataclass(frozen=True, slots=True)
+class SumsOfBoth:
+    """The CRC-32 of each tensor in both checkpoints, and how many bytes had one to be compared with."""
+
+    before: dict[str, int]
+    after: dict[str, int]
+    checked_bytes: int
+
+
+def view(data: memoryview | bytes | bytearray, itemsize: int) -> Array:
+    """Return elements as integers of their width, or as bytes where no integer is that wide."""
+    found: Array = np.frombuffer(data, f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
+    return found
+
+
+def changes_in(old: memoryview, new: memoryview, itemsize: int) -> Changes:
+    """Return the elements of `new` whose bits differ from those of `old`; positions count from the first."""
+    narrow = min(itemsize, 8)
+    differ = view(old, narrow) != view(new, narrow)
+    if itemsize > narrow:
+        differ = differ.reshape(-1, itemsize // narrow).any(axis=1)
+    positions = np.flatnonzero(differ)
+    return Changes(positions, view(new, itemsize)[positions])
+
+
+def find_changes(
+    before: Layout, after: Layout, take: Take, *, jobs: int | None = None, progress: Told | None = None
+) -> SumsOfBoth:
+    """Compare two located layouts of the same tensors in the same dtypes and shapes; `take` gets what changed.
+
+    `take` gets the blocks of a tensor in any order, from one thread at a time. Every chunk is compared with the CRC-32
+    recorded for it.
+    """
+    plan = Plan(before, after, tuple(targets_of(before, after)), (after,))
+    sources = Sources(plan, Ledger())
+    sums: tuple[Checksums[str], Checksums[str]] = (Checksums(), Checksums())
+
+    def look(worker: Worker, block: Block) -> tuple[int, int, Changes | None]:
+        old, new = worker.read(block, 0), worker.read(block, 1)
+        crc = crc32(old)
+        if are_equal(old, new):
+            return crc, crc, None
+        return crc, crc32(new), changes_in(old, new, block.target.chunk.dtype.itemsize)
+
+    def note(block: Block, seen: tuple[int, int, Changes | None], pieces: Pieces) -> None:
+        sources.note(pieces)
+        name, changes = block.target.name, seen[2]
+        for each, crc in zip(sums, seen[:2], strict=True):
+            each.add(name, block.start, block.nbytes, crc)
+        if changes is not None:
+            take(name, block.start // block.target.chunk.dtype.itemsize, changes)
+        if progress:
+            progress(2 * block.nbytes)
+
+    visit(plan, look, note, jobs)
+    scrub(sources, jobs)
+    specs = before.specs
+    one, two = ({name: each.whole(name, spec.nbytes) or 0 for name, spec in specs.items()} for each in sums)
+    return SumsOfBoth(one, two, sources.checked_bytes)
+
+
+def targets_of(before: Layout, after: Layout) -> Iterator[Target]:
+    """Yield each tensor as though it were to lie row-major and in one piece."""
+    for name, spec in before.specs.items():
+        chunk = Chunk(whole(spec.shape), name, 0, spec.nbytes, spec.dtype)
+        yield from join(name, StoredTensor(spec, (chunk,)), (before, after))

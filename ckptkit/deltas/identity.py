@@ -1,0 +1,48 @@
+"""Identify a model by its content: the same tensors have the same identity in any format and any shards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from ckptkit.engine.compare import fingerprints
+from ckptkit.formats import locate
+from ckptkit.layout import Layout, Spec, StoredTensor, edits
+from ckptkit.tensors.box import whole
+
+
+def identify(specs: Mapping[str, Spec], sums: Mapping[str, int]) -> str:
+    """Return the SHA-256 over a line `name dtype shape crc32` for each tensor, in the order of the lines.
+
+    `sums` has the CRC-32 of the elements of each tensor, row-major.
+    """
+    lines = (line_of(name, spec, sums[name]) for name, spec in specs.items())
+    digest = hashlib.sha256()
+    for line in sorted(lines):
+        digest.update(line)
+    return digest.hexdigest()
+
+
+def line_of(name: str, spec: Spec, crc: int) -> bytes:
+    shape = ",".join(map(str, spec.shape))
+    return f"{name} {spec.dtype.name} [{shape}] {crc:08x}\n".encode("utf-8", "surrogatepass")
+
+
+def known_sum(tensor: StoredTensor) -> int | None:
+    """Return the CRC-32 that is recorded of all elements of a tensor, row-major in its dtype; None if none is."""
+    if not tensor.spec.numel:
+        return 0
+    if len(tensor.chunks) != 1 or tensor.splits is not None:
+        return None
+    (chunk,) = tensor.chunks
+    is_plain = chunk.strides is None and chunk.run is None and chunk.where is None
+    is_all = chunk.box == whole(tensor.spec.shape) and chunk.dtype == tensor.spec.dtype
+    return chunk.crc32 if is_plain and is_all else None
+
+
+def sums_of(layout: Layout, *, jobs: int | None = None) -> dict[str, int]:
+    """Return the CRC-32 of each tensor of a located layout. Reads only the tensors that no checksum is recorded of."""
+    known = {name: known_sum(tensor) for name, tensor in layout.tensors.items()}
+    unknown = {name for name, crc in known.items() if crc is None}
+    found = fingerprints(locate(edits.select(layout, unknown.__contains__)), jobs=jobs) if unknown else {}
+    return {name: found[name] if crc is None else crc for name, crc in known.items()}

@@ -1,0 +1,155 @@
+"""Apply deltas to the checkpoint that they were made from, and write the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.conversion.directories import check_apart, check_free, to_output
+from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.options import Keywords
+from ckptkit.conversion.pipeline import write
+from ckptkit.conversion.report import Converted, complete, report
+from ckptkit.deltas.record import is_delta
+from ckptkit.errors import Usage
+from ckptkit.files.origin import Origin
+from ckptkit.files.path import to_path
+from ckptkit.layout import Layout, WriterOptions
+from ckptkit.layout.plan import Operand
+from ckptkit.ops.as_consolidated import ConsolidatedView, as_consolidated
+from ckptkit.ops.convert import with_left_behind
+from ckptkit.progress import Progress
+
+if TYPE_CHECKING:
+    from ckptkit.deltas.chain import DeltaChain
+    from ckptkit.deltas.patched_blocks import Patched
+
+
+def apply(
+    base: Source,
+    deltas: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    dtype: str | Sequence[str] = (),
+    overwrite: bool = False,
+    dry_run: bool = False,
+    jobs: int | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write to directory `out` the model that one delta or several make of checkpoint `base`, as Hugging Face model.
+
+    `base` may be of any format: it counts as `consolidate` would write it, in `dtype` if that is given. The result has
+    its config and tokenizer, and its shards if it is a Hugging Face model, and is what `consolidate` makes of the
+    checkpoint that the last delta was made to. Raises `Mismatch` for another base, and for deltas that do not follow
+    each other, and `Corrupt` for a damaged delta, before anything is written.
+    """
+    began = time.perf_counter()
+    given = [deltas] if isinstance(deltas, str | Path) else list(deltas)
+    if not given:
+        raise Usage("no delta is given to be applied", hint="run `ckptkit apply BASE DELTA OUT`")
+    output = to_output(out)
+    check_free(output, overwrite=overwrite, is_file=False)
+    asked: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}
+    if dtype:
+        asked["dtype"] = dtype
+    opened = as_consolidated(base, asked, output)
+    check_apart(opened.checkpoint, output, opened.draft.writer)
+    with ExitStack() as stack:
+        found = [to_path(one) for one in given]
+        own = found if all(map(is_own, found)) else [as_own_delta(opened, found, jobs, stack)]
+        conversion = draft_apply(opened, own, jobs)
+        prospect = report(conversion, time.perf_counter() - began)
+        if dry_run:
+            return prospect
+        return complete(prospect, write(conversion), time.perf_counter() - began)
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a delta is not one of the formats that hold bytes."""
+    from ckptkit.deltas.open_bytes import is_any_byte_delta
+
+    return is_delta(path) or not is_any_byte_delta(path)
+
+
+def as_own_delta(base: ConsolidatedView, deltas: Sequence[Path], jobs: int | None, stack: ExitStack) -> Path:
+    """Return what deltas of bytes make of a base, written as a delta of ckptkit's own, which goes with the stack."""
+    from ckptkit.deltas.byte_delta import ByteSuccessor, check_versions
+    from ckptkit.deltas.identity import sums_of
+    from ckptkit.deltas.open_bytes import open_byte_delta
+    from ckptkit.deltas.redo_log import write_log
+
+    opened = [open_byte_delta(path) for path in deltas]
+    check_versions(opened)
+    room = Path(stack.enter_context(TemporaryDirectory(prefix="ckptkit-")), deltas[-1].name)
+    write_log(room, base.layout, sums_of(base.layout, jobs=jobs), ByteSuccessor(base.layout, opened))
+    return room
+
+
+def draft_apply(base: ConsolidatedView, deltas: Sequence[Path], jobs: int | None) -> Conversion:
+    """Draft the result of deltas, each of which is read whole and checked, on a base, which must be theirs."""
+    from ckptkit.deltas.chain import DeltaChain
+    from ckptkit.deltas.check_delta import check_delta
+    from ckptkit.deltas.identity import sums_of
+    from ckptkit.deltas.open_delta import open_delta
+
+    opened = [open_delta(path) for path in deltas]
+    chain = DeltaChain.of(opened)
+    chain.check_specs(base.layout)
+    for delta in opened:
+        check_delta(delta)
+    sums = sums_of(base.layout, jobs=jobs)
+    chain.check_base(base.layout, sums)
+    conversion = replace(
+        base.conversion,
+        drafts=[draft_changed(base, chain, sums)],
+        origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in opened)],
+    )
+    return with_left_behind(conversion, [base.checkpoint])
+
+
+def draft_changed(base: ConsolidatedView, chain: DeltaChain, sums: Mapping[str, int]) -> Draft:
+    """Return the draft of a base with what a chain changes, in the base's shards."""
+    draft = base.draft
+    options = WriterOptions(base.conversion.options.max_shard_size, places=shards_of(base))
+    read = [path for delta in chain.deltas for path in (delta.path / name for name in sorted(delta.layout.files))]
+    return replace(
+        draft,
+        sources=(*draft.sources, *(delta.layout for delta in chain.deltas)),
+        read=(*draft.read, *read),
+        files=draft.writer.arrange(draft.wanted, options),
+        recipes=recipes_of(chain, draft.wanted),
+        sums={**sums, **chain.sums},
+    )
+
+
+def shards_of(base: ConsolidatedView) -> Mapping[str, str] | None:
+    """Return the file of each tensor in a base that is a Hugging Face model; None for any other."""
+    layout = base.draft.wanted
+    if layout.format != base.draft.writer.name or layout.world_size is not None or not base.path.is_dir():
+        return None
+    places = {name: tensor.chunks[0].path for name, tensor in layout.tensors.items()}
+    ours = {file.name for file in base.draft.files}
+    files = set(places.values())
+    return places if len(files) > 1 or files <= ours else None
+
+
+def recipes_of(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
+    """Return the recipe of each tensor that a chain changes: of the base's own, or of one that a delta holds whole."""
+    from ckptkit.deltas.patched_blocks import LoadedChanges, Patched
+    from ckptkit.deltas.payload import WHOLE
+
+    changes = LoadedChanges(chain)
+    recipes = {}
+    for name, spec in chain.specs.items():
+        last = chain.last_whole(name)
+        operand = Operand(0, name, spec.dtype) if last is None else Operand(last + 1, name + WHOLE, spec.dtype)
+        shape = base.tensors[name].shape_of_chunks if last is None else spec.shape
+        recipes[name] = Patched(operand, name, shape, changes)
+    return recipes

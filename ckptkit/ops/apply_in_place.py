@@ -1,0 +1,200 @@
+"""Bring a Hugging Face model up to date in place, by the deltas that a trainer has published since."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.deltas import disk_delta, in_place, manifest_delta
+from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_versions
+from ckptkit.deltas.chain import DeltaChain, short
+from ckptkit.deltas.check_delta import check_delta
+from ckptkit.deltas.identity import identify, sums_of
+from ckptkit.deltas.new_blocks import ChainSuccessor, Successor
+from ckptkit.deltas.open_delta import Delta, open_delta
+from ckptkit.deltas.record import is_delta
+from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.files.file import is_there, names_in, read_small
+from ckptkit.files.path import to_local, to_path
+from ckptkit.formats import locate
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Layout
+from ckptkit.ops.as_consolidated import as_consolidated
+from ckptkit.pictures.words import count
+from ckptkit.summary import Summarized
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedInPlace(Summarized):
+    """A model at `path` that was changed in place by `deltas`, in this order; by none if it was up to date.
+
+    `is_completed` says that an earlier call had been interrupted, and that this one completed its change first.
+    """
+
+    path: Path
+    deltas: tuple[Path, ...]
+    tensors: int = 0
+    elements: int = 0
+    is_completed: bool = False
+
+    def summary(self) -> Iterator[str]:
+        if self.is_completed:
+            yield f"{self.path}: completed a change that was interrupted"
+        if self.deltas:
+            names = ", ".join(path.name for path in self.deltas)
+            yield f"{self.path}: changed in place by {names}"
+            yield f"{count(self.elements, 'element')} of {count(self.tensors, 'tensor')} changed"
+        elif not self.is_completed:
+            yield f"{self.path}: up to date, nothing changed"
+
+
+class Update(NamedTuple):
+    """What a model is to become, by these deltas, and the content of the file that says its version."""
+
+    deltas: tuple[Path, ...]
+    successor: Successor
+    state: bytes | None = None
+
+
+def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
+    """Apply to the Hugging Face model in directory `local` the deltas in `root` that follow its state.
+
+    `root` is a delta, or a directory of deltas or versions. A journal in `local` makes it safe: after a crash the model
+    is old, new, or completed by the same call. A server that has mapped the files sees a mixture meanwhile. Raises
+    `Mismatch` if no delta is for this model, and whatever is wrong with a delta, before anything is changed.
+    """
+    path, source = to_local(local), to_path(root)
+    if not path.is_dir():
+        raise NotACheckpoint("expected a directory with a Hugging Face model", path=path)
+    with in_place.locked(path):
+        in_place.clear(path)
+        is_completed = in_place.has_journal(path)
+        if is_completed:
+            in_place.complete(path, disk_delta.STATE)
+        model = open_plain(path)
+        sums = sums_of(model)
+        update = find_update(model, sums, source)
+        if not update.deltas:
+            return ChangedInPlace(path, (), is_completed=is_completed)
+        record = in_place.change(path, model, sums, update.successor, update.state)
+        in_place.complete(path, disk_delta.STATE)
+    return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed)
+
+
+def open_plain(path: Path) -> Layout:
+    """Return the tensors of a Hugging Face model, each of which lies in one piece."""
+    part = Checkpoint.open(path).model_part
+    layout = replace(locate(part.layout), blobs={}, twins={}, keys={})
+    if layout.format != "hf" or layout.world_size is not None or part.path != path:
+        hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
+        raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
+    return layout
+
+
+def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
+    """Return what a model is to become by the deltas in `root`."""
+    if not root.is_dir():
+        raise NotACheckpoint("expected a directory with deltas", path=root)
+    if is_delta(root):
+        return update_by_deltas(model, sums, [root], root)
+    versions = disk_delta.versions_in(root)
+    if versions:
+        return update_by_versions(model, root, versions)
+    published = {
+        number: place
+        for number, place in manifest_delta.deltas_in(root).items()
+        if manifest_delta.is_manifest_delta(place)
+    }
+    if published:
+        deltas = [manifest_delta.open_manifest_delta(place) for place in published.values()]
+        return update_by_bytes(model, [delta for delta in deltas if delta.version > version_of(model.root)])
+    found = [root / name for name in sorted(names_in(root)) if is_delta(root / name)]
+    if not found:
+        raise NotACheckpoint("expected deltas, found none", path=root, hint="`ckptkit delta BASE NEW OUT` writes one")
+    return update_by_deltas(model, sums, found, root)
+
+
+def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], root: Path) -> Update:
+    """Return what deltas of ckptkit's own format make of a model: those that follow its state, whatever their names."""
+    require_as_consolidated(model)
+    by_base: dict[str, Delta] = {}
+    deltas = [open_delta(path) for path in found]
+    for delta in deltas:
+        if (other := by_base.get(delta.record.base)) and other.record.new != delta.record.new:
+            message = f"expected one delta of base {short(delta.record.base)}, found also {other.path.name}"
+            raise Usage(message, path=delta.path, hint="name one of them instead of the directory")
+        by_base[delta.record.base] = delta
+    at = identify(model.specs, sums)
+    if at not in by_base and all(delta.record.new != at for delta in deltas):
+        if len(deltas) == 1:
+            DeltaChain.of(deltas).check_base(model, sums)
+        message = f"expected a delta of base {short(at)}, found {count(len(deltas), 'delta')} of others"
+        raise Mismatch(message, path=root, hint="a delta is missing, or this model was made otherwise")
+    chain: list[Delta] = []
+    while at in by_base and by_base[at] not in chain:
+        chain.append(by_base[at])
+        at = chain[-1].record.new
+        check_delta(chain[-1])
+    whole = DeltaChain.of(chain)
+    whole.check_specs(model)
+    return Update(tuple(delta.path for delta in chain), ChainSuccessor(model, whole))
+
+
+def require_as_consolidated(model: Layout) -> None:
+    """Raise `Unsupported` unless a model lies there as `consolidate` would write it, which is what deltas are for."""
+    wanted = as_consolidated(model.root, {}, model.root).layout.specs
+    for name in sorted(model.specs.keys() | wanted.keys()):
+        if model.specs.get(name) != wanted.get(name):
+            message = f"`consolidate` would write {wanted.get(name, 'no such tensor')}, found {model.specs.get(name)}"
+            hint = "run `ckptkit apply BASE DELTA OUT`, which writes the result elsewhere"
+            raise Unsupported(message, path=model.root, tensor=name, hint=hint)
+
+
+def version_of(local: Path) -> int:
+    """Return the version that a model says it is; 0 for the one that the training began with."""
+    path = local / disk_delta.STATE
+    if not is_there(path):
+        return 0
+    value = parse_json(read_small(path, 1 << 16), path)
+    try:
+        return int(value["version"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"expected a version ({error!r})", path=path) from error
+
+
+def update_by_versions(model: Layout, root: Path, versions: Mapping[int, Path]) -> Update:
+    """Return what the versions after a model's own make of it: the last whole one among them, and deltas after that."""
+    at = version_of(model.root)
+    later = {number: path for number, path in versions.items() if number > at}
+    wholes = [number for number, path in later.items() if not disk_delta.is_byte_delta(path)]
+    start = wholes[-1] if wholes else at
+    seed = open_plain(later[start]) if wholes else None
+    deltas = [disk_delta.open_version(path) for number, path in later.items() if number > start]
+    if deltas and deltas[0].base_version != start:
+        message = f"expected a delta of version {start}, found one of version {deltas[0].base_version}"
+        raise Mismatch(message, path=deltas[0].path, hint=f"a version is missing in {root}")
+    found = [*([later[start]] if wholes else []), *(delta.path for delta in deltas)]
+    return update_by_bytes(model, deltas, seed, start, tuple(found))
+
+
+def update_by_bytes(
+    model: Layout,
+    deltas: list[ByteDelta],
+    seed: Layout | None = None,
+    start: int | None = None,
+    found: tuple[Path, ...] | None = None,
+) -> Update:
+    """Return what deltas of bytes make of a model, or of a whole version in its place."""
+    at = version_of(model.root) if start is None else start
+    if deltas and deltas[0].base_version != at:
+        message = f"expected a delta of version {at}, found one of version {deltas[0].base_version}"
+        raise Mismatch(message, path=deltas[0].path, hint="a version is missing")
+    check_versions(deltas)
+    last = deltas[-1].version if deltas else at
+    state = json.dumps({"version": f"{last:06d}"}).encode()
+    paths = tuple(delta.path for delta in deltas) if found is None else found
+    return Update(paths, ByteSuccessor(model, deltas, seed), state)

@@ -1,0 +1,106 @@
+"""Say whether a delta is whole and undamaged, and whether a checkpoint is its base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.checkpoints.manifest import Manifest, read_manifest
+from ckptkit.checkpoints.problems import Problems
+from ckptkit.checkpoints.seal import sum_files
+from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_frames
+from ckptkit.deltas.chain import DeltaChain
+from ckptkit.deltas.check_delta import check_delta
+from ckptkit.deltas.identity import sums_of
+from ckptkit.deltas.nan import say_nan
+from ckptkit.deltas.open_bytes import is_any_byte_delta, open_byte_delta
+from ckptkit.deltas.open_delta import Delta, open_delta
+from ckptkit.deltas.record import FORMAT, NAME
+from ckptkit.errors import CkptError, Corrupt
+from ckptkit.files.crc32 import RESTORE
+from ckptkit.files.file import file_size
+from ckptkit.files.path import to_path
+from ckptkit.ops.as_consolidated import as_consolidated
+from ckptkit.ops.verify import Verified
+
+
+def verify_delta(
+    path: str | Path, *, base: Source | None = None, dtype: str | Sequence[str] = (), jobs: int | None = None
+) -> Verified:
+    """Look for damage in the delta in directory `path`, and for what keeps it from being applied to `base`.
+
+    `base` counts as `consolidate` would write it, in `dtype` if that is given. Whatever is wrong is among the problems
+    of the result.
+    """
+    root = to_path(path)
+    problems = Problems()
+    found = Verified(root, FORMAT)
+    try:
+        if is_any_byte_delta(root):
+            found = verify_bytes(open_byte_delta(root), base, dtype)
+            return replace(found, problems=problems.list())
+        delta = open_delta(root)
+        found = look_into(delta, problems)
+        if base is not None:
+            opened = as_consolidated(base, {"dtype": dtype} if dtype else {}, root)
+            DeltaChain.of([delta]).check_base(opened.layout, sums_of(opened.layout, jobs=jobs))
+    except CkptError as error:
+        problems.add(error.blame(path=root))
+    return replace(found, problems=problems.list())
+
+
+def look_into(delta: Delta, problems: Problems) -> Verified:
+    """Read all of a delta, and note each tensor and file that is damaged."""
+    checked = check_delta(delta, problems.add)
+    manifest = read_manifest(delta.path)
+    files = {NAME, *delta.layout.files}
+    if manifest is not None:
+        compare_with_manifest(delta.path, manifest, files, problems)
+    return Verified(
+        delta.path,
+        FORMAT,
+        notes=say_nan(checked.nan),
+        files=len(files),
+        tensors=len(delta.record.tensors),
+        nbytes=sum(file_size(delta.path / name) for name in files),
+        checked_bytes=checked.checked_bytes,
+        unchecked_bytes=checked.unchecked_bytes,
+        has_manifest=manifest is not None,
+        looked_at=frozenset(delta.path / name for name in files),
+    )
+
+
+def verify_bytes(delta: ByteDelta, base: Source | None, dtype: str | Sequence[str]) -> Verified:
+    """Read all of a delta of bytes. With a base compare the digest of each tensor that it makes."""
+    if base is None:
+        check_frames(delta)
+    else:
+        opened = as_consolidated(base, {"dtype": dtype} if dtype else {}, delta.path)
+        successor = ByteSuccessor(opened.layout, [delta])
+        for name in successor.specs:
+            for _ in successor.blocks(name):
+                pass
+    files = {tensor.chunk.path for tensor in delta.tensors.values()}
+    return Verified(
+        delta.path,
+        delta.format,
+        notes=() if base else ("only a base can tell whether the values are right: pass --base",),
+        files=len(files),
+        tensors=len(delta.tensors),
+        nbytes=sum(file_size(delta.path / name) for name in files),
+        checked_bytes=delta.nbytes if base else 0,
+        unchecked_bytes=0 if base else delta.nbytes,
+        looked_at=frozenset(delta.path / name for name in files),
+    )
+
+
+def compare_with_manifest(root: Path, manifest: Manifest, files: Iterable[str], problems: Problems) -> None:
+    """Note the files that differ from the manifest, where nothing in them is known to."""
+    known = {name: manifest.files[name] for name in sorted(files) if name in manifest.files}
+    found = sum_files(root, known, ())
+    for name, wanted in known.items():
+        if found[name] != wanted and not problems.are_in(root / name):
+            message = f"expected CRC-32 {wanted.crc32:08x} as in the manifest, found {found[name].crc32:08x}"
+            problems.add(Corrupt(message, path=root / name, hint=RESTORE))

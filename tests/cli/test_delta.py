@@ -1,0 +1,101 @@
+"""The commands `delta` and `apply`, and what `inspect` and `verify` say of a delta."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deltas.models import as_dcp, as_hf, files, policy, step
+from tests.deltas.test_in_place import contents, raws
+
+
+def ckptkit(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckptkit", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return as_hf(tmp_path / "base", policy()), as_dcp(tmp_path / "new", step(policy()))
+
+
+def test_there_and_back(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    delta, out = tmp_path / "delta", tmp_path / "out"
+    done = ckptkit("delta", *pair, delta)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"wrote {delta}: what changed from {pair[0]} to {pair[1]}"
+    assert lines[-2:] == [
+        "2.54% of the elements changed, in 4 of 7 tensors",
+        "122 B, 4.19% of the model's 2.91 KB",
+    ]
+    looked = ckptkit("inspect", delta, "--tensors").stdout.splitlines()
+    assert looked[0].startswith(f"{delta}: ckptkit-delta, from ")
+    assert [line.split()[-1] for line in looked[4:]] == [
+        "embed.weight",
+        "layers.0.up.weight",
+        "layers.1.up.bias",
+        "scale",
+    ]
+    verified = ckptkit("verify", delta, "--base", pair[0])
+    assert (verified.returncode, verified.stdout.splitlines()[1].split()[0]) == (0, "ok")
+    assert ckptkit("verify", delta, "--base", pair[1]).returncode == 1
+    applied = ckptkit("apply", pair[0], delta, out)
+    assert applied.returncode == 0
+    assert applied.stdout.splitlines()[0] == f"patched {pair[0]} into {out}"
+    assert contents(out) == raws(step(policy()))
+    again = ckptkit("apply", pair[0], delta, out)
+    assert (again.returncode, "the destination exists" in again.stderr) == (5, True)
+    assert ckptkit("apply", pair[0], delta, out, "--overwrite", "--quiet").returncode == 0
+
+
+def test_json(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    made = json.loads(ckptkit("delta", *pair, tmp_path / "delta", "--json").stdout)
+    assert made["nbytes"] == 122
+    assert (made["changed"], made["unchanged"], made["dry_run"]) == (4, 3, False)
+    looked = json.loads(ckptkit("inspect", tmp_path / "delta", "--json").stdout)
+    assert (looked["base"], looked["new"]) == (made["base_id"], made["new_id"])
+    assert json.loads(ckptkit("verify", tmp_path / "delta", "--json").stdout)["ok"]
+    applied = json.loads(ckptkit("apply", pair[0], tmp_path / "delta", tmp_path / "out", "--json").stdout)
+    assert applied["format"] == "hf"
+    changed = json.loads(ckptkit("apply", pair[0], tmp_path / "delta", "--in-place", "--json").stdout)
+    assert changed["elements"] == 37
+    assert files(pair[0]) == files(tmp_path / "out")
+
+
+def test_versions(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    done = ckptkit("delta", *pair, root, "--format", "disk-delta", "--encoding", "overwrite", "--force")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"wrote {root}/weight_v000001" in done.stdout
+    looked = ckptkit("inspect", root / "weight_v000001").stdout
+    assert "disk-delta, from version 0 to 1" in looked
+    assert ckptkit("verify", root / "weight_v000001", "--base", pair[0]).returncode == 0
+    assert "pass --base" in ckptkit("verify", root / "weight_v000001").stderr
+    done = ckptkit("apply", pair[0], root, "--in-place")
+    assert done.stdout.splitlines()[0] == f"{pair[0]}: changed in place by weight_v000001"
+    assert contents(pair[0]) == raws(step(policy()))
+    done = ckptkit("apply", pair[0], root, "--in-place")
+    assert done.stdout == f"{pair[0]}: up to date, nothing changed\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("apply", "a", "b"), "expected a base, deltas and an output, found 2"),
+        (("apply", "a", "b", "c", "--in-place"), "--in-place: expected LOCAL and ROOT, found 3 paths"),
+        (("apply", "a", "b", "--in-place", "--overwrite"), "--in-place takes no other options"),
+        (("delta", "a", "b", "c", "--encoding", "xor"), "--encoding and --version are for --format disk-delta"),
+        (("delta", "a", "b", "c", "--format", "disk-delta", "--dry-run"), "does not take --dry-run or --jobs"),
+        (("delta", "a", "b", "c", "--format", "zip"), "zip"),
+        (("verify", "a", "--base", "b"), "--base is for deltas"),
+    ],
+)
+def test_usage(args: tuple[str, ...], words: str) -> None:
+    done = ckptkit(*args)
+    assert done.returncode == 2
+    assert words in done.stderr
