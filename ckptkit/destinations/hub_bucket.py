@@ -19,7 +19,7 @@ from typing import Any
 from ckptkit.destinations.destination import CLAIM, Check
 from ckptkit.destinations.hub_places import bucket_of, refuse_several
 from ckptkit.destinations.pieces import FilePiece, is_large
-from ckptkit.destinations.xet import SentFile, XetFiles, find_session
+from ckptkit.destinations.xet import XetFile, XetFiles, find_session
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.file import read_small
 from ckptkit.files.path import RemotePath
@@ -54,7 +54,7 @@ class HubBucketDestination:
     is_file: bool = False
     _files: XetFiles = field(init=False, repr=False)
     _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
-    _claim: SentFile = field(init=False, repr=False)
+    _claim: XetFile = field(init=False, repr=False)
     _shown: set[str] = field(default_factory=set)
 
     @property
@@ -213,11 +213,11 @@ class HubBucketDestination:
         return f"{self.path.key}{CLAIM}" if self.is_file else f"{self.path.key}/{CLAIM}"
 
 
-def add_line(key: str, sent: SentFile) -> Line:
+def add_line(key: str, sent: XetFile) -> Line:
     """Return the line of a request that lets a file appear."""
     return {"type": "addFile", "path": key, "xetHash": sent.hash, "mtime": int(time.time() * 1000)}
 
 
-def stored(sent: SentFile) -> StoredFile:
+def stored(sent: XetFile) -> StoredFile:
     """Return a file that was sent as a bucket lists it."""
     return StoredFile(sent.nbytes, sent.hash)

@@ -18,7 +18,7 @@ from threading import Lock
 from ckptkit.destinations.destination import Check
 from ckptkit.destinations.hub_places import Prospect, look_at, refuse_several
 from ckptkit.destinations.pieces import FilePiece, is_large
-from ckptkit.destinations.xet import SentFile, XetFiles, find_session
+from ckptkit.destinations.xet import XetFile, XetFiles, find_session
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
 from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.hub_calls import (
@@ -252,7 +252,7 @@ class HubRepoDestination:
         return f"{self.path.key}/{name}" if self.path.key else name
 
 
-def is_same_data(sent: SentFile, listed: HubFile | None) -> bool:
+def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:
     """Return whether the Hub lists a file of its storage as it was sent."""
     return listed is not None and (listed.nbytes, listed.sha256) == (sent.nbytes, sent.sha256)
 

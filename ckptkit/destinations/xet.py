@@ -27,7 +27,7 @@ _ADVICE = "pip install -U huggingface_hub hf_xet"
 
 
 @dataclass(frozen=True, slots=True)
-class SentFile:
+class XetFile:
     """A file that storage has: by `hash` in a bucket, by `sha256` in a repository."""
 
     nbytes: int
@@ -37,7 +37,7 @@ class SentFile:
 
 
 @dataclass(slots=True)
-class OpenUpload:
+class XetUpload:
     """A file that is being sent: the bytes so far, and their CRC-32."""
 
     group: Any  # of hf_xet: what becomes known to the storage at once
@@ -60,10 +60,10 @@ class XetFiles:
 
     path: RemotePath
     access: XetAccess
-    sent: dict[str, SentFile] = field(default_factory=dict)
+    sent: dict[str, XetFile] = field(default_factory=dict)
     sent_bytes: int = 0
     _session: Any = field(init=False)
-    _open: dict[str, OpenUpload] = field(default_factory=dict)
+    _open: dict[str, XetUpload] = field(default_factory=dict)
     _turns: Turns = field(init=False)
     _lock: Lock = field(default_factory=Lock)
 
@@ -108,7 +108,7 @@ class XetFiles:
             if piece.number == piece.count:
                 self._end(piece.name, upload)
 
-    def _begin(self, name: str) -> OpenUpload:
+    def _begin(self, name: str) -> XetUpload:
         access = self.access
         group = self._session.new_upload_commit(
             endpoint=access.endpoint,
@@ -118,12 +118,12 @@ class XetFiles:
             token_refresh_headers=dict(access.headers),
             custom_headers={key: value for key, value in access.headers.items() if key.lower() != _NOT_OURS},
         )
-        upload = OpenUpload(group, group.start_upload_stream(name=name))
+        upload = XetUpload(group, group.start_upload_stream(name=name))
         with self._lock:
             self._open[name] = upload
         return upload
 
-    def _end(self, name: str, upload: OpenUpload) -> None:
+    def _end(self, name: str, upload: XetUpload) -> None:
         """Let storage know the file, from which on it is there for good, also for a later attempt."""
         found = upload.stream.finish().xet_info
         report = upload.group.wait_to_finish()
@@ -132,7 +132,7 @@ class XetFiles:
             raise Corrupt(message, path=self.path / name, hint=AGAIN)
         with self._lock:
             self._open.pop(name, None)
-            self.sent[name] = SentFile(upload.nbytes, upload.crc32, found.hash, found.sha256)
+            self.sent[name] = XetFile(upload.nbytes, upload.crc32, found.hash, found.sha256)
             self.sent_bytes += report.dedup_metrics.new_bytes
 
     @contextmanager
